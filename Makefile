@@ -1,0 +1,51 @@
+# Two commands do everything on a fresh machine: `make run` and `make test`. Each sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup run test check bench soak clean
+
+help:
+	@echo "make run    train digits on 2 workers (the main job, on data that comes with a dependency)"
+	@echo "make test   everything CI checks: format, lint, types, import layers, tests, docs"
+	@echo "make check  the static part of it: format, lint, types, import layers"
+	@echo "make bench  the benchmarks, side by side with peers; writes benchmarks/results/"
+	@echo "make soak   the long checks: 100 kills, long runs"
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(READY)
+
+# numba's cache knows when a file changed, but not the files that its compiled code calls.
+KERNELS := $(shell grep -rl "@njit" src)
+$(VENV)/.kernels: $(KERNELS) | $(READY)
+	find src -name '*.nbi' -delete -o -name '*.nbc' -delete
+	touch $@
+
+run: setup
+	$(BIN)/manyhands train digits --workers 2
+
+check: setup
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check $(VENV)/.kernels
+	$(BIN)/python -m pytest -m "not soak"
+
+bench: setup $(VENV)/.kernels
+	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json
+	$(BIN)/manyhands bench allreduce --workers 4 --json benchmarks/results/allreduce-4.json
+	$(BIN)/python benchmarks/links.py
+	$(BIN)/python benchmarks/events.py
+
+soak: setup $(VENV)/.kernels
+	$(BIN)/python -m pytest -m soak --timeout 1800
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,93 @@
+"""What can go wrong, as types: each error is one sentence that says what, where and what next.
+
+`UserError` and its children are mistakes in what was asked for (the command line prints the sentence and exits with 2);
+every other `ManyhandsError` is something that happened while running (exit status 1).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "Aborted",
+    "CorruptCheckpoint",
+    "DataError",
+    "ManyhandsError",
+    "NonFinite",
+    "OutOfSharedMemory",
+    "PeerTimeout",
+    "UserError",
+    "WorkerFailed",
+    "format_bytes",
+    "nearest",
+]
+
+
+class ManyhandsError(Exception):
+    """Anything this library raises on purpose."""
+
+
+class UserError(ManyhandsError, ValueError):
+    """What was asked for makes no sense; the message names the field, the value and what is allowed."""
+
+
+class DataError(UserError):
+    """A data file is missing, truncated or of the wrong format; the message names the file and the offset."""
+
+
+class CorruptCheckpoint(UserError):
+    """A checkpoint can not be trusted; the message names the damaged file."""
+
+
+class OutOfSharedMemory(UserError):
+    """Shared memory does not suffice; the message says the need and the room."""
+
+    def __init__(self, purpose: str, needed_bytes: int, room_bytes: int) -> None:
+        super().__init__(
+            f"shared memory for {purpose} needs {format_bytes(needed_bytes)}, but only {format_bytes(room_bytes)} is "
+            "available; use fewer workers or a smaller model, or free some memory"
+        )
+        self.needed_bytes = needed_bytes
+        self.room_bytes = room_bytes
+
+
+class NonFinite(UserError):
+    """The loss became NaN or infinite; the message names worker, step and the first bad parameter."""
+
+
+class WorkerFailed(ManyhandsError):
+    """A worker raised, died or fell silent; `worker_rank` is the first that did."""
+
+    def __init__(self, message: str, worker_rank: int) -> None:
+        super().__init__(message)
+        self.worker_rank = worker_rank
+
+
+class PeerTimeout(ManyhandsError):
+    """A wait passed its deadline; `peer` is the one waited for."""
+
+    def __init__(self, message: str, peer: int) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Aborted(ManyhandsError):
+    """The run is being taken down because another role failed first."""
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """The tail of an error: what is allowed, and the nearest of it to `word`."""
+    names = list(allowed)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"allowed: {', '.join(names)}{hint}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`26214400` as `25.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
