@@ -1,0 +1,1 @@
+"""Shared memory on one host: segments, atomics, and waiting that never hangs silently."""

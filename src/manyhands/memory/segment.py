@@ -1,0 +1,165 @@
+"""Anonymous shared memory: a memfd that lives exactly as long as the processes that hold it.
+
+There is no name in any file system, so nothing is left behind after `kill -9`, and the small /dev/shm of containers
+does not matter. Room is reserved when the segment is sized, so a shortage is a sentence here and never a SIGBUS later.
+A segment travels by its descriptor: inherited by a child, or passed over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from manyhands.errors import OutOfSharedMemory
+
+__all__ = ["CACHE_LINE", "PAGE", "Segment", "available_bytes", "round_up"]
+
+CACHE_LINE = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
+PAGE = mmap.PAGESIZE
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+def round_up(num_bytes: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that holds `num_bytes`."""
+    return -(-num_bytes // multiple) * multiple
+
+
+def available_bytes() -> int:
+    """Memory this process could still use: the machine's, or the container's where that is less."""
+    room = _machine_available()
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        limit, usage = _number(limit_file), _number(usage_file)
+        if limit is not None and usage is not None:
+            room = min(room, max(0, limit - usage))
+    return room
+
+
+class Segment:
+    """Shared memory mapped into this process; a context manager, `close` is idempotent.
+
+    `create` makes a new one, `attach` maps one whose descriptor this process holds. The mapping is readable and
+    writable by every holder; who may write which line is the business of the code that lays it out.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Map `num_bytes` of `descriptor`, which this object now owns."""
+        self.descriptor = descriptor
+        self.num_bytes = num_bytes
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, num_bytes) if num_bytes else None
+        self._address = 0
+        if self._map is not None:
+            if _MADV_HUGEPAGE is not None:
+                try:
+                    self._map.madvise(_MADV_HUGEPAGE)
+                except OSError:  # the kernel has no huge pages for shared memory: ordinary ones do
+                    pass
+            anchor = ctypes.c_char.from_buffer(self._map)
+            self._address = ctypes.addressof(anchor)
+            del anchor
+
+    @classmethod
+    def create(cls, num_bytes: int, purpose: str) -> Segment:
+        """Reserve a fresh zeroed segment, or raise OutOfSharedMemory naming the need and the room."""
+        descriptor = os.memfd_create(f"manyhands:{purpose}", os.MFD_CLOEXEC)
+        try:
+            reserve(descriptor, num_bytes, purpose)
+            return cls(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def attach(cls, descriptor: int) -> Segment:
+        """Map a whole segment whose descriptor this process was given."""
+        return cls(descriptor, os.fstat(descriptor).st_size)
+
+    @property
+    def address(self) -> int:
+        """Where the segment starts in this process, for compiled code."""
+        if self._map is None and self.num_bytes:
+            raise ValueError("the segment is closed")
+        return self._address
+
+    def memory(self, offset: int = 0, num_bytes: int | None = None) -> memoryview:
+        """A writable view of bytes; release it before `close`."""
+        if self._map is None:
+            return memoryview(bytearray())
+        end = self.num_bytes if num_bytes is None else offset + num_bytes
+        return memoryview(self._map)[offset:end]
+
+    def array(self, offset: int, count: int, dtype: np.dtype | type) -> np.ndarray:
+        """A numpy array of `count` items at `offset`."""
+        if count == 0 or self._map is None:
+            return np.empty(0, dtype)
+        return np.frombuffer(self._map, dtype, count, offset)
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A one-dimensional tensor of `count` items at `offset`; it shares the memory."""
+        if count == 0 or self._map is None:
+            return torch.empty(0, dtype=dtype)
+        # By way of numpy, which pins the mapping: a tensor of torch.frombuffer would dangle after `close`.
+        return torch.from_numpy(self.array(offset, count * dtype.itemsize, np.uint8)).view(dtype)
+
+    def close(self) -> None:
+        """Unmap and close the descriptor; a view still in use keeps the mapping alive until it goes."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        if self._map is not None:
+            try:
+                self._map.close()
+            except BufferError:  # a tensor still points here: the mapping goes with the last one
+                pass
+            self._map = None
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def reserve(descriptor: int, num_bytes: int, purpose: str) -> None:
+    """Size a memfd and take its pages now, or raise OutOfSharedMemory."""
+    room = available_bytes()
+    if num_bytes > room:
+        raise OutOfSharedMemory(purpose, num_bytes, room)
+    os.ftruncate(descriptor, num_bytes)
+    if num_bytes:
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            os.ftruncate(descriptor, 0)
+            raise OutOfSharedMemory(purpose, num_bytes, available_bytes()) from error
+
+
+def _machine_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * PAGE
+
+
+def _number(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
