@@ -1,0 +1,140 @@
+"""Files that are there whole or not at all.
+
+A crash may come between any two instructions, so a file is written under a temporary name, synced to the
+disk, renamed to its own name, and the directory that holds the name is synced too. A reader then sees the
+old file or the new one, never half of one. Hashes are taken of the very bytes that are written, so nothing
+is read back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.errors import ManyhandsError, UserError
+
+__all__ = [
+    "FileDigest",
+    "WriteFailed",
+    "reason",
+    "render_json",
+    "sync_directory",
+    "write_all",
+    "write_atomically",
+    "write_json",
+    "write_synced",
+]
+
+
+class WriteFailed(ManyhandsError):
+    """The disk did not take a file; the message names it, and what stood there before still stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """The length and the SHA-256 of a file's content."""
+
+    num_bytes: int
+    sha256: str
+
+
+def write_synced(path: Path, chunks: Iterable[bytes]) -> FileDigest:
+    """Write `chunks` into the new file `path`, hashing on the way, and sync it.
+
+    Syncing the directory is left to the caller. Raises OSError where the disk does not take it; what was
+    written so far then stays for the caller to remove.
+    """
+    hasher = hashlib.sha256()
+    num_bytes = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for chunk in chunks:
+            hasher.update(chunk)
+            write_all(descriptor, chunk)
+            num_bytes += len(chunk)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileDigest(num_bytes=num_bytes, sha256=hasher.hexdigest())
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write the whole of `content`: a nearly full disk takes a part and complains only at the next write."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory (files created, renamed, removed) survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """Put `chunks` in the place of `path`, or raise WriteFailed and leave what was there."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        temporary.unlink(missing_ok=True)  # of a writer that crashed
+        try:
+            write_synced(temporary, chunks)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise WriteFailed(f"{path} could not be written: {reason(error)}") from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Put `value` as readable JSON in the place of `path`, whole or not at all."""
+    write_atomically(path, [render_json(value, path.name, indent=1)])
+
+
+def render_json(value: Any, where: str, indent: int | None = None) -> bytes:
+    """`value` as one JSON text with a newline; UserError names the first field that JSON can not hold.
+
+    Tuples become lists, numpy scalars plain numbers, paths text. JSON has no NaN and no infinity: those
+    become null, so that every JSON reader accepts the file.
+    """
+    return json.dumps(_plain(value, where), indent=indent, allow_nan=False).encode() + b"\n"
+
+
+def reason(error: OSError) -> str:
+    """What the system says went wrong, without the path that the caller names itself."""
+    return error.strerror or str(error)
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case os.PathLike():
+            return os.fspath(value)
+        case list() | tuple():
+            return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise UserError(f"{where} has the key {key!r}; the keys of JSON are strings")
+            return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise UserError(
+        f"{where} is a {type(value).__name__}, which JSON can not hold; allowed: numbers, strings, booleans, "
+        "None, lists and mappings of them"
+    )

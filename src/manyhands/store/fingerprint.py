@@ -1,0 +1,69 @@
+"""What of a configuration must stay the same for a run to be resumed.
+
+A checkpoint says which sample comes next only together with the seed, the batch size and the number of
+samples, and its tensors fit only the model they came from. How the work is split (strategy, workers) and
+how long it goes on (steps) may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.errors import UserError
+
+__all__ = ["Fingerprint", "fingerprint", "parameter_shapes"]
+
+_PLAIN_FIELDS = {"task": str, "seed": int, "batch_size": int, "samples": int}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """The part of a configuration that a resumed run shares with the one before."""
+
+    task: str
+    seed: int
+    batch_size: int
+    samples: int
+    parameters: Mapping[str, str]
+
+    def conflict(self, current: Fingerprint) -> str | None:
+        """Why `current` can not continue a run of this fingerprint, as a sentence; None if it can."""
+        for name in _PLAIN_FIELDS:
+            before, now = getattr(self, name), getattr(current, name)
+            if before != now:
+                return f"{name} is {now!r}, but the run was started with {before!r}; resume with that"
+        for name in [*self.parameters, *current.parameters]:
+            before = self.parameters.get(name, "absent")
+            now = current.parameters.get(name, "absent")
+            if before != now:
+                return f"parameter {name!r} is {now}, but in the run it was {before}; resume with that model"
+        return None
+
+
+def fingerprint(config: Mapping[str, Any]) -> Fingerprint:
+    """Pick the fields that must stay the same out of a configuration; UserError names one it lacks."""
+    for name, kind in _PLAIN_FIELDS.items():
+        if not isinstance(config.get(name), kind):
+            raise UserError(f"the configuration's {name} is {config.get(name)!r}; it must be {kind.__name__}")
+    parameters = config.get("parameters")
+    if not isinstance(parameters, Mapping):
+        raise UserError(f"the configuration's parameters are {parameters!r}; they must map names to shapes")
+    return Fingerprint(
+        **{name: config[name] for name in _PLAIN_FIELDS},
+        parameters={str(name): str(shape) for name, shape in parameters.items()},
+    )
+
+
+def parameter_shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """`model.named_parameters()` as `{"fc.weight": "float32 10×64"}`: the configuration's `parameters`."""
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor.shape)}" for name, tensor in named
+    }
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "×".join(str(size) for size in sizes) or "scalar"

@@ -1,0 +1,37 @@
+"""Which checkpoints go when a new one has come: a pure decision over their steps and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Entry", "best", "rotated_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One checkpoint as far as rotation cares; the lower the score the better."""
+
+    step: int
+    score: float | None = None
+    intact: bool = True
+
+
+def best(entries: Iterable[Entry]) -> int | None:
+    """The step of the intact checkpoint with the lowest score, the newest of equals; None if none has one."""
+    scored = [(entry.score, -entry.step) for entry in entries if entry.intact and entry.score is not None]
+    return -min(scored)[1] if scored else None
+
+
+def rotated_out(entries: Iterable[Entry], saved_step: int, keep: int) -> tuple[int, ...]:
+    """The steps to remove after `saved_step` was saved: all before the last `keep`, but never the best.
+
+    A damaged checkpoint does not count as one of those kept. One newer than the step just saved (the run
+    went back to an earlier checkpoint) is neither counted nor removed: it goes once the run has passed it.
+    """
+    known = list(entries)
+    reached = sorted(entry.step for entry in known if entry.intact and entry.step <= saved_step)
+    if len(reached) < keep:
+        return ()
+    oldest_kept = reached[-keep]
+    return tuple(sorted({entry.step for entry in known if entry.step < oldest_kept} - {best(known)}))

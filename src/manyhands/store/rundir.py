@@ -1,0 +1,190 @@
+"""A run on disk: what was asked for, what happened, and what is needed to go on.
+
+runs/digits/
+  config.json     what was asked for; its presence makes the directory a run
+  metrics.jsonl   one JSON object a line, each with its step
+  events/         what each process did when
+  checkpoints/    step-00000050/ ...
+  summary.json    what came out
+  run.lock        held by the live run
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from manyhands.errors import DataError, UserError
+from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_json
+from manyhands.store.checkpoint import CheckpointStore
+from manyhands.store.fingerprint import fingerprint
+from manyhands.store.lock import RunLock
+from manyhands.store.metrics import MetricsLog
+
+__all__ = ["RunDirectory"]
+
+_CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
+_FORMAT = "manyhands run"
+_VERSION = 1
+# What a `create` that died before the configuration was written may have left: still an empty directory to
+# us.
+_UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
+
+
+class RunDirectory:
+    """One run's directory; `create` starts it, `open` goes on with it or looks at it. A context manager.
+
+    Whoever creates it, or opens it with its lock, is the only run that writes there until `close`.
+    Processes of that run, and viewers, open it with `lock=False`.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], lock: RunLock | None) -> None:
+        self.path = path
+        self.config = config
+        self.metrics = MetricsLog(path / _METRICS)
+        self.lock = lock
+
+    @classmethod
+    def create(cls, path: Path | str, config: Mapping[str, Any]) -> RunDirectory:
+        """Start a run in a new or empty directory, locked; UserError where something else is there already.
+
+        `config` is any JSON; `fingerprint` says which fields it must have.
+        """
+        path = Path(path)
+        fingerprint(config)
+        _require_free(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path} can not be made: {reason(error)}") from error
+        lock = RunLock(path / _LOCK)
+        lock.acquire()
+        try:
+            _require_free(path)  # again, now that nobody else can be creating it
+            write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
+            return cls(path, _read_config(path), lock)._with_folders()
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def open(cls, path: Path | str, *, lock: bool = True) -> RunDirectory:
+        """Go on with a run, or look at one (`lock=False`); UserError where there is none or it is in use."""
+        path = Path(path)
+        config = _read_config(path)
+        if not lock:
+            return cls(path, config, None)
+        held = RunLock(path / _LOCK)
+        held.acquire()
+        try:
+            return cls(path, config, held)._with_folders()
+        except BaseException:
+            held.close()
+            raise
+
+    @property
+    def events_path(self) -> Path:
+        """Where the processes of the run put their events."""
+        return self.path / "events"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    def checkpoints(self, keep: int = 3) -> CheckpointStore:
+        """The run's checkpoints, of which the last `keep` and the best stay."""
+        return CheckpointStore(self.checkpoints_path, keep)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Put what came out into summary.json, in the place of an earlier one."""
+        write_json(self.path / _SUMMARY, summary)
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """What came out, None for a run that has not ended; DataError if the file is damaged."""
+        try:
+            return _read_object(self.path / _SUMMARY)
+        except FileNotFoundError:
+            return None
+
+    def close(self) -> None:
+        """Sync the metrics and let others have the directory."""
+        try:
+            self.metrics.close()
+        finally:
+            if self.lock is not None:
+                self.lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _with_folders(self) -> RunDirectory:
+        try:
+            for folder in (self.events_path, self.checkpoints_path):
+                folder.mkdir(exist_ok=True)
+            sync_directory(self.path)
+        except OSError as error:
+            raise WriteFailed(f"{self.path} can not be filled: {reason(error)}") from error
+        return self
+
+
+def _require_free(path: Path) -> None:
+    """UserError unless a run may start at `path`; nothing is touched."""
+    try:
+        others = sorted({entry.name for entry in path.iterdir()} - _UNFINISHED)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path} can not be a run directory: {reason(error)}") from error
+    if not others:
+        return
+    if _CONFIG in others:
+        try:
+            task = fingerprint(_read_config(path)).task
+        except UserError:
+            pass
+        else:
+            raise UserError(f"{path} already holds a run of {task!r}; pass resume=True or choose another out")
+    raise UserError(
+        f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The configuration of the run at `path`, or UserError with what is wrong."""
+    file = path / _CONFIG
+    try:
+        content = _read_object(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} holds no run ({_CONFIG} is missing); start one without resume") from None
+    match content:
+        case {"format": str(name), "version": int(version), "config": dict(config)}:
+            if (name, version) == (_FORMAT, _VERSION):
+                return config
+            raise UserError(
+                f"{file} is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
+            )
+    raise DataError(f"{file} is no configuration of a run; {path} was made by something else, or is damaged")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A file with one JSON object, or DataError naming it; a missing one is the caller's business."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise DataError(f"{file} can not be read: {reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file} is damaged: it holds no JSON object")
+    return content
