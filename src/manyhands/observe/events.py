@@ -1,0 +1,116 @@
+"""The vocabulary of a run: nine kinds of event, and the fixed 64-byte record that holds one.
+
+Whatever a run shows (progress, the end table, timelines) is computed from these records and nothing else. A
+record is one cache line, little-endian, without pointers, so that the same bytes serve as the slot of a
+shared ring, as the item of a file and as the row of a numpy array.
+
+Durations are taken on the role's own clock *before* any barrier: the time a role computes ends when its own
+work ends, and the time it then spends for others is a WAIT that names the one waited for. A straggler
+therefore shows as the one who computes, never as everyone being slow. The durations of COMPUTE, EXCHANGE and
+WAIT of one role do not overlap: what is reduced inside a backward pass counts as exchange and is taken off
+the compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MAX_ROLE", "NOBODY", "NO_STEP", "RECORD", "Event", "EventKind", "Records", "to_events"]
+
+NOBODY = -1
+"""The peer of an event that concerns no other role."""
+
+NO_STEP = -1
+"""The step of an event that belongs to none."""
+
+MAX_ROLE = 2**16 - 1
+"""Roles are numbered 0 to this."""
+
+
+class EventKind(IntEnum):
+    """What a role did; 0 is no kind, so that zeroed memory never reads as an event."""
+
+    COMPUTE = 1
+    """Forward, backward and optimizer step of this role's share of a batch: its own work only."""
+    EXCHANGE = 2
+    """Moving or reducing gradients and parameters, having sent `num_bytes` in `count` messages."""
+    WAIT = 3
+    """Doing nothing until `peer` arrived, or until nobody in particular did (`peer` = -1)."""
+    STEP = 4
+    """One whole step, all of the above; `value` is the loss, `count` the samples of this role's share."""
+    EVALUATE = 5
+    """Measuring the metrics on the evaluation data; `count` is the number of samples."""
+    CHECKPOINT = 6
+    """Writing a checkpoint of `num_bytes`."""
+    JOIN = 7
+    """The role entered the run; the duration is what it took to get ready."""
+    LEAVE = 8
+    """The role left the run in good order."""
+    FAULT = 9
+    """Something went wrong; `peer` is the one to blame, -1 where it is this role itself."""
+
+
+RECORD = np.dtype(
+    [
+        ("start_ns", "<u8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
+        ("duration_ns", "<u8"),
+        ("kind", "<u2"),
+        ("role", "<u2"),  # who recorded it; stamped by the ring
+        ("peer", "<i4"),  # the role it concerns, or NOBODY
+        ("step", "<i8"),  # the global batch, from 0, or NO_STEP
+        ("num_bytes", "<u8"),
+        ("value", "<f8"),
+        (
+            "id",
+            "<u8",
+        ),  # events of this role before it, lost ones included: a gap is a loss; stamped by the ring
+        ("count", "<u4"),
+        ("reserved", "<u4"),  # zero
+    ]
+)
+"""The layout of one event, 64 bytes."""
+
+Records = npt.NDArray[np.void]
+"""A one-dimensional array of dtype RECORD."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One record as plain Python values, for readers that look at single events."""
+
+    kind: EventKind
+    role: int
+    id: int
+    start_ns: int
+    duration_ns: int
+    step: int
+    peer: int
+    num_bytes: int
+    count: int
+    value: float
+
+    @classmethod
+    def from_record(cls, record: Any) -> Event:
+        """The event that one item of a RECORD array holds."""
+        return cls(
+            kind=EventKind(int(record["kind"])),
+            role=int(record["role"]),
+            id=int(record["id"]),
+            start_ns=int(record["start_ns"]),
+            duration_ns=int(record["duration_ns"]),
+            step=int(record["step"]),
+            peer=int(record["peer"]),
+            num_bytes=int(record["num_bytes"]),
+            count=int(record["count"]),
+            value=float(record["value"]),
+        )
+
+
+def to_events(records: Records) -> list[Event]:
+    """Every record as an `Event`, in the same order."""
+    return [Event.from_record(record) for record in records]

@@ -1,0 +1,276 @@
+"""What the events of a run add up to: who computed, who exchanged, who waited for whom.
+
+Pure: records go in, numbers come out, and the same records give the same numbers in whatever portions they
+arrive (times are summed as whole nanoseconds). The only clock is the `now_ns` that a caller passes for rates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.errors import UserError
+from manyhands.observe.events import NOBODY, EventKind, Records
+
+__all__ = ["Snapshot", "Split", "Totals", "WorkerTotals", "straggler"]
+
+_NS_PER_S = 1_000_000_000
+_BIN_NS = _NS_PER_S // 4
+_WINDOW_BINS = 20  # rates are those of the last 5 s
+
+_SLOW_FACTOR = 1.5  # computing this much longer per step than the others is no accident
+_LATE_SHARE = 0.25  # nor is making the others spend this share of their time waiting
+_MIN_STEPS = 3  # the first steps warm caches up and say nothing
+
+
+class Split(NamedTuple):
+    """Shares of the time a worker accounted for; they add up to 1, or are all 0 before the first event."""
+
+    compute: float
+    exchange: float
+    wait: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTotals:
+    """What one worker did so far."""
+
+    worker: int
+    steps: int
+    samples: int
+    compute_s: float
+    exchange_s: float
+    wait_s: float
+    wait_for_s: tuple[float, ...]  # by peer; what is missing to wait_s was for nobody in particular
+    bytes_sent: int
+    messages_sent: int
+
+    @property
+    def accounted_s(self) -> float:
+        """Computing, exchanging and waiting together."""
+        return self.compute_s + self.exchange_s + self.wait_s
+
+    def split(self) -> Split:
+        """The three as shares of their sum."""
+        whole = self.accounted_s
+        if whole == 0:
+            return Split(0.0, 0.0, 0.0)
+        return Split(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
+
+    def waits_mostly_for(self) -> int | None:
+        """The peer behind the largest part of the waiting, if any."""
+        longest = max(self.wait_for_s, default=0.0)
+        return self.wait_for_s.index(longest) if longest > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in a summary."""
+        return dataclasses.asdict(self) | {"wait_for_s": list(self.wait_for_s)}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> WorkerTotals:
+        """Back from a summary; what else the row holds is left alone."""
+        fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+        return cls(**fields | {"wait_for_s": tuple(row["wait_for_s"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run at one moment, for views."""
+
+    workers: tuple[WorkerTotals, ...]
+    step: int  # global batches done, those before a resume included
+    loss: float | None  # of the newest steps, weighted by samples
+    samples_per_s: float  # recent, all workers together
+    steps_per_s: float  # recent
+
+
+class Totals:
+    """The sums over all events of `workers` workers, whose roles are 0 to workers − 1."""
+
+    def __init__(self, workers: int) -> None:
+        if workers < 1:
+            raise UserError(f"workers={workers} is not allowed; it is 1 or more")
+        self._workers = workers
+        self._duration_ns = np.zeros((workers, len(EventKind) + 1), np.int64)
+        self._wait_for_ns = np.zeros((workers, workers), np.int64)
+        self._bytes_sent = np.zeros(workers, np.int64)
+        self._messages_sent = np.zeros(workers, np.int64)
+        self._steps = np.zeros(workers, np.int64)
+        self._samples = np.zeros(workers, np.int64)
+        self._last_step = np.full(workers, -1, np.int64)
+        self._last_samples = np.zeros(workers, np.int64)
+        self._last_loss = np.zeros(workers, np.float64)
+        self._pace = _Pace()
+
+    def update(self, records: Records) -> None:
+        """Add events of any workers; those of one worker in the order they were recorded."""
+        roles = records["role"].astype(np.intp)
+        if len(roles) and roles.max() >= self._workers:
+            raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self._workers - 1}")
+        kinds = records["kind"]
+        durations = records["duration_ns"].astype(np.int64)
+        np.add.at(self._duration_ns, (roles, kinds), durations)
+
+        peers = records["peer"]
+        waits = (kinds == EventKind.WAIT) & (peers > NOBODY) & (peers < self._workers)
+        np.add.at(self._wait_for_ns, (roles[waits], peers[waits]), durations[waits])
+
+        exchanges = kinds == EventKind.EXCHANGE
+        np.add.at(self._bytes_sent, roles[exchanges], records["num_bytes"][exchanges].astype(np.int64))
+        np.add.at(self._messages_sent, roles[exchanges], records["count"][exchanges])
+
+        steps = kinds == EventKind.STEP
+        if steps.any():
+            self._add_steps(roles[steps], records[steps])
+
+    def _add_steps(self, roles: npt.NDArray[np.intp], records: Records) -> None:
+        np.add.at(self._steps, roles, 1)
+        np.add.at(self._samples, roles, records["count"])
+        # Of several assignments to one place numpy keeps the last, which is each worker's newest.
+        self._last_step[roles] = records["step"]
+        self._last_samples[roles] = records["count"]
+        self._last_loss[roles] = records["value"]
+        self._pace.add(records)
+
+    def worker(self, worker: int) -> WorkerTotals:
+        """The sums of one worker."""
+        duration_s = self._duration_ns[worker] / _NS_PER_S
+        return WorkerTotals(
+            worker=worker,
+            steps=int(self._steps[worker]),
+            samples=int(self._samples[worker]),
+            compute_s=float(duration_s[EventKind.COMPUTE]),
+            exchange_s=float(duration_s[EventKind.EXCHANGE]),
+            wait_s=float(duration_s[EventKind.WAIT]),
+            wait_for_s=tuple((self._wait_for_ns[worker] / _NS_PER_S).tolist()),
+            bytes_sent=int(self._bytes_sent[worker]),
+            messages_sent=int(self._messages_sent[worker]),
+        )
+
+    def snapshot(self, now_ns: int) -> Snapshot:
+        """The run as of `now_ns`, on the clock of the events."""
+        samples_per_s, steps_per_s = self._pace.rates(now_ns)
+        return Snapshot(
+            workers=tuple(self.worker(worker) for worker in range(self._workers)),
+            step=int(self._last_step.max()) + 1,
+            loss=self._loss(),
+            samples_per_s=samples_per_s,
+            steps_per_s=steps_per_s,
+        )
+
+    def _loss(self) -> float | None:
+        """One number whether each worker reports the loss of its own share or that of the whole batch."""
+        total = int(self._last_samples.sum())
+        if total == 0:
+            return None
+        shares = self._last_samples > 0  # a worker without samples may report anything
+        return float((self._last_loss[shares] * self._last_samples[shares]).sum() / total)
+
+
+class _Pace:
+    """How fast steps ended lately: samples per quarter of a second, kept for a few seconds."""
+
+    def __init__(self) -> None:
+        self._samples_by_bin: dict[int, int] = {}
+        self._samples = 0
+        self._begin_ns: int | None = None
+        self._step_range = range(0)  # the global batches seen so far
+
+    def add(self, steps: Records) -> None:
+        """Count the samples of STEP records at the time each step ended."""
+        begin_ns, first, end = (
+            int(steps["start_ns"].min()),
+            int(steps["step"].min()),
+            int(steps["step"].max()) + 1,
+        )
+        if self._begin_ns is not None:
+            begin_ns = min(begin_ns, self._begin_ns)
+            first, end = min(first, self._step_range.start), max(end, self._step_range.stop)
+        self._begin_ns, self._step_range = begin_ns, range(first, end)
+        self._samples += int(steps["count"].sum())
+
+        bins = (steps["start_ns"] + steps["duration_ns"]) // np.uint64(_BIN_NS)
+        for index in np.unique(bins):
+            samples = int(steps["count"][bins == index].sum())
+            self._samples_by_bin[int(index)] = self._samples_by_bin.get(int(index), 0) + samples
+        oldest = max(self._samples_by_bin) - _WINDOW_BINS
+        self._samples_by_bin = {
+            index: samples for index, samples in self._samples_by_bin.items() if index > oldest
+        }
+
+    def rates(self, now_ns: int) -> tuple[float, float]:
+        """Samples and steps per second over the window, or over the whole run if no step ended within it."""
+        if self._begin_ns is None:
+            return 0.0, 0.0
+        oldest = now_ns // _BIN_NS - _WINDOW_BINS + 1
+        samples = sum(count for index, count in self._samples_by_bin.items() if index >= oldest)
+        begin_ns = max(self._begin_ns, oldest * _BIN_NS)
+        if samples == 0:
+            samples, begin_ns = self._samples, self._begin_ns
+        if samples == 0 or now_ns <= begin_ns:
+            return 0.0, 0.0
+        samples_per_s = samples * _NS_PER_S / (now_ns - begin_ns)
+        return samples_per_s, samples_per_s * len(self._step_range) / self._samples
+
+
+def straggler(workers: Sequence[WorkerTotals]) -> str | None:
+    """A sentence when one worker clearly holds the others up, else None; `workers` are all, in rank order.
+
+    In a synchronous run everyone's steps take equally long, so step times are not looked at. Who is late
+    shows in two places only: in its own compute time per step, and in whom the others wait for. One that
+    computes as fast as the others and is waited for all the same spends its time elsewhere: data, evaluation,
+    checkpoints.
+    """
+    if len(workers) < 2 or min(worker.steps for worker in workers) < _MIN_STEPS:
+        return None
+    pace = [worker.compute_s / worker.steps for worker in workers]
+    slowness = [_ratio(own, statistics.median(pace[:i] + pace[i + 1 :])) for i, own in enumerate(pace)]
+    slowest = slowness.index(max(slowness))
+    if slowness[slowest] >= _SLOW_FACTOR:
+        return (
+            f"worker {slowest} computes {slowness[slowest]:.1f} times the median of the others; "
+            f"{_consequence(workers, slowest)}"
+        )
+    awaited = [_share_waited_for(workers, worker) for worker in range(len(workers))]
+    latest = awaited.index(max(awaited))
+    alone = awaited[latest] >= 2 * sorted(awaited)[-2]
+    if awaited[latest] >= _LATE_SHARE and alone and slowness[latest] > 0:
+        return (
+            f"the others wait {_percent(awaited[latest])} of their time for worker {latest}, "
+            f"which computes only {slowness[latest]:.1f} times their median; "
+            "look at its data loading, evaluation and checkpoints"
+        )
+    return None
+
+
+def _consequence(workers: Sequence[WorkerTotals], slowest: int) -> str:
+    others = [worker for worker in workers if worker.worker != slowest]
+    waiting = _ratio(sum(other.wait_s for other in others), sum(other.accounted_s for other in others))
+    for_it = _share_waited_for(workers, slowest)
+    if waiting < 0.01:
+        return "nobody waits for it"
+    if for_it < waiting / 2:  # in a ring or a tree one waits for a neighbour, who waits for the straggler
+        return f"the others wait {_percent(waiting)} of their time, for it or for one another"
+    return f"the others wait {_percent(for_it)} of their time for it"
+
+
+def _share_waited_for(workers: Sequence[WorkerTotals], awaited: int) -> float:
+    """The share of their time that all others spent waiting for one."""
+    others = [worker for worker in workers if worker.worker != awaited]
+    return _ratio(
+        sum(other.wait_for_s[awaited] for other in others), sum(other.accounted_s for other in others)
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,199 @@
+"""The live view and the table, as a terminal of a given size would show them."""
+
+import io
+import re
+import threading
+
+import pytest
+from rich.console import Console
+
+from manyhands.observe.progress import ProgressView, RunPicture, split_bar
+from manyhands.observe.table import end_table, end_text
+from manyhands.observe.totals import Snapshot, Split, WorkerTotals
+
+
+def worker(rank: int, compute_s: float, exchange_s: float, wait_for_s: tuple[float, ...]) -> WorkerTotals:
+    return WorkerTotals(
+        worker=rank,
+        steps=120,
+        samples=3840,
+        compute_s=compute_s,
+        exchange_s=exchange_s,
+        wait_s=sum(wait_for_s),
+        wait_for_s=wait_for_s,
+        bytes_sent=1000,
+        messages_sent=240,
+    )
+
+
+SLOWED = (worker(0, 4.1, 0.9, (0.0, 5.0)), worker(1, 9.1, 0.9, (0.0, 0.0)))
+
+
+def snapshot(workers: tuple[WorkerTotals, ...] = SLOWED, **changes: float | None) -> Snapshot:
+    values = {"step": 120, "loss": 0.21343, "samples_per_s": 12345.0, "steps_per_s": 12.0} | changes
+    return Snapshot(workers=workers, **values)  # type: ignore[arg-type]
+
+
+def drawn(picture: object, width: int = 80, height: int = 24, encoding: str = "utf-8") -> list[str]:
+    """The lines on the screen, without colours."""
+    screen = io.BytesIO()
+    file = io.TextIOWrapper(screen, encoding=encoding)
+    console = Console(file=file, force_terminal=True, width=width, height=height, color_system=None)
+    console.print(picture)
+    file.flush()
+    return [line.rstrip() for line in screen.getvalue().decode(encoding).splitlines()]
+
+
+def test_picture_of_a_run_in_80_columns() -> None:
+    assert drawn(RunPicture(snapshot(), 500)) == [
+        "━━━━━╸                    step 120/500  loss 0.2134  12,345 samples/s  0:32 left",
+        "worker 0  ███████▓░░░░░░░░  compute  41 %  exchange   9 %  waiting  50 % for 1",
+        "worker 1  ███████████████▓  compute  91 %  exchange   9 %  waiting   0 %",
+        "worker 1 computes 2.2 times the median of the others; the others wait 50 % of",
+        "their time for it",
+    ]
+
+
+def test_picture_before_the_first_event() -> None:
+    idle = WorkerTotals.from_dict(
+        SLOWED[0].to_dict()
+        | dict.fromkeys(("compute_s", "exchange_s", "wait_s"), 0.0)
+        | {"wait_for_s": [0.0, 0.0], "steps": 0}
+    )
+    lines = drawn(RunPicture(snapshot((idle,), step=0, loss=None, samples_per_s=0.0, steps_per_s=0.0), 500))
+    assert lines[0].strip() == "step 0/500  loss -"
+    assert lines[1] == "worker 0" + " " * 20 + "compute   0 %  exchange   0 %  waiting   0 %"
+    assert len(lines) == 2
+
+
+def test_picture_of_the_end_says_how_it_went() -> None:
+    assert drawn(RunPicture(snapshot(step=500, loss=float("nan")), 500))[0].endswith(
+        "step 500/500  loss nan  12,345 samples/s  0:00 left"
+    )
+
+
+@pytest.mark.parametrize("width", [200, 80, 79, 60, 41, 40, 20, 10, 5, 1])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = drawn(RunPicture(snapshot(), 500), width)
+    assert max(len(line) for line in lines) <= width
+    assert len(lines) <= 6
+    assert lines[0].replace("━", "").replace("╸", "").strip()[: min(width, 4)] == "step"[:width]
+
+
+def test_narrow_terminals_lose_what_matters_least() -> None:
+    def label(width: int) -> str:
+        return drawn(RunPicture(snapshot(), 500), width)[0].lstrip("━╸╺ ")
+
+    assert label(80) == "step 120/500  loss 0.2134  12,345 samples/s  0:32 left"
+    assert label(60) == "step 120/500  loss 0.2134  0:32 left"
+    assert label(40) == "step 120/500  loss 0.2134"
+    assert label(25) == "step 120/500"
+    assert drawn(RunPicture(snapshot(), 500), 40)[1] == "worker 0  ███████▓░░░░░░░░"
+
+
+def test_terminal_without_unicode_gets_ascii() -> None:
+    lines = drawn(RunPicture(snapshot(), 500), encoding="ascii")
+    assert lines[0].startswith("-----")
+    assert lines[1].startswith("worker 0  #######=........  compute  41 %")
+
+
+def test_many_workers_leave_the_bar_in_sight() -> None:
+    crowd = tuple(worker(rank, 1.0, 0.1, (0.0,) * 64) for rank in range(64))
+    lines = drawn(RunPicture(snapshot(crowd), 500), height=24)
+    assert len(lines) <= 23
+    assert lines[-1] == "and 46 more workers"
+    assert len(drawn(RunPicture(snapshot(crowd), 500), height=100)) == 65
+
+
+@pytest.mark.parametrize(
+    ("split", "bar"),
+    [
+        (Split(1.0, 0.0, 0.0), "##########"),
+        (Split(0.0, 0.0, 1.0), ".........."),
+        (Split(0.5, 0.25, 0.25), "#####===.."),
+        (Split(1 / 3, 1 / 3, 1 / 3), "###====..."),
+        (Split(0.04, 0.92, 0.04), "=========="),
+        (Split(0.0, 0.0, 0.0), "          "),
+    ],
+)
+def test_bar_is_divided_as_the_shares_are(split: Split, bar: str) -> None:
+    assert split_bar(split, 10, ascii_only=True).plain == bar
+
+
+def test_view_draws_in_the_background_and_stops() -> None:
+    asked = threading.Event()
+    calls = 0
+
+    def ask() -> Snapshot:
+        nonlocal calls
+        calls += 1
+        if calls >= 3:
+            asked.set()
+        return snapshot()
+
+    threads = set(threading.enumerate())
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, height=24)
+    with ProgressView(steps=500, snapshot=ask, console=console):
+        assert asked.wait(10), "nothing was drawn after the first picture"
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+        assert not thread.is_alive(), "the view goes on drawing"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    assert "step 120/500" in plain
+    assert "worker 1" in plain
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1, "the cursor is back"
+
+
+def test_view_says_nothing_without_a_terminal() -> None:
+    def never() -> Snapshot:
+        raise AssertionError("a view that shows nothing asked for a snapshot")
+
+    file = io.StringIO()
+    with ProgressView(steps=500, snapshot=never, console=Console(file=file, width=80)):
+        pass
+    assert file.getvalue() == ""
+
+
+def test_cursor_comes_back_after_an_interrupt() -> None:
+    file = io.StringIO()
+    view = ProgressView(steps=5, snapshot=snapshot, console=Console(file=file, force_terminal=True, width=80))
+    with pytest.raises(KeyboardInterrupt), view:
+        raise KeyboardInterrupt
+    assert file.getvalue().count("\x1b[?25h") == 1
+
+
+# --- the table at the end
+
+
+def summary(notes: tuple[str, ...] = ()) -> dict[str, object]:
+    return {"per_worker": [row.to_dict() for row in SLOWED], "events": {"notes": list(notes)}}
+
+
+def test_table_shows_the_straggler_computing_and_the_other_waiting() -> None:
+    assert end_text(summary()).splitlines() == [
+        " worker   steps        compute       exchange        waiting   mostly for",
+        " ────────────────────────────────────────────────────────────────────────",
+        "      0     120   4.10 s  41 %   0.90 s   9 %   5.00 s  50 %   1 (5.00 s)",
+        "      1     120   9.10 s  91 %   0.90 s   9 %   0.00 s   0 %",
+        "",
+        "worker 1 computes 2.2 times the median of the others; the others wait 50 %",
+        "of their time for it",
+    ]
+
+
+def test_table_fits_80_columns_after_a_long_run() -> None:
+    long = tuple(worker(rank, 412_345.6, 98_765.4, (0.0, 512_345.6)) for rank in range(2))
+    lines = drawn(end_table({"per_worker": [row.to_dict() for row in long], "events": {"notes": []}}))
+    assert max(len(line) for line in lines) <= 80
+    assert any("412346 s  40 %" in line for line in lines)
+
+
+def test_table_says_what_is_missing() -> None:
+    note = "worker-0 recorded faster than it was read: 3 events are missing from all figures"
+    assert "3 events are missing from all" in end_text(summary((note,)))
+
+
+def test_table_is_text_for_a_log_and_ascii_where_it_must_be() -> None:
+    assert "\x1b" not in end_text(summary())
+    assert drawn(end_table(summary()), encoding="ascii")
