@@ -1,0 +1,288 @@
+"""The link of two roles on one host: a ring in shared memory for each direction, and a lifeline.
+
+The lifeline is a socket pair on which nothing is ever said: each process holds one end, so the kernel tells
+the other that it is gone, however it went. A clean close is written into the ring first, which is how the two
+are told apart.
+
+Everything is made by the parent and travels by inheritance: `SharedLinkFiles` for one link, `mesh.SharedMesh`
+for the links between all ranks of a group. `SharedLink.pair` has both ends in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from typing import Final, NamedTuple, Self
+
+import torch
+
+from manyhands.errors import UserError
+from manyhands.link import ring
+from manyhands.link.base import (
+    DEFAULT_QUEUE_BYTES,
+    Closed,
+    FlushOutcome,
+    Full,
+    Link,
+    LinkCounters,
+    PeerDied,
+    Queued,
+    Received,
+    ReceiveOutcome,
+    SendOutcome,
+    check_size,
+)
+from manyhands.link.incoming import Incoming
+from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, Header, Message
+from manyhands.link.outgoing import SLICE_NS, Outgoing
+from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, round_up
+from manyhands.memory.waiting import spins_for
+
+__all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]
+
+DEFAULT_CAPACITY_BYTES: Final = 1 << 20
+_PATIENCE: Final = 4  # times the usual spinning: a peer that runs Python takes 10 to 20 µs to answer
+
+
+class LinkDescriptors(NamedTuple):
+    """What one end needs: two file descriptors of this process, both inheritable by number (`pass_fds`)."""
+
+    segment: int
+    lifeline: int
+
+
+class SharedLinkFiles:
+    """The shared memory and the lifelines of one link, in the process that makes it; a context manager.
+
+    The maker must `close` its copies once both ends are held elsewhere: a lifeline it keeps hides a death.
+    """
+
+    def __init__(self, segment: Segment, lifelines: tuple[int, int]) -> None:
+        """Own a segment and the two ends of a socket pair; use `create`."""
+        self._segment = segment
+        self._lifelines = lifelines
+
+    @classmethod
+    def create(cls, capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> Self:
+        """Reserve two rings of at least `capacity_bytes`, or raise OutOfSharedMemory."""
+        if not PAGE <= capacity_bytes <= ring.MAX_CAPACITY_BYTES:
+            raise UserError(
+                f"capacity_bytes={capacity_bytes}: a ring has from {PAGE} to {ring.MAX_CAPACITY_BYTES} bytes"
+            )
+        one = round_up(ring.CONTROL_BYTES + capacity_bytes, PAGE)
+        segment = Segment.create(2 * one, "a link")
+        try:
+            first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            segment.close()
+            raise
+        for address in (segment.address, segment.address + one):
+            ring.prepare(address, capacity_bytes)
+        return cls(segment, (first.detach(), second.detach()))
+
+    def descriptors(self, end: int) -> LinkDescriptors:
+        """The descriptors of end 0 or 1, for a child that inherits them; they stay this object's."""
+        return LinkDescriptors(self._segment.descriptor, self._lifelines[end])
+
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+        self._segment.close()
+        for descriptor in self._lifelines:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lifelines = (-1, -1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SharedLink(Link):
+    """One end of a link through shared memory; made by `attach` or `pair`.
+
+    `roles` says how many processes of this host wait for each other, `queue_bytes` bounds what waits for room
+    in the ring, `max_payload_bytes` what the peer may announce. A peer whose process ends is noticed within
+    100 ms by whoever waits for it.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        lifeline: socket.socket,
+        *,
+        end: int,
+        peer: str,
+        roles: int = 2,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> None:
+        self.peer = peer
+        self.counters = LinkCounters()
+        self._segment = segment
+        self._lifeline = lifeline
+        self._max_payload_bytes = max_payload_bytes
+        one = segment.num_bytes // 2
+        out_address, in_address = segment.address + end * one, segment.address + (1 - end) * one
+        self._own_lines = ((out_address, out_address), (in_address, in_address + CACHE_LINE))
+        self._peer_line = in_address  # where the peer says how it leaves
+        self._looked_ns = 0
+        self._gone: Closed | PeerDied | None = None
+        self._closed = False
+        self._receiving = threading.Lock()
+        self._leaving = threading.Lock()
+        spins = _PATIENCE * spins_for(roles)
+        self._outgoing = Outgoing(
+            out_address, queue_bytes, self._peer_end, f"manyhands link to {peer}", spins
+        )
+        self._incoming = Incoming(in_address, max_payload_bytes, self._peer_end, peer, spins)
+        _open_links.add(self)
+
+    @classmethod
+    def attach(
+        cls,
+        descriptors: LinkDescriptors,
+        *,
+        end: int,
+        peer: str,
+        roles: int = 2,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> Self:
+        """Take one end, in the process that inherited its descriptors; the link owns and closes them."""
+        if end not in (0, 1):
+            raise UserError(f"end={end}: a link has the ends 0 and 1")
+        return cls(
+            Segment.attach(descriptors.segment),
+            socket.socket(fileno=descriptors.lifeline),
+            end=end,
+            peer=peer,
+            roles=roles,
+            queue_bytes=queue_bytes,
+            max_payload_bytes=max_payload_bytes,
+        )
+
+    @classmethod
+    def pair(
+        cls,
+        names: tuple[str, str] = ("end 0", "end 1"),
+        *,
+        capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> tuple[Self, Self]:
+        """Both ends in one process, for threads; `names[i]` holds the i-th."""
+        with SharedLinkFiles.create(capacity_bytes) as files:
+            first, second = (
+                cls.attach(
+                    LinkDescriptors(*map(os.dup, files.descriptors(end))),
+                    end=end,
+                    peer=names[1 - end],
+                    queue_bytes=queue_bytes,
+                    max_payload_bytes=max_payload_bytes,
+                )
+                for end in (0, 1)
+            )
+        return first, second
+
+    def send(self, message: Message) -> SendOutcome:
+        """Copy into the ring what fits, queue the rest; see `Link.send`."""
+        counters = self.counters
+        header = Header.of(message, counters.messages_sent)
+        num_bytes = header.payload_bytes
+        check_size(num_bytes, self._max_payload_bytes, self.peer)
+        outcome = self._outgoing.send(header.encode(), message.payload, num_bytes)
+        if isinstance(outcome, Queued):
+            counters.messages_sent += 1
+            counters.bytes_sent += num_bytes
+        elif isinstance(outcome, Full):
+            counters.full_count += 1
+        return outcome
+
+    def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
+        """Copy the next message out of the ring; see `Link.receive`."""
+        with self._receiving:
+            if self._closed:
+                return Closed()
+            outcome = self._incoming.receive(timeout_s, into)
+        if isinstance(outcome, Received):
+            self.counters.messages_received += 1
+            self.counters.bytes_received += outcome.message.payload_bytes
+        return outcome
+
+    def flush(self, timeout_s: float) -> FlushOutcome:
+        """Wait until every queued byte is in the ring; see `Link.flush`."""
+        return self._outgoing.flush(timeout_s)
+
+    def close(self) -> None:
+        """Say goodbye in the ring, stop the thread if there is one, unmap; see `Link.close`."""
+        self._leave(silently=False)
+
+    def abandon(self) -> None:
+        """Go without a word, as a crash would: the peer sees PeerDied."""
+        self._leave(silently=True)
+
+    def _leave(self, *, silently: bool) -> None:
+        with self._leaving:
+            if self._closed:
+                return
+            self._closed = True
+            complete = self._outgoing.close()
+            if not silently:
+                for address, line in self._own_lines:
+                    ring.end(address, line, ring.CLOSED if complete else ring.CUT)
+            with self._receiving:  # a receive in another thread returns at its next slice
+                self._segment.close()
+                self._lifeline.close()
+
+    def _peer_end(self) -> Closed | PeerDied | None:
+        """How the peer left, or None; what the ring says is always looked at, the lifeline every 50 ms."""
+        if self._closed:
+            return Closed()
+        if self._gone is None:
+            self._gone = self._look()
+        return self._gone
+
+    def _look(self) -> Closed | PeerDied | None:
+        how = ring.state(self._peer_line)
+        if how == ring.OPEN:
+            now_ns = time.monotonic_ns()
+            if now_ns - self._looked_ns < SLICE_NS // 2:
+                return None
+            self._looked_ns = now_ns
+            if _holds(self._lifeline):
+                return None
+            how = ring.state(self._peer_line)  # it may have closed, and then gone, since the first look
+        if how == ring.CLOSED:
+            return Closed()
+        if how == ring.CUT:
+            return PeerDied(f"{self.peer} closed the link with messages still queued, which are lost")
+        return PeerDied(f"{self.peer} is gone: its process ended without closing the link")
+
+
+def _holds(lifeline: socket.socket) -> bool:
+    """Whether the process at the other end still has it."""
+    try:
+        return lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+_open_links: weakref.WeakSet[SharedLink] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Close a parent's lifelines in its forked child (a data loader's, say): they would hide its death."""
+    for link in list(_open_links):
+        if not link._closed:
+            link._closed = True
+            link._lifeline.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

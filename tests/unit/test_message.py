@@ -1,0 +1,118 @@
+"""The header: what is encoded decodes the same, and nothing else gets past `decode`."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.errors import UserError
+from manyhands.link.message import DTYPE_CODES, HEADER_BYTES, Frame, Header, Message, ProtocolError
+
+LIMIT = 1 << 20
+GOOD = Header(Frame.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()
+
+headers = st.builds(
+    lambda kind, tag, step, sequence, dtype, count: Header(
+        Frame.MESSAGE, kind, tag, step, sequence, dtype, count * dtype.itemsize if dtype else 0
+    ),
+    kind=st.integers(0, 2**32 - 1),
+    tag=st.integers(0, 2**32 - 1),
+    step=st.integers(0, 2**64 - 1),
+    sequence=st.integers(0, 2**64 - 1),
+    dtype=st.sampled_from([None, *DTYPE_CODES]),
+    count=st.integers(0, LIMIT // 8),
+)
+
+
+@given(headers)
+def test_a_header_survives_the_wire(header: Header) -> None:
+    assert Header.decode(header.encode(), LIMIT) == header
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    # Written out by hand from the table in docs/links.md, so that neither can change alone.
+    by_hand = b"MHLK" + struct.pack("<HHIIQQQH", 1, 1, 7, 3, 118, 41, 4096, 1) + bytes(22)
+    assert by_hand == GOOD
+    assert len(GOOD) == HEADER_BYTES == 64
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Header.decode(data, LIMIT)
+
+
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255))
+def test_one_changed_byte_is_refused_or_understood(offset: int, value: int) -> None:
+    data = bytearray(GOOD)
+    data[offset] = value
+    try:
+        header = Header.decode(data, LIMIT)
+    except ProtocolError:
+        return
+    assert header.encode() == data
+    assert header.payload_bytes <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("offset", "layout", "value", "field"),
+    [
+        (0, "<I", 0xDEADBEEF, "magic"),
+        (4, "<H", 2, "version"),
+        (6, "<H", 0, "frame"),
+        (6, "<H", 2, "frame"),  # a goodbye with a payload
+        (32, "<Q", LIMIT + 4, "payload_bytes"),
+        (32, "<Q", 2**64 - 1, "payload_bytes"),
+        (32, "<Q", 4097, "payload_bytes"),  # no whole number of float32
+        (40, "<H", 99, "dtype"),
+        (40, "<H", 0, "payload_bytes"),  # bytes of no dtype
+        (42, "<H", 1, "reserved"),
+    ],
+)
+def test_the_error_names_the_field(offset: int, layout: str, value: int, field: str) -> None:
+    data = bytearray(GOOD)
+    struct.pack_into(layout, data, offset, value)
+    with pytest.raises(ProtocolError) as caught:
+        Header.decode(data, LIMIT)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("length", [0, 63, 65])
+def test_a_header_of_another_length_is_refused(length: int) -> None:
+    with pytest.raises(ProtocolError, match="length"):
+        Header.decode(bytes(length), LIMIT)
+
+
+def test_a_goodbye_carries_nothing() -> None:
+    header = Header.decode(Header.goodbye(5).encode(), LIMIT)
+    assert (header.frame, header.sequence, header.payload_bytes, header.dtype) == (Frame.GOODBYE, 5, 0, None)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPE_CODES))
+def test_a_message_knows_its_size(dtype: torch.dtype) -> None:
+    payload = torch.zeros(5, dtype=dtype)
+    header = Header.of(Message(kind=1, payload=payload), 0)
+    assert header.payload_bytes == payload.nbytes
+    assert (header.items, header.dtype) == (5, dtype)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kind": -1}, "kind=-1"),
+        ({"kind": 2**32}, "kind=4294967296"),
+        ({"kind": 0, "tag": 2**32}, "tag=4294967296"),
+        ({"kind": 0, "step": -1}, "step=-1"),
+        ({"kind": 0, "payload": torch.zeros(2, 2)}, r"\(2, 2\)"),
+        ({"kind": 0, "payload": torch.zeros(4)[::2]}, "contiguous"),
+        ({"kind": 0, "payload": torch.zeros(4, dtype=torch.complex64)}, "complex64"),
+        ({"kind": 0, "payload": torch.zeros(4, device="meta")}, "meta"),
+    ],
+)
+def test_a_message_that_can_not_travel_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Message(**fields)  # type: ignore[arg-type]
