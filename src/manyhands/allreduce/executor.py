@@ -1,0 +1,220 @@
+"""The one executor: runs any schedule over any link.
+
+In each round it posts the sends, takes the receives in their order, flushes, and only then applies what
+arrived for chunks that were leaving (`plan` says which). Posting before waiting is what the proof of
+freedom from deadlock assumes.
+
+The result has the same bits on every rank and in every run: the schedule fixes the order of additions, and
+the executor puts the lower rank's value on the left. Halves (bfloat16, float16) are rounded after each
+addition, except in a fold, which adds in float32 and rounds once. A mean is the sum divided by the world
+size, by every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Final, Literal, get_args
+
+import torch
+
+from manyhands.allreduce.algorithms import broadcast
+from manyhands.allreduce.mailbox import Mailbox
+from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
+from manyhands.allreduce.schedule import Algorithm, How
+from manyhands.errors import UserError, nearest
+from manyhands.link.base import Link
+
+__all__ = ["Op", "ScheduleExecutor", "Sent"]
+
+Op = Literal["sum", "mean", "max"]
+
+_DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HALVES: Final = (torch.bfloat16, torch.float16)
+_OPERATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one call sent from this rank: messages, and bytes of payload."""
+
+    messages: int
+    num_bytes: int
+
+
+class _Kind(IntEnum):
+    """Which collective a message belongs to."""
+
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    BARRIER = 3
+
+
+class ScheduleExecutor:
+    """One rank's end of collectives over `links`, which stay the caller's; all-reduces go by `algorithm`.
+
+    `links` has one link to each rank that is exchanged with. All ranks make the same calls in the same
+    order, one thread each. A wait for a peer lasts at most `timeout_s` and then raises PeerTimeout; a peer
+    that died or left raises WorkerFailed. Both name the rank, the peer, the round and the algorithm; the
+    executor is then of no further use. Scratch space is kept between calls.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, rank: int, world: int, links: Mapping[int, Link], timeout_s: float
+    ) -> None:
+        algorithm.table(rank, world)  # refuses a rank outside the world
+        self.algorithm = algorithm
+        self.rank = rank
+        self.world = world
+        self._mailbox = Mailbox(rank, links, timeout_s)
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._calls = 0
+
+    @property
+    def messages_sent(self) -> int:
+        """Messages this rank has sent so far."""
+        return self._mailbox.messages_sent
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of payload this rank has sent so far."""
+        return self._mailbox.bytes_sent
+
+    def all_reduce(self, buffer: torch.Tensor, op: Op = "sum") -> Sent:
+        """Collective: every rank's `buffer`, of one length and dtype, becomes their sum, mean or maximum."""
+        if op not in _OPERATIONS:
+            raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
+        vector = _checked(buffer)
+        plan = _all_reduce_plan(self.algorithm, self.rank, self.world, vector.numel())
+        sent = self._run(_Kind.ALL_REDUCE, self.algorithm.name, plan, vector, op)
+        if op == "mean":
+            vector.div_(self.world)
+        return sent
+
+    def broadcast(self, buffer: torch.Tensor, root: int = 0) -> Sent:
+        """Collective: every rank's `buffer` becomes that of rank `root`, down a binomial tree."""
+        if not 0 <= root < self.world:
+            raise UserError(f"root={root}: must be a rank from 0 to {self.world - 1}")
+        vector = _checked(buffer)
+        plan = _broadcast_plan(self.rank, self.world, root, vector.numel())
+        return self._run(_Kind.BROADCAST, "tree", plan, vector)
+
+    def barrier(self) -> Sent:
+        """Collective: return when every rank has come here; an all-reduce of nothing."""
+        plan = _all_reduce_plan(self.algorithm, self.rank, self.world, 0)
+        return self._run(_Kind.BARRIER, self.algorithm.name, plan, torch.empty(0))
+
+    def _run(self, kind: _Kind, by: str, plan: Plan, vector: torch.Tensor, op: Op = "sum") -> Sent:
+        before = self.messages_sent, self.bytes_sent
+        name = f"{kind.name.lower().replace('_', '-')} by {by}"
+        scratch = self._room(vector.dtype, plan.scratch_count)
+        wide = self._room(torch.float32, plan.fold_count) if vector.dtype in _HALVES else None
+        arithmetic = _Arithmetic(self.rank, vector, scratch, wide, _OPERATIONS[op])
+        for number, work in enumerate(plan.rounds, start=1):
+            self._mailbox.enter(name, kind, self._calls, number)
+            self._run_round(work, arithmetic)
+        self._calls += 1
+        return Sent(messages=self.messages_sent - before[0], num_bytes=self.bytes_sent - before[1])
+
+    def _run_round(self, work: Round, arithmetic: _Arithmetic) -> None:
+        refused = self._mailbox.post((d.to, arithmetic.vector[d.begin : d.end]) for d in work.departures)
+        for landing in work.landings:
+            refused = self._mailbox.receive(landing.source, arithmetic.space(landing), refused)
+            if not landing.deferred:
+                arithmetic.apply(landing)
+        self._mailbox.flush(refused, work.peers)
+        for landing in work.landings:
+            if landing.deferred:
+                arithmetic.apply(landing)
+        for fold in work.folds:
+            arithmetic.fold(fold)
+
+    def _room(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        room = self._scratch.get(dtype)
+        if room is None or room.numel() < count:
+            room = self._scratch[dtype] = torch.empty(count, dtype=dtype)
+        return room
+
+
+class _Arithmetic:
+    """What becomes of items that arrive: all reading and writing of the vector.
+
+    `wide` is float32 space for the folds of halves, None for a vector that needs none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        vector: torch.Tensor,
+        scratch: torch.Tensor,
+        wide: torch.Tensor | None,
+        operation: Callable[..., torch.Tensor],
+    ) -> None:
+        self.vector = vector
+        self._rank = rank
+        self._scratch = scratch
+        self._wide = wide
+        self._operation = operation
+
+    def space(self, landing: Landing) -> torch.Tensor:
+        """Where a message lands."""
+        if landing.scratch is None:
+            return self.vector[landing.begin : landing.end]
+        return self._scratch[landing.scratch : landing.scratch + landing.end - landing.begin]
+
+    def apply(self, landing: Landing) -> None:
+        """Let a message that landed take effect; one that is kept has none yet."""
+        if landing.scratch is None or landing.how is How.KEEP:
+            return
+        mine, got = self.vector[landing.begin : landing.end], self.space(landing)
+        if landing.how is How.COPY:
+            mine.copy_(got)
+        elif landing.source < self._rank:
+            self._operation(got, mine, out=mine)
+        else:
+            self._operation(mine, got, out=mine)
+
+    def fold(self, fold: Fold) -> None:
+        """Sum own and kept items in rank order."""
+        count = fold.end - fold.begin
+        mine = self.vector[fold.begin : fold.end]
+        first, *rest = (mine if at is None else self._scratch[at : at + count] for at in fold.addends)
+        if not rest:
+            return
+        if self._wide is not None:
+            total = self._wide[:count].copy_(first)
+            for addend in rest:
+                self._operation(total, addend, out=total)
+            mine.copy_(total)
+            return
+        for addend in rest[:-1]:
+            self._operation(first, addend, out=first)
+        self._operation(first, rest[-1], out=mine)
+
+
+def _checked(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer without its autograd history, or a UserError that says what it must be."""
+    if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device.type != "cpu":
+        raise UserError(
+            f"buffer of shape {tuple(buffer.shape)} on {buffer.device}: must be one-dimensional, contiguous "
+            "and on the CPU; pass tensor.view(-1)"
+        )
+    if buffer.dtype not in _DTYPES:
+        raise UserError(f"buffer of {buffer.dtype}: allowed are {', '.join(map(str, _DTYPES))}")
+    return buffer.detach()
+
+
+@lru_cache(maxsize=256)
+def _all_reduce_plan(algorithm: Algorithm, rank: int, world: int, count: int) -> Plan:
+    return lay_plan(algorithm.table(rank, world), rank, algorithm.chunks(world), count)
+
+
+@lru_cache(maxsize=256)
+def _broadcast_plan(rank: int, world: int, root: int, count: int) -> Plan:
+    return lay_plan(broadcast(rank, world, root), rank, 1, count)

@@ -1,0 +1,140 @@
+"""The links of one rank as the executor uses them: what is not success becomes an error with names.
+
+Posting never waits. What a full link refuses is handed back and tried again while receiving from others, so
+back-pressure cannot tie ranks into a knot: a message that is awaited always finds room in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NoReturn
+
+import torch
+
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
+from manyhands.link.message import Message, ProtocolError
+
+__all__ = ["Letter", "Mailbox"]
+
+Letter = tuple[int, torch.Tensor]
+"""A payload and the rank it goes to; it must not change until that rank's link is flushed."""
+
+_RETRY_S: Final = 0.001  # between two tries of a link that is full
+
+
+class Mailbox:
+    """Sends to and receives from the peers of `rank`, each wait at most `timeout_s`.
+
+    A message carries which collective (`kind`), which call of it (`call`) and which round it belongs to; a
+    message of another place than this rank's own is refused. `messages_sent` and `bytes_sent` only grow.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link], timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s}: must be above 0")
+        self.messages_sent = 0
+        self.bytes_sent = 0
+        self._rank = rank
+        self._links = links
+        self._timeout_s = timeout_s
+        self._name = ""
+        self._place = (0, 0, 0)
+
+    def enter(self, name: str, kind: int, call: int, round_number: int) -> None:
+        """From here on messages belong to this round; `name` says in errors what was being done."""
+        self._name = name
+        self._place = (kind, call, round_number)
+
+    def post(self, letters: Iterable[Letter]) -> list[Letter]:
+        """Send what the links take at once; return the rest in order, to be posted again."""
+        refused: list[Letter] = []
+        full: set[int] = set()
+        for peer, payload in letters:
+            if peer in full or not self._send(peer, payload):
+                full.add(peer)
+                refused.append((peer, payload))
+        return refused
+
+    def receive(self, source: int, space: torch.Tensor, refused: list[Letter]) -> list[Letter]:
+        """Fill `space` with the next message of `source`, posting again meanwhile; return what is left."""
+        link = self._link(source)
+        left_s = self._timeout_s
+        while True:
+            slice_s = min(left_s, _RETRY_S) if refused else left_s
+            try:
+                outcome = link.receive(slice_s, space)
+            except ProtocolError as error:
+                raise ManyhandsError(f"{self._where()}: from rank {source}: {error}") from error
+            if not isinstance(outcome, TimedOut):
+                break
+            left_s -= slice_s
+            if left_s <= 0:
+                self._late(source, "sent nothing")
+            refused = self.post(refused)
+        if not isinstance(outcome, Received):
+            self._lost(source, outcome)
+        self._check(source, outcome.message, space)
+        return refused
+
+    def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
+        """Post what is still refused, whichever link has room first, and wait until all has left."""
+        left_s = self._timeout_s
+        while still := self.post(refused):
+            left_s = self._timeout_s if len(still) < len(refused) else left_s - _RETRY_S
+            refused = still
+            if left_s <= 0:
+                self._late(still[0][0], "took nothing")
+            self._flush(still[0][0], _RETRY_S)
+        for peer in peers:
+            if not self._flush(peer, self._timeout_s):
+                self._late(peer, "took nothing")
+
+    def _flush(self, peer: int, timeout_s: float) -> bool:
+        """Whether all that was queued for `peer` has left."""
+        outcome = self._link(peer).flush(timeout_s)
+        if isinstance(outcome, Closed | PeerDied):
+            self._lost(peer, outcome)
+        return isinstance(outcome, Flushed)
+
+    def _send(self, peer: int, payload: torch.Tensor) -> bool:
+        kind, call, round_number = self._place
+        message = Message(kind=kind, step=call, tag=round_number, payload=payload)
+        outcome = self._link(peer).send(message)
+        if isinstance(outcome, Full):
+            return False
+        if not isinstance(outcome, Queued):
+            self._lost(peer, outcome)
+        self.messages_sent += 1
+        self.bytes_sent += message.payload_bytes
+        return True
+
+    def _link(self, peer: int) -> Link:
+        try:
+            return self._links[peer]
+        except KeyError:
+            raise UserError(
+                f"{self._where()}: there is no link to rank {peer}, only to {sorted(self._links)}"
+            ) from None
+
+    def _check(self, source: int, message: Message, space: torch.Tensor) -> None:
+        """Refuse a message of another collective, call, round or length: some rank has gone its own way."""
+        place = (message.kind, message.step, message.tag)
+        num_bytes = space.numel() * space.element_size()
+        if place != self._place or message.payload_bytes != num_bytes:
+            raise ManyhandsError(
+                f"{self._where()}: rank {source} sent {message.payload_bytes} bytes of (kind, call, round) "
+                f"{place}, due were {num_bytes} bytes of {self._place}; all ranks must make the same calls "
+                "in the same order with buffers of one length"
+            )
+
+    def _late(self, peer: int, what: str) -> NoReturn:
+        raise PeerTimeout(f"{self._where()}: rank {peer} {what} within {self._timeout_s:g} s", peer)
+
+    def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
+        reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
+        raise WorkerFailed(f"{self._where()}: lost rank {peer}: {reason}", peer)
+
+    def _where(self) -> str:
+        _, call, round_number = self._place
+        return f"rank {self._rank}, {self._name}, call {call}, round {round_number}"
