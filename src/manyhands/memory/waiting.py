@@ -1,18 +1,16 @@
 """Waiting on a word of shared memory: spin briefly, then sleep on a futex, never without a deadline.
 
-A word that others wait for is three 32-bit numbers: a sequence, written by one process only; the count of
-its sleepers, which every waiter changes; and the core on which its writer last ran. A waker stores the
-sequence and then reads the count; a sleeper adds itself to the count and then reads the sequence. Both
-orders are sequentially consistent, so one of the two always sees the other, and a waker that sees no
-sleeper spares itself the system call. A sleeper that is killed leaves the count one too high, which costs
-its wakers a system call and nothing else.
+A word that others wait for is three 32-bit numbers: a sequence, written by one process only; the count of its sleepers,
+which every waiter changes; and the core on which its writer last ran. A waker stores the sequence and then reads the
+count; a sleeper adds itself to the count and then reads the sequence. Both orders are sequentially consistent, so one
+of the two always sees the other, and a waker that sees no sleeper spares itself the system call. A sleeper that is
+killed leaves the count one too high, which costs its wakers a system call and nothing else.
 
-Spinning for someone who needs this very core only keeps them from it, so a waiter sleeps at once when the
-writer was last seen on the waiter's own core. Schedulers do put two processes that keep waking each other
-there.
+Schedulers like to put two processes that keep waking each other on one core and to leave them there, in virtual
+machines above all, where an idle core looks taken. Spinning for someone who needs this very core only keeps them from
+it, so a waiter sleeps at once when the writer was last seen on its own core; `leave_cores` is how the two part.
 
-Sequence numbers wrap at 2^32: `reached` compares by signed difference, so numbers may be up to 2^31 - 1
-apart.
+Sequence numbers wrap at 2^32: `reached` compares by signed difference, so numbers may be up to 2^31 - 1 apart.
 """
 
 from __future__ import annotations
@@ -20,10 +18,11 @@ from __future__ import annotations
 import os
 import platform
 
-from numba import int32, njit, types, uint32
+from numba import int32, int64, njit, types, uint32
 
 from manyhands.memory.atomics import (
     add_u32,
+    array_at,
     clock_ns,
     fence,
     futex_wait,
@@ -33,7 +32,19 @@ from manyhands.memory.atomics import (
     store_u32,
 )
 
-__all__ = ["ABORTED", "REACHED", "TIMED_OUT", "WORD_BYTES", "announce", "reached", "spins_for", "wait_until"]
+__all__ = [
+    "ABORTED",
+    "LEAVE_BYTES",
+    "REACHED",
+    "TIMED_OUT",
+    "WORD_BYTES",
+    "announce",
+    "leave_cores",
+    "on_my_core",
+    "reached",
+    "spins_for",
+    "wait_until",
+]
 
 REACHED, ABORTED, TIMED_OUT = 0, 1, 2
 WORD_BYTES = 12
@@ -45,7 +56,11 @@ _SLEEPERS, _CORE = 4, 8
 # On x86 a sequentially consistent store is itself a full fence; elsewhere a later acquire load may pass it.
 _STORE_IS_FENCE = platform.machine() in ("x86_64", "AMD64", "i686")
 
-_sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+_sched_getcpu = types.ExternalFunction("sched_getcpu", int32())
+_sched_getaffinity = types.ExternalFunction("sched_getaffinity", int32(int32, int64, int64))
+_sched_setaffinity = types.ExternalFunction("sched_setaffinity", int32(int32, int64, int64))
+_SET_BYTES = 128  # of a set of 1024 cores, the C library's cpu_set_t
+LEAVE_BYTES = 2 * _SET_BYTES
 
 
 def spins_for(world: int) -> int:
@@ -72,6 +87,35 @@ def announce(word: int, sequence: int) -> None:
         futex_wake(word)
 
 
+@njit("boolean(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def on_my_core(word: int) -> bool:
+    """Whether the writer of `word` was last seen on the core that this thread runs on."""
+    return load_u32(word + _CORE) == uint32(_sched_getcpu())  # type: ignore[no-any-return]
+
+
+@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def leave_cores(words: int, count: int, stride: int, room: int) -> None:
+    """Move this thread to a core where no writer of `count` words was last seen, if there is one.
+
+    The words lie `stride` bytes apart from address `words`; `room` is the address of LEAVE_BYTES of the caller's own.
+    The thread is bound to the other cores and at once unbound again, so it is free to move as before.
+    """
+    allowed, others = (
+        array_at(room, _SET_BYTES // 4, uint32),
+        array_at(room + _SET_BYTES, _SET_BYTES // 4, uint32),
+    )
+    if _sched_getaffinity(0, _SET_BYTES, room) != 0:
+        return
+    for i in range(allowed.size):
+        others[i] = allowed[i]
+    for i in range(count):
+        core = load_u32(words + i * stride + _CORE)
+        if core < 8 * _SET_BYTES:
+            others[core // 32] &= ~(uint32(1) << (core % 32))
+    if others.any() and _sched_setaffinity(0, _SET_BYTES, room + _SET_BYTES) == 0:
+        _sched_setaffinity(0, _SET_BYTES, room)
+
+
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def _sleep_until(word: int, target: int, abort: int, deadline_ns: int) -> int:
     while True:
@@ -92,7 +136,7 @@ def wait_until(word: int, target: int, abort: int, deadline_ns: int, spins: int)
 
     `abort` is the address of a u32 that is zero while all is well; `deadline_ns` is on the clock of `clock_ns`.
     """
-    if load_u32(word + _CORE) == uint32(_sched_getcpu()):
+    if on_my_core(word):
         spins = 0
     for _ in range(spins):
         if reached(word, target):

@@ -1,0 +1,238 @@
+"""The compiled half of `SharedGroup`: one call that launches, reduces and waits.
+
+What the ranks share is the control segment: a line with the abort word, and for every rank one line with
+the number of the last operation it has arrived at and one with the last it is done with. Operations are
+numbered by one count per group, the same on all ranks because all launch in the same order. Rank j reduces
+its slice of operation k once every rank has arrived at k, and k is complete once every rank is done with
+it.
+
+What one rank keeps to itself are blocks of int64 words, passed by address so that a call from Python costs
+four integers: one block for the group (GROUP_*) and one per bucket (BUCKET_*). Operations launched and not
+yet reduced are a linked list through their buckets' blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import int64, njit, uint32
+
+from manyhands.allreduce.kernels import reduce_slice
+from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
+from manyhands.memory.segment import CACHE_LINE
+from manyhands.memory.waiting import ABORTED, REACHED, announce, leave_cores, on_my_core, reached, wait_until
+
+__all__ = [
+    "ABORT_OFFSET",
+    "ARRIVED",
+    "BUCKET_COUNT",
+    "BUCKET_KIND",
+    "BUCKET_TABLE",
+    "BUSY",
+    "CLOSED",
+    "DONE",
+    "FINISH",
+    "GROUP_CONTROL",
+    "GROUP_FINISHED",
+    "GROUP_LATE",
+    "GROUP_LATE_NS",
+    "GROUP_LATE_OPERATION",
+    "GROUP_LATE_PHASE",
+    "GROUP_LAUNCHED",
+    "GROUP_OLDEST",
+    "GROUP_PART_NS",
+    "GROUP_RANK",
+    "GROUP_REDUCING_NS",
+    "GROUP_SCRATCH",
+    "GROUP_SPINS",
+    "GROUP_TIMEOUT_NS",
+    "GROUP_WAITING_NS",
+    "GROUP_WORLD",
+    "LAUNCH",
+    "POLL",
+    "abort_group",
+    "advance",
+    "word_offset",
+]
+
+# The control segment: line 0 is written once by its creator, line 1 holds the abort word, then come the ranks'.
+ABORT_OFFSET = CACHE_LINE
+_FIRST_RANK_OFFSET = 2 * CACHE_LINE
+ARRIVED, DONE = 0, 1  # a rank's first and second line
+_PART_EVERY_NS = 10_000_000
+
+# How far `advance` goes, and what it may answer beside REACHED, ABORTED and TIMED_OUT.
+LAUNCH, POLL, FINISH = 0, 1, 2
+BUSY, CLOSED = 10, 11
+
+(
+    GROUP_CONTROL,  # address of the control segment
+    GROUP_RANK,
+    GROUP_WORLD,
+    GROUP_SPINS,
+    GROUP_TIMEOUT_NS,
+    GROUP_PART_NS,  # not before this time may the rank leave a core that it shares with another
+    GROUP_SCRATCH,  # address of the reduction's scratch
+    GROUP_LAUNCHED,  # number of the last operation launched
+    GROUP_FINISHED,  # number of the last operation known to be complete on all ranks
+    GROUP_OLDEST,  # first and last bucket launched and not yet reduced, or 0
+    GROUP_NEWEST,
+    GROUP_REDUCING_NS,
+    GROUP_LATE,  # who a failed wait was for, in which phase, of which operation, for how long
+    GROUP_LATE_PHASE,
+    GROUP_LATE_OPERATION,
+    GROUP_LATE_NS,
+    GROUP_WAITING_NS,  # one word per rank
+) = range(17)
+
+(
+    BUCKET_COUNT,  # items in this rank's slice
+    BUCKET_KIND,
+    _BUCKET_OPERATION,
+    _BUCKET_NUMBER,  # the operation it was last launched as
+    _BUCKET_NEXT,
+    BUCKET_TABLE,  # one word per rank: the address of this rank's slice in that rank's part
+) = range(6)
+
+
+@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+def word_offset(rank: int, phase: int) -> int:
+    """Where in the control segment `rank` says how far it has come in `phase` (ARRIVED or DONE)."""
+    return _FIRST_RANK_OFFSET + (2 * rank + phase) * CACHE_LINE
+
+
+@njit("boolean(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def abort_group(control: int, world: int, word: int) -> bool:
+    """Store `word` (not 0) as the reason to stop, unless there is one, and wake everyone; whether it was first."""
+    first = compare_swap_u32(control + ABORT_OFFSET, uint32(0), uint32(word))
+    for rank in range(world):
+        for phase in range(2):
+            futex_wake(control + word_offset(rank, phase))
+    return first  # type: ignore[no-any-return]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _launch(group: Any, bucket_address: int, operation: int) -> bool:
+    """Put a bucket at the end of the list and announce this rank's arrival, unless it is still under way."""
+    bucket = array_at(bucket_address, BUCKET_TABLE, int64)
+    if bucket[_BUCKET_NUMBER] > group[GROUP_FINISHED]:
+        return False
+    number = group[GROUP_LAUNCHED] + 1
+    group[GROUP_LAUNCHED] = number
+    bucket[_BUCKET_OPERATION] = operation
+    bucket[_BUCKET_NUMBER] = number
+    bucket[_BUCKET_NEXT] = 0
+    if group[GROUP_OLDEST] == 0:
+        group[GROUP_OLDEST] = bucket_address
+    else:
+        array_at(group[GROUP_NEWEST], BUCKET_TABLE, int64)[_BUCKET_NEXT] = bucket_address
+    group[GROUP_NEWEST] = bucket_address
+    announce(group[GROUP_CONTROL] + word_offset(group[GROUP_RANK], ARRIVED), number)
+    return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _all_arrived(group: Any, number: int) -> bool:
+    for rank in range(group[GROUP_WORLD]):
+        if not reached(group[GROUP_CONTROL] + word_offset(rank, ARRIVED), number):
+            return False
+    return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _reduce_ready(group: Any) -> None:
+    """Reduce this rank's slice of every operation at which all ranks have arrived, oldest first."""
+    reduced = 0
+    while group[GROUP_OLDEST] != 0:
+        bucket = array_at(group[GROUP_OLDEST], BUCKET_TABLE, int64)
+        if not _all_arrived(group, bucket[_BUCKET_NUMBER]):
+            break
+        reduced = bucket[_BUCKET_NUMBER]
+        if bucket[BUCKET_COUNT] != 0:
+            began_ns = clock_ns()
+            reduce_slice(
+                group[GROUP_OLDEST] + 8 * BUCKET_TABLE,
+                group[GROUP_WORLD],
+                bucket[BUCKET_COUNT],
+                bucket[BUCKET_KIND],
+                bucket[_BUCKET_OPERATION],
+                group[GROUP_SCRATCH],
+            )
+            group[GROUP_REDUCING_NS] += clock_ns() - began_ns
+        group[GROUP_OLDEST] = bucket[_BUCKET_NEXT]
+    if reduced != 0:
+        announce(group[GROUP_CONTROL] + word_offset(group[GROUP_RANK], DONE), reduced)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _part_from(group: Any, word: int, now_ns: int) -> None:
+    """Leave this core if the rank that writes `word` runs here too, unless that was tried just now."""
+    if now_ns >= group[GROUP_PART_NS] and on_my_core(word):
+        words = group[GROUP_CONTROL] + word_offset(0, ARRIVED)
+        leave_cores(words, group[GROUP_WORLD], 2 * CACHE_LINE, group[GROUP_SCRATCH])
+        group[GROUP_PART_NS] = now_ns + _PART_EVERY_NS
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> int:
+    """Wait for one rank after the other: while several are late, the time counts for the first of them."""
+    waiting_ns = array_at(group_address + 8 * GROUP_WAITING_NS, group[GROUP_WORLD], int64)
+    for rank in range(group[GROUP_WORLD]):
+        word = group[GROUP_CONTROL] + word_offset(rank, phase)
+        if reached(word, number):
+            continue
+        began_ns = clock_ns()
+        if rank < group[GROUP_RANK]:  # of two on one core, the higher leaves
+            _part_from(group, word, began_ns)
+        status = wait_until(
+            word,
+            number,
+            group[GROUP_CONTROL] + ABORT_OFFSET,
+            began_ns + group[GROUP_TIMEOUT_NS],
+            group[GROUP_SPINS],
+        )
+        waited_ns = clock_ns() - began_ns
+        waiting_ns[rank] += waited_ns
+        if status != REACHED:
+            group[GROUP_LATE] = rank
+            group[GROUP_LATE_PHASE] = phase
+            group[GROUP_LATE_OPERATION] = number
+            group[GROUP_LATE_NS] = waited_ns
+            return status
+    return REACHED
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _finish(group: Any, group_address: int) -> int:
+    while group[GROUP_OLDEST] != 0:
+        number = array_at(group[GROUP_OLDEST], BUCKET_TABLE, int64)[_BUCKET_NUMBER]
+        status = _wait_for_all(group, group_address, ARRIVED, number)
+        if status != REACHED:
+            return status
+        _reduce_ready(group)
+    status = _wait_for_all(group, group_address, DONE, group[GROUP_LAUNCHED])
+    if status == REACHED:
+        group[GROUP_FINISHED] = group[GROUP_LAUNCHED]
+    return status
+
+
+@njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def advance(group_address: int, bucket_address: int, operation: int, until: int) -> int:
+    """Launch a bucket (unless its address is 0), then go on until LAUNCH, POLL or FINISH says enough.
+
+    LAUNCH only announces the bucket; POLL reduces whatever can be reduced without waiting; FINISH waits until
+    every operation launched is complete on all ranks. A wait that fails leaves all as it is, to be tried again.
+    """
+    if group_address == 0:
+        return CLOSED
+    group = array_at(group_address, GROUP_WAITING_NS, int64)
+    if load_u32(group[GROUP_CONTROL] + ABORT_OFFSET) != 0:
+        return ABORTED
+    if bucket_address != 0 and not _launch(group, bucket_address, operation):
+        return BUSY
+    if until == LAUNCH:
+        return REACHED
+    _reduce_ready(group)
+    if until == POLL:
+        return REACHED
+    return _finish(group, group_address)  # type: ignore[no-any-return]
