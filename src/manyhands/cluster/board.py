@@ -1,0 +1,183 @@
+"""The board: one cache line of shared memory per role, where it shows that it lives and what it is doing.
+
+    line of a role   | pid | heartbeat_ns | marked_ns | mark |
+    mark             | step (40 bits) | state (8 bits) | waiting for (16 bits) |
+
+Only the role writes its line, the launcher reads all of them. The heartbeat (written by `sentinel`) proves
+the process, the mark proves the work. A mark is one word, so a reader never sees the step of one mark with
+the state of another.
+
+The board is mapped here and not through `memory.segment`, which imports torch: a role is on the board before
+it has imported anything heavy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+from enum import IntEnum, unique
+from types import TracebackType
+
+from numba import njit
+
+from manyhands.memory.atomics import clock_ns, load_i64, store_i64
+
+__all__ = ["HEARTBEAT_OFFSET", "NOBODY", "Board", "Line", "State", "pack_mark", "unpack_mark"]
+
+NOBODY = -1
+HEARTBEAT_OFFSET = 8
+
+_LINE_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
+_PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET = 0, 16, 24
+_MAX_STEP, _MAX_RANK = 2**39 - 1, 2**16 - 2
+
+
+@unique
+class State(IntEnum):
+    """What a role is doing; the words of the launcher's errors."""
+
+    STARTING = 0
+    COMPUTING = 1
+    EXCHANGING = 2
+    WAITING = 3
+    EVALUATING = 4
+    SAVING = 5
+    FINISHED = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What one role's line said at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
+
+    pid: int = 0
+    heartbeat_ns: int = 0
+    marked_ns: int = 0
+    step: int = 0
+    state: State = State.STARTING
+    waiting_for: int = NOBODY
+
+    @property
+    def seen_ns(self) -> int:
+        """When the role last gave any sign."""
+        return max(self.heartbeat_ns, self.marked_ns)
+
+    def doing(self) -> str:
+        """`computing step 17`, `waiting for role 0 at step 17`, or `starting`."""
+        if self.state is State.STARTING:
+            return "starting"
+        if self.state is State.FINISHED:
+            return f"finished after step {self.step}"
+        if self.state is State.WAITING and self.waiting_for != NOBODY:
+            return f"waiting for role {self.waiting_for} at step {self.step}"
+        return f"{self.state.name.lower()} step {self.step}"
+
+
+class Board:
+    """The mapped board; a context manager, `close` is idempotent.
+
+    The launcher calls `create` and hands `descriptor` to its children, which `attach` it. Line `rank` belongs
+    to the role of that rank.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the board behind `descriptor`, which this object now owns."""
+        self.descriptor = descriptor
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, 0)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._num_roles = len(self._map) // _LINE_BYTES
+
+    @classmethod
+    def create(cls, num_roles: int) -> Board:
+        """A fresh board with a line for each of `num_roles` roles."""
+        descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, num_roles * _LINE_BYTES)
+            return cls(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def line_address(self, rank: int) -> int:
+        """Where the line of `rank` starts in this process, for compiled code."""
+        if self._map is None:
+            raise ValueError("the board is closed")
+        if not 0 <= rank < self._num_roles:
+            raise IndexError(f"rank {rank} has no line; the board has {self._num_roles}")
+        return self._address + rank * _LINE_BYTES
+
+    def sign_on(self, rank: int) -> None:
+        """Write this process's id on the line of `rank`, with a first mark."""
+        _write_pid(self.line_address(rank), os.getpid())
+        self.mark(rank, 0, State.STARTING)
+
+    def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
+        """Say what the role of `rank` is doing; about a microsecond."""
+        _write_mark(self.line_address(rank), pack_mark(step, state, waiting_for))
+
+    def read(self, rank: int) -> Line:
+        """What the line of `rank` says now."""
+        pid, heartbeat_ns, marked_ns, mark = _read_line(self.line_address(rank))
+        step, state, waiting_for = unpack_mark(mark)
+        return Line(
+            pid=pid,
+            heartbeat_ns=heartbeat_ns,
+            marked_ns=marked_ns,
+            step=step,
+            state=state,
+            waiting_for=waiting_for,
+        )
+
+    def close(self) -> None:
+        """Unmap, and close the descriptor."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            os.close(self.descriptor)
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:
+    """The three parts of a mark in one word."""
+    if not 0 <= step <= _MAX_STEP:
+        raise ValueError(f"step={step} must lie between 0 and {_MAX_STEP}")
+    if not NOBODY <= waiting_for <= _MAX_RANK:
+        raise ValueError(f"waiting_for={waiting_for} must lie between {NOBODY} (nobody) and {_MAX_RANK}")
+    return step << 24 | state << 16 | (waiting_for + 1)
+
+
+def unpack_mark(mark: int) -> tuple[int, State, int]:
+    """The step, the state and whom it waits for."""
+    return mark >> 24, State(mark >> 16 & 0xFF), (mark & 0xFFFF) - 1
+
+
+@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _write_pid(line, pid):  # type: ignore[no-untyped-def]
+    store_i64(line + _PID_OFFSET, pid)
+
+
+@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _write_mark(line, mark):  # type: ignore[no-untyped-def]
+    store_i64(line + _MARK_OFFSET, mark)
+    store_i64(line + _MARKED_OFFSET, clock_ns())
+
+
+@njit("UniTuple(int64, 4)(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _read_line(line):  # type: ignore[no-untyped-def]
+    return (
+        load_i64(line + _PID_OFFSET),
+        load_i64(line + HEARTBEAT_OFFSET),
+        load_i64(line + _MARKED_OFFSET),
+        load_i64(line + _MARK_OFFSET),
+    )

@@ -1,0 +1,242 @@
+"""The control channel between the launcher and one of its children: small typed messages over a socket pair.
+
+A frame is a 4-byte big-endian length and that many bytes of one JSON object; the length is checked before
+anything is read, and nothing on the channel can carry code. Child to launcher: `Started`, `Note`..., then
+`Failed` or `Finished`. Launcher to child: `Stop`.
+
+`encode` and `Decoder` are pure; `Channel` is the thin socket around them.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "Channel",
+    "Decoder",
+    "Failed",
+    "Finished",
+    "Message",
+    "Note",
+    "ProtocolError",
+    "Started",
+    "Stop",
+    "encode",
+]
+
+MAX_FRAME_BYTES = 16 * 2**20
+_LENGTH = struct.Struct("!I")
+_READ_BYTES = 64 * 2**10
+_T = TypeVar("_T")
+
+
+class ProtocolError(ManyhandsError):
+    """The other end sent something that is not a message of this channel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The child has loaded its job and is about to enter it."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something the application tells the launcher while it runs, such as metrics."""
+
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The child's job raised; `kind` is a word of `failure.KINDS` or empty, `details` plain attributes."""
+
+    kind: str
+    error: str
+    message: str
+    traceback: str
+    step: int
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The child's job returned `payload`."""
+
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The launcher asks the child to leave."""
+
+    reason: str
+
+
+Message = Started | Note | Failed | Finished | Stop
+
+
+def encode(message: Message) -> bytes:
+    """One frame; TypeError if a payload is not JSON, ProtocolError if it is larger than a frame may be."""
+    fields = {name: getattr(message, name) for name in message.__slots__}
+    body = json.dumps({"message type": type(message).__name__, **fields}, default=_not_json).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a {type(message).__name__} message of {len(body)} bytes exceeds a frame's {MAX_FRAME_BYTES}; "
+            "pass large results through shared memory or a file"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder:
+    """Bytes in, in pieces of any size; whole messages out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that `data` completes; ProtocolError on the first byte that can not be right."""
+        self._buffer += data
+        messages: list[Message] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(
+                    f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
+                )
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(_decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+
+class Channel:
+    """One end of the socket pair; `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        """Own `connection`; `peer` names the other end in errors."""
+        connection.setblocking(False)
+        self._connection = connection
+        self._peer = peer
+        self._decoder = Decoder()
+        self._sending = threading.Lock()
+        self.ended = False
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._connection.fileno()
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        """Hand the whole message over; PeerTimeout after `timeout_s`, Aborted when the other end is gone."""
+        remaining = memoryview(encode(message))
+        deadline = time.monotonic() + timeout_s
+        with self._sending:
+            while remaining:
+                try:
+                    remaining = remaining[self._connection.send(remaining) :]
+                except BlockingIOError:
+                    self._await_room(deadline, timeout_s)
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise Aborted(
+                        f"{self._peer} is gone: {type(message).__name__} was not delivered"
+                    ) from error
+
+    def offer(self, message: Message) -> bool:
+        """Send without waiting; whether it went out whole (a peer that reads nothing may have no room)."""
+        frame = encode(message)
+        try:
+            return self._connection.send(frame) == len(frame)
+        except OSError:
+            return False
+
+    def receive(self) -> list[Message]:
+        """All messages that have arrived, without waiting; `ended` is set once the other end has closed."""
+        messages: list[Message] = []
+        while not self.ended:
+            try:
+                data = self._connection.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self.ended = True
+            messages += self._decoder.feed(data)
+        return messages
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()
+
+    def _await_room(self, deadline: float, timeout_s: float) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            raise PeerTimeout(f"{self._peer} has read nothing for {timeout_s:g} s", peer=-1)
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        fields = json.loads(body)
+        decoder = _DECODERS[fields["message type"]]
+        return decoder(fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProtocolError(f"not a message of this channel: {body[:80]!r} ({error!r})") from error
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    return _checked(fields[name], str, name)
+
+
+def _integer(fields: dict[str, Any], name: str) -> int:
+    return _checked(fields[name], int, name)
+
+
+def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return _checked(fields[name], dict, name)
+
+
+def _checked(value: object, kind: type[_T], name: str) -> _T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _not_json(value: object) -> Any:
+    raise TypeError(
+        f"a message holds a {type(value).__name__}; only numbers, text, lists and dicts of these can be sent "
+        "(for a tensor of one element, send its item())"
+    )
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any]], Message]] = {
+    "Started": lambda fields: Started(pid=_integer(fields, "pid")),
+    "Note": lambda fields: Note(payload=_object(fields, "payload")),
+    "Failed": lambda fields: Failed(
+        kind=_text(fields, "kind"),
+        error=_text(fields, "error"),
+        message=_text(fields, "message"),
+        traceback=_text(fields, "traceback"),
+        step=_integer(fields, "step"),
+        details=_object(fields, "details"),
+    ),
+    "Finished": lambda fields: Finished(payload=_object(fields, "payload")),
+    "Stop": lambda fields: Stop(reason=_text(fields, "reason")),
+}

@@ -1,0 +1,42 @@
+"""The first file a child runs: tie its life to the launcher's, and only then import anything.
+
+It is run by its path and not with `-m`, which would import the whole package first: seconds during which the
+launcher could die unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+__all__ = ["SPEC_VARIABLE", "die_with_parent", "main"]
+
+SPEC_VARIABLE = "MANYHANDS_ROLE"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send `number` when the thread that started this process ends; if it has, leave now."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if os.getppid() != parent_pid:
+        os.kill(0, signal.SIGKILL)
+
+
+def main() -> int:
+    """Run the role that the environment describes; its exit status, or 2 if this is no launcher's child."""
+    text = os.environ.pop(SPEC_VARIABLE, None)
+    if text is None:
+        print("this file is run by manyhands.cluster.local.LocalCluster, not by hand", file=sys.stderr)
+        return 2
+    die_with_parent(json.loads(text)["parent_pid"], signal.SIGKILL)
+    from manyhands.cluster.role import run_role
+
+    return run_role(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

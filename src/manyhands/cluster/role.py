@@ -1,0 +1,62 @@
+"""A child of the launcher, from its inherited descriptors to the report of how its job ended.
+
+In order: start the sentinel, take the launcher's module search path, load the job, run it, report. Only what
+is imported here stands between the launcher and the job, so none of it imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+from manyhands.cluster.board import Board
+from manyhands.cluster.context import RoleContext, RoleSpec
+from manyhands.cluster.control import Channel, Finished, Started
+from manyhands.cluster.failure import report
+from manyhands.cluster.job import load
+from manyhands.cluster.sentinel import start_sentinel
+
+__all__ = ["run_role"]
+
+_REPORT_TIMEOUT_S = 60.0
+
+
+def run_role(text: str) -> int:
+    """Run the role that `text` describes; 0 if its job returned, 1 if it raised."""
+    spec = RoleSpec.from_text(text)
+    for descriptor in spec.inherited():
+        os.set_inheritable(descriptor, False)
+    board = Board(spec.board)
+    board.sign_on(spec.rank)
+    start_sentinel(board, spec.rank, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
+    _restore_surroundings(spec)
+    channel = Channel(socket.socket(fileno=spec.control), "the launcher")
+    return _run(spec, channel, RoleContext(spec, channel, board))
+
+
+def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
+    try:
+        target = load(spec.job)[spec.rank]
+        os.close(spec.job)
+        channel.send(Started(pid=os.getpid()), _REPORT_TIMEOUT_S)
+        payload = target(context)
+        if not isinstance(payload, Mapping | None):
+            raise TypeError(f"the job of {spec.name} returned a {type(payload).__name__}, not a dict or None")
+        channel.send(Finished(payload=dict(payload or {})), _REPORT_TIMEOUT_S)
+    except BaseException as error:  # SystemExit too: a role that leaves early has not done its job
+        channel.send(report(error, context.step), _REPORT_TIMEOUT_S)
+        return 1
+    return 0
+
+
+def _restore_surroundings(spec: RoleSpec) -> None:
+    """Search modules where the launcher does, and write output line by line (it goes through a pipe)."""
+    sys.path[:] = spec.path
+    if spec.python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = spec.python_path
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

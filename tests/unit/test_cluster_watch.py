@@ -1,0 +1,326 @@
+"""What the launcher decides, without a process: events in, actions out, at moments we choose."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from manyhands.cluster.board import NOBODY, Board, Line, State, pack_mark, unpack_mark
+from manyhands.cluster.control import Failed, Finished, Note, Started, Stop
+from manyhands.cluster.failure import describe_exit, report
+from manyhands.cluster.watch import (
+    EXIT_S,
+    Action,
+    Alarm,
+    AskToStop,
+    Deliver,
+    Event,
+    Exited,
+    Garbled,
+    Heard,
+    Interrupted,
+    Kill,
+    Looked,
+    Patience,
+    Watch,
+)
+from manyhands.errors import (
+    Aborted,
+    DataError,
+    NonFinite,
+    OutOfSharedMemory,
+    PeerTimeout,
+    UserError,
+    WorkerFailed,
+)
+
+
+class Play:
+    """A watch over `num_roles` roles, whose lines beat unless told otherwise, on a clock we move."""
+
+    def __init__(self, num_roles: int, *, silent_after_s: float = 5.0) -> None:
+        self.now_s = 1000.0
+        self.lines = [Line() for _ in range(num_roles)]
+        self.silent: set[int] = set()
+        patience = Patience(silent_after_s=silent_after_s, grace_s=2.0, start_timeout_s=120.0)
+        roles = [(f"worker {rank}", 100 + rank) for rank in range(num_roles)]
+        self.watch = Watch(roles, patience, self.now_ns)
+
+    @property
+    def now_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+    def at_work(self) -> Play:
+        for rank in range(len(self.lines)):
+            self.do(Heard(rank, Started(pid=100 + rank)))
+            self.mark(rank, 17, State.COMPUTING)
+        return self
+
+    def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
+        self.lines[rank] = Line(
+            pid=100 + rank,
+            heartbeat_ns=self.now_ns,
+            marked_ns=self.now_ns,
+            step=step,
+            state=state,
+            waiting_for=waiting_for,
+        )
+
+    def do(self, event: Event) -> list[Action]:
+        return self.watch.handle(event, self.now_ns)
+
+    def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Action]]:
+        """Look every tick; the actions with the time since the start of this call."""
+        seen: list[tuple[float, Action]] = []
+        start_s = self.now_s
+        while self.now_s < start_s + seconds:
+            self.now_s += tick_s
+            for rank, line in enumerate(self.lines):
+                if rank not in self.silent and line.pid:
+                    self.lines[rank] = Line(
+                        pid=line.pid,
+                        heartbeat_ns=self.now_ns,
+                        marked_ns=line.marked_ns,
+                        step=line.step,
+                        state=line.state,
+                        waiting_for=line.waiting_for,
+                    )
+            seen += [(self.now_s - start_s, action) for action in self.do(Looked(self.lines))]
+        return seen
+
+    def failure(self) -> Exception:
+        assert self.watch.failure is not None
+        return self.watch.failure
+
+
+def failed(error: Exception, step: int = 17) -> Failed:
+    def job() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        job()
+    return report(caught.value, step)
+
+
+def test_a_run_without_trouble_ends_with_every_result_by_rank() -> None:
+    play = Play(2).at_work()
+    assert play.do(Heard(1, Note(payload={"x": 1}))) == [Deliver(1, Note(payload={"x": 1}))]
+    for rank in (1, 0):
+        assert play.do(Heard(rank, Finished(payload={"rank": rank}))) == []
+        assert play.do(Exited(rank, 0)) == []
+    assert play.watch.over
+    assert play.watch.failure is None
+    assert play.watch.results() == [Finished(payload={"rank": 0}), Finished(payload={"rank": 1})]
+
+
+def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -> None:
+    play = Play(3).at_work()
+    actions = play.do(Heard(1, failed(ValueError("bad thing"))))
+    assert actions == [Alarm(1), AskToStop(0, "worker 1 failed"), AskToStop(2, "worker 1 failed")]
+    assert play.do(Exited(1, 1)) == []
+    assert play.do(Exited(0, 1)) == []
+    assert play.let_pass(5.0) == [(2.0, Kill(2))]
+    assert play.do(Exited(2, -9)) == []
+    assert play.watch.over
+    error = play.failure()
+    assert isinstance(error, WorkerFailed)
+    assert error.worker_rank == 1
+    assert str(error).startswith("worker 1 (pid 101) raised ValueError at step 17: bad thing\n")
+    assert "Traceback (most recent call last)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (3, "worker 0 (pid 100) exited with status 3 before it had reported a result"),
+        (0, "worker 0 (pid 100) exited with status 0 before it had reported a result"),
+        (-signal.SIGSEGV, "worker 0 (pid 100) was killed by SIGSEGV"),
+        (-signal.SIGKILL, "worker 0 (pid 100) was killed by SIGKILL (by someone, or by the kernel"),
+    ],
+)
+def test_a_death_without_a_report_is_told_with_place_and_last_words(status: int, said: str) -> None:
+    play = Play(2).at_work()
+    play.let_pass(1.0)
+    assert play.do(Exited(0, status, "it hurts\n"))[0] == Alarm(0)
+    text = str(play.failure())
+    assert text.startswith(said)
+    assert "last seen computing step 17, 0.0 s ago" in text
+    assert text.endswith("its last words on stderr:\nit hurts")
+
+
+def test_a_signal_without_a_name_is_told_by_number() -> None:
+    assert describe_exit(-200) == "was killed by signal 200"
+
+
+def test_a_silent_role_is_killed_at_once_within_the_promise() -> None:
+    play = Play(2).at_work()
+    play.silent = {1}
+    actions = play.let_pass(5.0, tick_s=0.2)
+    stops = [AskToStop(rank, "worker 1 failed") for rank in range(2)]
+    assert [action for _, action in actions] == [Alarm(1), *stops, Kill(1)]
+    assert 4.5 < actions[0][0] < 5.0
+    assert "worker 1 (pid 101) fell silent" in str(play.failure())
+    assert "last seen computing step 17, 4." in str(play.failure())
+
+
+def test_a_launcher_that_was_paused_blames_nobody() -> None:
+    play = Play(1).at_work()
+    play.let_pass(1.0)
+    play.silent = {0}
+    play.now_s += 60.0  # a stopped machine: neither the launcher nor the role ran
+    assert play.let_pass(1.0) == []
+    play.silent = set()
+    assert play.let_pass(20.0) == []
+    play.silent = {0}
+    assert play.let_pass(30.0, tick_s=1.5)[0][1] == Alarm(0), "a slow launcher still notices"
+
+
+def test_a_role_that_never_starts_is_told() -> None:
+    play = Play(1)
+    actions = play.let_pass(121.0)
+    assert [action for _, action in actions] == [Alarm(0), AskToStop(0, "worker 0 failed"), Kill(0)]
+    assert "did not start within 120 s; never seen on the board" in str(play.failure())
+
+
+def test_a_consequence_gives_way_to_its_cause() -> None:
+    play = Play(3).at_work()
+    assert play.do(Heard(0, failed(PeerTimeout("no answer from 2", peer=2))))[0] == Alarm(0)
+    assert play.do(Heard(1, failed(Aborted("someone failed")))) == []
+    assert "worker 0 (pid 100) raised PeerTimeout" in str(play.failure())
+    assert play.do(Exited(2, -11)) == []
+    assert "worker 2 (pid 102) was killed by SIGSEGV" in str(play.failure())
+    play.do(Exited(0, -6))
+    assert "worker 2" in str(play.failure())
+
+
+def test_what_the_takedown_itself_does_is_no_cause() -> None:
+    play = Play(2).at_work()
+    play.do(Heard(0, failed(Aborted("by whom?"))))
+    play.let_pass(3.0)
+    play.do(Exited(1, -9))  # ours
+    assert "worker 0 (pid 100) raised Aborted" in str(play.failure())
+
+
+def test_the_first_of_two_failures_is_told() -> None:
+    play = Play(2).at_work()
+    play.do(Heard(1, failed(ValueError("first"))))
+    play.do(Heard(0, failed(ValueError("second"))))
+    assert "first" in str(play.failure())
+
+
+def test_an_error_while_waiting_tells_what_the_other_was_doing() -> None:
+    play = Play(2).at_work()
+    play.mark(0, 18, State.WAITING, waiting_for=1)
+    play.let_pass(1.0)
+    play.do(Heard(0, failed(PeerTimeout("no answer", peer=1), step=18)))
+    assert "(waiting for worker 1 (pid 101), last seen computing step 17, 0.0 s ago)" in str(play.failure())
+
+
+def test_an_interruption_asks_then_kills_and_a_second_kills_now() -> None:
+    play = Play(2).at_work()
+    stop = [AskToStop(rank, "the run was interrupted") for rank in range(2)]
+    assert play.do(Interrupted()) == stop
+    assert play.let_pass(2.0) == [(2.0, Kill(0)), (2.0, Kill(1))]
+    assert play.watch.failure is None
+
+    play = Play(2).at_work()
+    assert play.do(Interrupted()) == stop
+    assert play.do(Interrupted()) == []
+    assert play.let_pass(0.25) == [(0.25, Kill(0)), (0.25, Kill(1))]
+
+
+def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_stands() -> None:
+    play = Play(1).at_work()
+    play.do(Heard(0, Finished(payload={"x": 1})))
+    play.silent = {0}  # no heartbeat is owed after the result
+    ((after_s, action),) = play.let_pass(EXIT_S + 1)
+    assert (action, after_s) == (Kill(0), EXIT_S + 0.25)
+    play.do(Exited(0, -9))
+    assert play.watch.failure is None
+    assert play.watch.results() == [Finished(payload={"x": 1})]
+
+
+def test_a_process_that_can_not_be_killed_is_given_up_by_name() -> None:
+    play = Play(2).at_work()
+    play.do(Interrupted())
+    assert play.do(Exited(1, 1)) == [Alarm(1)]
+    play.let_pass(2.0 + EXIT_S)
+    assert play.watch.failure is None
+    before = play.watch.over
+    play.let_pass(1.0)
+    assert (before, play.watch.over) == (False, True)
+    assert "worker 0 (pid 100) did not end within 10 s of being killed" in str(play.failure())
+
+
+def test_what_a_child_may_not_say_is_its_failure() -> None:
+    play = Play(1).at_work()
+    assert play.do(Garbled(0, "not a message"))[0] == Alarm(0)
+    assert "worker 0 (pid 100) broke the control channel's rules: not a message" in str(play.failure())
+    play = Play(1).at_work()
+    assert play.do(Heard(0, Stop(reason="you"))) == [Alarm(0), AskToStop(0, "worker 0 failed")]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("lr=-1 must be positive"),
+        DataError("train.idx, offset 16: truncated"),
+        NonFinite("worker 1, step 3: the loss is not finite"),
+        OutOfSharedMemory("gradients", 10 * 2**30, 2**30),
+    ],
+)
+def test_the_users_mistake_keeps_its_type_message_and_numbers(error: UserError) -> None:
+    play = Play(1).at_work()
+    play.do(Heard(0, failed(error)))
+    raised = play.failure()
+    assert type(raised) is type(error)
+    assert str(raised) == str(error)
+    assert vars(raised) == {**vars(error), "__notes__": raised.__notes__}
+    assert raised.__notes__[0].startswith(f"worker 0 (pid 100) raised {type(error).__name__} at step 17")
+
+
+def test_a_kind_of_user_error_we_do_not_know_arrives_as_the_nearest_we_know() -> None:
+    class StrangeError(DataError):
+        pass
+
+    play = Play(1).at_work()
+    play.do(Heard(0, failed(StrangeError("odd"))))
+    assert type(play.failure()) is DataError
+
+
+def test_a_report_of_a_huge_error_stays_small() -> None:
+    told = failed(ValueError("x" * 10**7))
+    assert len(told.message) < 10_000
+    assert len(told.traceback) <= 64 * 1024
+    assert told.traceback.endswith("xxx\n")
+
+
+def test_marks_are_packed_into_one_word() -> None:
+    assert unpack_mark(0) == (0, State.STARTING, NOBODY)
+    for step in (0, 1, 17, 2**39 - 1):
+        for state in State:
+            for waiting_for in (NOBODY, 0, 3, 65534):
+                mark = pack_mark(step, state, waiting_for)
+                assert -(2**63) <= mark < 2**63
+                assert unpack_mark(mark) == (step, state, waiting_for)
+    with pytest.raises(ValueError, match="step=-1"):
+        pack_mark(-1, State.COMPUTING)
+    with pytest.raises(ValueError, match="waiting_for=65535"):
+        pack_mark(0, State.WAITING, 65535)
+
+
+def test_the_board_shows_to_all_what_one_writes() -> None:
+    with Board.create(3) as board, Board(os.dup(board.descriptor)) as other:
+        board.sign_on(1)
+        board.mark(1, 17, State.WAITING, waiting_for=2)
+        line = other.read(1)
+        assert (line.pid, line.step, line.state, line.waiting_for) == (os.getpid(), 17, State.WAITING, 2)
+        assert line.doing() == "waiting for role 2 at step 17"
+        assert other.read(0) == other.read(2) == Line()
+        with pytest.raises(IndexError, match="rank 3 has no line"):
+            board.read(3)
+    board.close()
+    with pytest.raises(ValueError, match="closed"):
+        board.read(0)

@@ -1,0 +1,154 @@
+"""The control channel: every message survives the wire in any pieces; nothing else is taken for one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.cluster.control import (
+    MAX_FRAME_BYTES,
+    Channel,
+    Decoder,
+    Failed,
+    Finished,
+    Message,
+    Note,
+    ProtocolError,
+    Started,
+    Stop,
+    encode,
+)
+from manyhands.errors import Aborted, PeerTimeout
+
+MESSAGES: list[Message] = [
+    Started(pid=4242),
+    Note(payload={"rows": [{"step": 1, "loss": 0.5}], "text": "größer \ud800 \x00"}),
+    Failed(
+        kind="NonFinite",
+        error="NonFinite",
+        message="worker 1, step 7",
+        traceback="Traceback ...",
+        step=7,
+        details={"room_bytes": 5},
+    ),
+    Finished(payload={}),
+    Stop(reason="worker 1 failed"),
+]
+
+
+@given(cuts=st.lists(st.integers(0, 2000), max_size=30))
+def test_every_message_survives_in_any_pieces(cuts: list[int]) -> None:
+    wire = b"".join(encode(message) for message in MESSAGES)
+    edges = sorted({0, len(wire), *(cut for cut in cuts if cut < len(wire))})
+    decoder = Decoder()
+    received: list[Message] = []
+    for start, end in itertools.pairwise(edges):
+        received += decoder.feed(wire[start:end])
+    assert received == MESSAGES
+
+
+def test_a_frame_is_a_big_endian_length_and_json() -> None:
+    frame = encode(Started(pid=7))
+    assert struct.unpack("!I", frame[:4]) == (len(frame) - 4,)
+    assert json.loads(frame[4:]) == {"message type": "Started", "pid": 7}
+
+
+def test_values_that_are_not_finite_arrive_as_they_are() -> None:
+    (message,) = Decoder().feed(encode(Note(payload={"nan": math.nan, "inf": math.inf})))
+    assert isinstance(message, Note)
+    assert math.isnan(message.payload["nan"])
+    assert message.payload["inf"] == math.inf
+
+
+def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
+    with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
+        Decoder().feed(struct.pack("!I", MAX_FRAME_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"not json",
+        b"[]",
+        b'"Started"',
+        b"{}",
+        b'{"message type": "Exec", "pid": 1}',
+        b'{"message type": "Started"}',
+        b'{"message type": "Started", "pid": "1"}',
+        b'{"message type": "Finished", "payload": [1]}',
+        b'{"message type": ["Started"], "pid": 1}',
+    ],
+)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a message of this channel"):
+        Decoder().feed(struct.pack("!I", len(body)) + body)
+
+
+def test_what_can_not_be_sent_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="holds a complex"):
+        encode(Note(payload={"x": 1j}))
+    with pytest.raises(ProtocolError, match="shared memory or a file"):
+        encode(Finished(payload={"x": "y" * MAX_FRAME_BYTES}))
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[Channel, Channel]]:
+    left, right = socket.socketpair()
+    pair = Channel(left, "the launcher"), Channel(right, "worker 0")
+    yield pair
+    for channel in pair:
+        channel.close()
+
+
+def test_a_channel_carries_messages_both_ways_and_notices_the_end(channels: tuple[Channel, Channel]) -> None:
+    child, launcher = channels
+    assert launcher.receive() == []
+    for message in MESSAGES:
+        child.send(message, timeout_s=1.0)
+    assert launcher.offer(Stop(reason="enough"))
+    assert launcher.receive() == MESSAGES
+    assert child.receive() == [Stop(reason="enough")]
+    assert not launcher.ended
+    child.close()
+    assert launcher.receive() == []
+    assert launcher.ended
+
+
+def test_what_was_sent_before_the_end_is_received_though_a_request_went_unread(
+    channels: tuple[Channel, Channel],
+) -> None:
+    child, launcher = channels
+    assert launcher.offer(Stop(reason="never read"))
+    child.send(Finished(payload={"x": 1}), timeout_s=1.0)
+    child.close()
+    assert launcher.receive() == [Finished(payload={"x": 1})]
+    assert launcher.ended
+
+
+def test_sending_to_one_who_does_not_read_ends_with_his_name(channels: tuple[Channel, Channel]) -> None:
+    child, launcher = channels
+    with pytest.raises(PeerTimeout, match=r"the launcher has read nothing for 0\.05 s"):
+        child.send(Finished(payload={"x": "y" * 2**23}), timeout_s=0.05)
+    for _ in range(10_000):
+        if not launcher.offer(Stop(reason="x" * 1000)):
+            break
+    else:
+        pytest.fail("a socket without a reader took everything")
+
+
+def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel]) -> None:
+    child, launcher = channels
+    launcher.close()
+    with pytest.raises(Aborted, match="the launcher is gone: Started was not delivered"):
+        child.send(Started(pid=1), timeout_s=1.0)
+    assert not child.offer(Stop(reason="x"))
