@@ -1,0 +1,108 @@
+"""What to train: a model, a loss, data and an optimizer, and nothing about how the work is spread.
+
+A Task holds functions rather than built things, because every worker builds its own model and optimizer. They
+may be closures, and may live in a notebook or in a script's `__main__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.data.batches import BatchSource
+from manyhands.errors import UserError
+
+__all__ = ["Metric", "Task"]
+
+_RESERVED_METRICS = ("loss", "evaluation_loss")
+
+Metric: TypeAlias = Callable[[nn.Module, Any], Tensor | float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One training problem, checked when made: a UserError names the field, its value and what is allowed.
+
+    `loss` and `metrics` are called with the model and a batch as `DataLoader` would collate it, and give the
+    mean over that batch: results from several batches are averaged with their sizes as weights.
+    """
+
+    model: Callable[[], nn.Module]
+    """Builds the model; its initial weights follow from torch's seed."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    """(model, batch) -> scalar to minimise, the mean over the batch."""
+    data: Any
+    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them."""
+    optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    """Builds the optimizer from the model's parameters."""
+    batch_size: int = 64
+    """Samples in a global batch, which the workers of a synchronous strategy split among them."""
+    evaluation: Any | None = None
+    """Evaluation data, in the same forms as `data`."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What to measure on `evaluation`, by name: (model, batch) -> mean over the batch."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch from a list of samples, in place of torch's default_collate."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds the learning rate's schedule, which advances once per global batch."""
+    name: str = "task"
+    """What run directories and reports call it."""
+
+    def __post_init__(self) -> None:
+        _check_builder(
+            "model", self.model, nn.Module, "a function without arguments that builds an nn.Module"
+        )
+        _check_builder("loss", self.loss, nn.Module, "a function (model, batch) -> scalar tensor")
+        _check_builder(
+            "optimizer", self.optimizer, Optimizer, "a function (parameters) -> torch.optim.Optimizer"
+        )
+        if self.scheduler is not None:
+            _check_builder(
+                "scheduler", self.scheduler, LRScheduler, "a function (optimizer) -> LRScheduler, or None"
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise UserError(
+                f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
+            )
+        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
+            raise UserError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
+        if not isinstance(self.name, str) or not self.name:
+            raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
+        BatchSource(self.data, self.collate, field="data")
+        if self.evaluation is not None:
+            BatchSource(self.evaluation, self.collate, field="evaluation")
+        self._check_metrics()
+
+    def _check_metrics(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise UserError(
+                f"metrics is {self.metrics!r}; it must be a dict of name: function (model, batch) -> number"
+            )
+        for name, metric in self.metrics.items():
+            if name in _RESERVED_METRICS:
+                raise UserError(
+                    f"metrics has the name {name!r}, which reports use already; choose another name"
+                )
+            if not isinstance(name, str) or not callable(metric):
+                raise UserError(
+                    f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number"
+                )
+        if self.metrics and self.evaluation is None:
+            raise UserError(
+                f"metrics are {', '.join(self.metrics)}, but evaluation is None; metrics are measured on "
+                "evaluation data, so give evaluation= as well"
+            )
+
+
+def _check_builder(field_name: str, value: Any, built: type, allowed: str) -> None:
+    """Refuse what can not be called, and a finished instance where a function that makes one is needed."""
+    if isinstance(value, built):
+        raise UserError(f"{field_name} is an instance of {type(value).__name__}; it must be {allowed}")
+    if not callable(value):
+        raise UserError(f"{field_name} is {value!r}; it must be {allowed}")

@@ -1,0 +1,66 @@
+"""The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn: no download, seconds to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from manyhands.data.plan import permutation
+from manyhands.task import Task
+from manyhands.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.tasks.vision import ImageClassifier, accuracy, check_width, classification_loss
+
+__all__ = ["DIGITS", "DigitsOptions", "digits"]
+
+_SIDE, _WHITE = 8, 16
+_NUM_TEST = 360  # a fifth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitsOptions:
+    """What may be chosen about the digits task."""
+
+    batch_size: int = field(default=64, metadata=about("samples in a global batch", at_least=1))
+    learning_rate: float = field(default=4e-3, metadata=about("step size of AdamW", above=0))
+    width: int = field(
+        default=16, metadata=about("channels of the first convolution, a multiple of 4", at_least=4)
+    )
+    split_seed: int = field(default=0, metadata=about("chooses which samples are the test set", at_least=0))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_width(self.width)
+
+
+def digits(options: DigitsOptions | None = None) -> Task:
+    """Classify scikit-learn's digits with a small CNN; 1,437 samples to train on and 360 to test with."""
+    from sklearn.datasets import load_digits  # here, so that workers and the other tasks do not wait for it
+
+    options = options or DigitsOptions()
+    bundle = load_digits()
+    images = torch.from_numpy(bundle.images.astype(np.uint8)).unsqueeze(1)
+    labels = torch.from_numpy(bundle.target.astype(np.int64))
+    order = torch.from_numpy(permutation(len(labels), options.split_seed, epoch=0))
+    test, train = order[:_NUM_TEST], order[_NUM_TEST:]
+    return Task(
+        name="digits",
+        model=partial(ImageClassifier, side=_SIDE, white=_WHITE, width=options.width),
+        loss=classification_loss,
+        data=(images[train], labels[train]),
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        batch_size=options.batch_size,
+        evaluation=(images[test], labels[test]),
+        metrics={"accuracy": accuracy},
+    )
+
+
+DIGITS = BuiltinTask(
+    name="digits",
+    help="handwritten digits of 8×8 pixels from scikit-learn, a small CNN",
+    options_type=DigitsOptions,
+    make=digits,
+    epochs=12,
+)

@@ -1,0 +1,556 @@
+"""Tasks are checked when made, travel between processes, and learn what they promise in a plain loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan
+from manyhands.errors import DataError, UserError
+from manyhands.task import Task
+from manyhands.tasks import TASKS, build
+from manyhands.tasks.builtin import BuiltinTask, Option, about, check_options
+from manyhands.tasks.digits import digits
+from manyhands.tasks.language import LanguageOptions, Transformer, bits_per_byte, language, next_byte_loss
+from manyhands.tasks.vision import ImageClassifier, accuracy
+
+TINY = {"context": 16, "layers": 1, "width": 16, "heads": 2, "evaluation_bytes": 2048}
+
+
+def train(task: Task, steps: int, seed: int = 0) -> nn.Module:
+    """The plain loop: one process, one optimizer step per batch of the plan."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    source = BatchSource(task.data, task.collate)
+    plan = BatchPlan(len(source), task.batch_size, seed)
+    for step in range(steps):
+        optimizer.zero_grad()
+        task.loss(model, source.fetch(plan.indices(step))).backward()
+        optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def evaluate(task: Task, model: nn.Module, metric: str, limit: int = 10**9) -> float:
+    """Mean of a metric over the first `limit` evaluation samples, weighted by batch size."""
+    source = BatchSource(task.evaluation, task.collate)
+    count = min(limit, len(source))
+    total = 0.0
+    for start in range(0, count, 250):
+        indices = np.arange(start, min(start + 250, count))
+        total += float(task.metrics[metric](model, source.fetch(indices))) * len(indices)
+    return total / count
+
+
+# -- Task ---------------------------------------------------------------------------------------------------------------
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "model": lambda: nn.Linear(2, 1),
+        "loss": lambda model, batch: model(batch).mean(),
+        "data": torch.zeros(4, 2),
+        "optimizer": torch.optim.SGD,
+    }
+    return fields | changes
+
+
+def test_the_five_fields_suffice() -> None:
+    task = Task(**good(batch_size=2))
+    assert (task.batch_size, task.evaluation, dict(task.metrics), task.name) == (2, None, {}, "task")
+    assert Task(**good()).batch_size == 64
+
+
+@pytest.mark.parametrize("missing", ["model", "loss", "data", "optimizer"])
+def test_a_task_needs_its_main_fields(missing: str) -> None:
+    fields = good()
+    del fields[missing]
+    with pytest.raises(TypeError, match=missing):
+        Task(**fields)
+
+
+def test_fields_are_given_by_name_and_stay() -> None:
+    with pytest.raises(TypeError):
+        Task(*good().values())  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Task(**good()).batch_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": nn.Linear(2, 1)},
+            "model is an instance of Linear; it must be a function without arguments",
+        ),
+        ({"model": None}, "model is None; it must be a function"),
+        ({"loss": nn.MSELoss()}, r"loss is an instance of MSELoss; it must be a function \(model, batch\)"),
+        ({"loss": 3}, "loss is 3; it must be"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            "optimizer is an instance of SGD; it must be a function",
+        ),
+        ({"optimizer": "adam"}, "optimizer is 'adam'; it must be"),
+        ({"scheduler": 0.9}, "scheduler is 0.9; it must be a function"),
+        ({"collate": "stack"}, "collate is 'stack'; it must be a function"),
+        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"name": ""}, "name is ''"),
+        ({"data": []}, "data is empty"),
+        ({"data": (torch.zeros(3), torch.zeros(2))}, r"data\[0\] has 3, data\[1\] has 2"),
+        ({"evaluation": []}, "evaluation is empty"),
+        ({"metrics": [accuracy]}, "metrics is .* it must be a dict"),
+        ({"metrics": {"m": 1}, "evaluation": torch.zeros(1, 2)}, r"metrics\['m'\] is 1; it must be"),
+        ({"metrics": {1: accuracy}, "evaluation": torch.zeros(1, 2)}, r"metrics\[1\] is"),
+        (
+            {"metrics": {"loss": accuracy}, "evaluation": torch.zeros(1, 2)},
+            "'loss', which reports use already",
+        ),
+        ({"metrics": {"m": accuracy}}, "metrics are m, but evaluation is None"),
+    ],
+)
+def test_a_mistake_is_named_with_its_value_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Task(**good(**changes))
+
+
+def test_a_task_of_closures_travels_by_cloudpickle() -> None:
+    scale = 3.0
+    task = Task(**good(loss=lambda model, batch: scale * model(batch).sum(), data={"x": torch.ones(4, 2)}))
+    copy: Task = cloudpickle.loads(cloudpickle.dumps(task))
+    model = copy.model()
+    assert torch.equal(copy.loss(model, torch.ones(1, 2)), 3.0 * model(torch.ones(1, 2)).sum())
+    assert torch.equal(copy.data["x"], task.data["x"])
+
+
+# -- the registry and its options -----------------------------------------------------------------------------------------
+
+
+def test_the_registry_names_every_task_and_its_length() -> None:
+    assert list(TASKS) == ["digits", "mnist", "language"]
+    for name, entry in TASKS.items():
+        assert entry.name == name
+        assert (entry.epochs is None) != (entry.steps is None)
+        assert all(option.help for option in entry.options)
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UserError, match="no built-in task 'digit'; allowed: digits, mnist, language; did you mean 'digits'"
+    ):
+        build("digit")
+    with pytest.raises(
+        UserError, match=r"task 'language' has no option 'contxt'; .* did you mean 'context'\?"
+    ):
+        build("language", contxt=3)
+    with pytest.raises(UserError, match="task 'mnist' needs path: directory of the four idx files"):
+        build("mnist")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digits", {"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
+        ("digits", {"batch_size": "64"}, "batch_size is '64'; it must be a whole number"),
+        ("digits", {"batch_size": True}, "batch_size is True"),
+        ("digits", {"learning_rate": 0}, "learning_rate is 0.0; it must be a number above 0"),
+        ("digits", {"learning_rate": math.nan}, "learning_rate is nan"),
+        ("digits", {"width": 6}, "width is 6; it must be a multiple of 4"),
+        ("digits", {"split_seed": -1}, "split_seed is -1"),
+        ("mnist", {"path": 3}, "path is 3; it must be a path"),
+        ("mnist", {"path": "/nowhere"}, "path is '/nowhere'; it must be a directory"),
+        ("language", {"width": 30, "heads": 4}, "heads is 4; it must divide width, which is 30"),
+        ("language", {"tied": 1}, "tied is 1; it must be true or false"),
+        ("language", {"path": "/nowhere/text"}, "/nowhere/text can not be read: No such file"),
+    ],
+)
+def test_options_are_checked(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(name, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    where: Path = dataclasses.field(metadata=about("a required path"))
+    count: int = dataclasses.field(default=3, metadata=about("a count", at_least=1))
+    rate: float = dataclasses.field(default=0.5, metadata=about("a rate", above=0))
+    on: bool = dataclasses.field(default=False, metadata=about("a switch"))
+    word: str | None = dataclasses.field(default=None, metadata=about("may be absent"))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+CHOICES = BuiltinTask(
+    name="choices", help="for this test", options_type=Choices, make=lambda _: Task(**good()), steps=1
+)
+
+
+def test_options_describe_themselves() -> None:
+    shown = [
+        (option.name, option.kind, option.default, option.required, option.help) for option in CHOICES.options
+    ]
+    assert shown == [
+        ("where", Path, None, True, "a required path"),
+        ("count", int, 3, False, "a count"),
+        ("rate", float, 0.5, False, "a rate"),
+        ("on", bool, False, False, "a switch"),
+        ("word", str, None, False, "may be absent"),
+    ]
+    assert Choices(where="here", rate=2) == Choices(where=Path("here"), rate=2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("where", "a/b", Path("a/b")),
+        ("count", "7", 7),
+        ("rate", "1e-3", 1e-3),
+        ("on", "yes", True),
+        ("on", "False", False),
+        ("word", "hello", "hello"),
+    ],
+)
+def test_options_are_read_from_text(name: str, text: str, value: object) -> None:
+    assert _option(name).parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("count", "seven", "count is 'seven'; it must be a whole number of at least 1"),
+        ("count", "0", "count is 0; it must be a whole number of at least 1"),
+        ("rate", "inf", "rate is inf; it must be a number above 0"),
+        ("on", "maybe", "on is 'maybe'; it must be true or false"),
+    ],
+)
+def test_text_that_is_no_value_is_refused(name: str, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _option(name).parse(text)
+
+
+def _option(name: str) -> Option:
+    return next(option for option in CHOICES.options if option.name == name)
+
+
+def test_a_builtin_task_has_one_length() -> None:
+    with pytest.raises(ValueError, match="it must have one"):
+        dataclasses.replace(CHOICES, epochs=2)
+
+
+# -- what every built-in task keeps ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["digits", "mnist", "language"])
+def small_task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
+    """Each built-in task, on little data."""
+    if request.param == "mnist":
+        write_mnist(tmp_path)
+        return build("mnist", path=tmp_path)
+    return build(request.param, **(TINY if request.param == "language" else {}))
+
+
+def test_initial_weights_follow_from_the_seed(small_task: Task) -> None:
+    states = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        states.append(torch.cat([p.detach().flatten() for p in small_task.model().parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_the_loss_of_a_batch_is_the_mean_of_its_parts(small_task: Task) -> None:
+    """What lets workers split a batch: in float64, the size-weighted mean over shares is the whole batch's loss."""
+    torch.manual_seed(0)
+    model = small_task.model().double()
+    source = BatchSource(small_task.data)
+    whole = small_task.loss(model, source.fetch(range(7)))
+    parts = 3 * small_task.loss(model, source.fetch(range(3))) + 4 * small_task.loss(
+        model, source.fetch(range(3, 7))
+    )
+    assert whole.dtype == torch.float64
+    assert whole.shape == ()
+    torch.testing.assert_close(parts / 7, whole, rtol=1e-12, atol=0)
+    (metric,) = small_task.metrics.values()
+    with torch.no_grad():
+        split = 3 * metric(model, source.fetch(range(3))) + 4 * metric(model, source.fetch(range(3, 7)))
+        torch.testing.assert_close(split / 7, torch.as_tensor(metric(model, source.fetch(range(7)))))
+
+
+def test_every_parameter_is_trained_and_training_repeats(small_task: Task) -> None:
+    first, second = train(small_task, steps=3), train(small_task, steps=3)
+    for (name, one), two in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, two), name
+        assert one.grad is not None, name
+
+
+def test_builtin_tasks_are_imported_where_they_arrive(small_task: Task, tmp_path: Path) -> None:
+    """Another process unpickles the task from its bytes alone and gets the same loss; scikit-learn stays unloaded."""
+    (tmp_path / "task").write_bytes(cloudpickle.dumps(small_task))
+    script = (
+        "import pickle, sys, torch; from manyhands.data.batches import BatchSource;"
+        "task = pickle.load(open('task', 'rb')); torch.set_num_threads(1); torch.manual_seed(0);"
+        "loss = task.loss(task.model(), BatchSource(task.data).fetch([1, 2]));"
+        "assert 'sklearn' not in sys.modules; print(loss.item().hex())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(0)
+    here = small_task.loss(small_task.model(), BatchSource(small_task.data).fetch([1, 2]))
+    assert float.fromhex(done.stdout) == pytest.approx(here.item(), rel=1e-6)
+
+
+# -- digits and mnist -----------------------------------------------------------------------------------------------------
+
+
+def test_digits_reaches_its_accuracy() -> None:
+    task = digits()
+    plan = BatchPlan(len(task.data[0]), task.batch_size, seed=0)
+    epochs = TASKS["digits"].epochs
+    assert epochs is not None
+    model = train(task, epochs * plan.batches_per_epoch)
+    assert evaluate(task, model, "accuracy") >= 0.975
+
+
+def test_digits_are_all_of_scikit_learns_split_in_two() -> None:
+    from sklearn.datasets import load_digits
+
+    task = digits()
+    images = torch.cat([task.data[0], task.evaluation[0]]).flatten(1)
+    labels = torch.cat([task.data[1], task.evaluation[1]])
+    ours = np.column_stack([images.numpy(), labels.numpy()])
+    theirs = np.column_stack([load_digits().data, load_digits().target])
+    assert sorted(map(tuple, ours)) == sorted(map(tuple, theirs))
+    assert len(task.evaluation[1]) == 360
+    assert np.bincount(task.evaluation[1], minlength=10).min() >= 20, (
+        "a digit is all but absent from the test set"
+    )
+
+
+def test_the_split_of_digits_follows_its_own_seed() -> None:
+    assert torch.equal(digits().evaluation[0], build("digits", batch_size=8).evaluation[0])
+    assert not torch.equal(digits().evaluation[0], build("digits", split_seed=1).evaluation[0])
+
+
+def test_accuracy_is_the_mean_of_hits() -> None:
+    scores = torch.eye(4)
+
+    class Fixed(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return scores
+
+    assert accuracy(Fixed(), [torch.zeros(4), torch.tensor([0, 1, 2, 0])]) == 0.75
+
+
+@pytest.mark.parametrize(("side", "stride"), [(8, 1), (28, 2)])
+def test_a_sample_is_classified_alike_in_any_company(side: int, stride: int) -> None:
+    """No statistics over the batch: otherwise splitting a batch would change the result."""
+    torch.manual_seed(0)
+    model = ImageClassifier(side=side, white=255, width=8, stride=stride).double()
+    images = torch.randint(0, 256, (5, 1, side, side), dtype=torch.uint8)
+    together = model(images)
+    alone = torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.timeout(60)
+def test_mnist_learns(shared_data: Path) -> None:
+    task = build("mnist", path=shared_data / "mnist")
+    assert (len(task.data[0]), len(task.evaluation[0])) == (60000, 10000)
+    assert evaluate(task, train(task, steps=100), "accuracy", limit=2000) >= 0.93
+
+
+def idx(code: int, array: np.ndarray) -> bytes:
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, code, array.ndim]) + sizes + array.tobytes()
+
+
+def write_mnist(folder: Path) -> None:
+    """Forty training and ten test images of noise, under the four names."""
+    numbers = np.random.default_rng(0)
+    for part, count in (("train", 40), ("t10k", 10)):
+        images = numbers.integers(0, 256, (count, 28, 28)).astype(np.uint8)
+        labels = numbers.integers(0, 10, count).astype(np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(8, images))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(8, labels)))
+
+
+def test_mnist_files_may_be_plain_or_gzip_under_either_name(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    before = build("mnist", path=str(tmp_path))
+    (tmp_path / "train-images-idx3-ubyte").rename(tmp_path / "train-images.idx3-ubyte")
+    after = build("mnist", path=tmp_path)
+    assert torch.equal(before.data[0], after.data[0])
+    assert after.data[0].shape == (40, 1, 28, 28)
+    assert after.data[0].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train-images-idx3-ubyte", None, "has no train-images-idx3-ubyte"),
+        (
+            "train-images-idx3-ubyte",
+            idx(8, np.zeros((40, 28, 27), np.uint8)),
+            "byte 4: sizes 40×28×27; expected n×28×28",
+        ),
+        (
+            "train-images-idx3-ubyte",
+            idx(9, np.zeros((40, 28, 28), np.int8)),
+            "byte 2: items of int8; expected uint8",
+        ),
+        (
+            "train-images-idx3-ubyte",
+            idx(8, np.zeros((39, 28, 28), np.uint8)),
+            "has 39 images, but .* has 40 labels",
+        ),
+        ("t10k-labels-idx1-ubyte", idx(8, np.zeros((10, 1), np.uint8)), "byte 4: sizes 10×1; expected n"),
+        (
+            "t10k-labels-idx1-ubyte",
+            idx(8, np.array([*range(9), 10], np.uint8)),
+            "byte 17: label 10; expected 0 to 9",
+        ),
+    ],
+)
+def test_mnist_files_that_do_not_fit_are_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    write_mnist(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        build("mnist", path=tmp_path)
+
+
+# -- language -------------------------------------------------------------------------------------------------------------
+
+
+def test_language_beats_the_frequencies_of_bytes() -> None:
+    """The entropy of single bytes is the best that any model without context can reach."""
+    task = build("language", context=32, width=64, heads=2, learning_rate=2e-3)
+    counts = np.bincount(task.evaluation[:, 1:].ravel(), minlength=256)
+    parts = counts[counts > 0] / counts.sum()
+    entropy = float(-(parts * np.log2(parts)).sum())
+    untrained = evaluate(task, train(task, steps=0), "bits_per_byte")
+    assert untrained == pytest.approx(8, abs=0.2), "before training every byte is about equally likely"
+    assert evaluate(task, train(task, steps=120), "bits_per_byte") < 0.85 * entropy
+
+
+def test_language_reads_a_file_and_holds_out_its_end(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(1000))
+    (tmp_path / "text").write_text(text)
+    task = build("language", **TINY | {"path": tmp_path / "text"})
+    read = bytes(task.data[:, :-1].ravel()).decode()
+    held_out = bytes(task.evaluation[:, :-1].ravel()).decode()
+    assert text.startswith(read)
+    assert text[900:].startswith(held_out)
+    assert 900 - 16 <= len(read) < 900
+    assert 100 - 16 <= len(held_out) < 100
+
+
+def test_a_text_too_short_for_its_windows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("x" * 160)
+    with pytest.raises(
+        DataError, match=r"short: of 160 bytes of text 16 are held out .* context=16; give a longer text"
+    ):
+        build("language", **TINY | {"path": tmp_path / "short"})
+
+
+def transformer(**changes: Any) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(**{"context": 12, "layers": 2, "width": 16, "heads": 4} | changes).double()
+
+
+def test_a_position_sees_nothing_that_follows() -> None:
+    model = transformer()
+    tokens = torch.randint(0, 256, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert (before[:, 7:] != after[:, 7:]).any(dim=-1).all(), "what follows sees the change"
+
+
+def test_attention_equals_torchs_own_layer() -> None:
+    """A block against nn.TransformerEncoderLayer(norm_first) given the same weights."""
+    block = transformer().blocks[0]
+    layer = nn.TransformerEncoderLayer(
+        16, 4, 64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float64
+    )
+    pairs: list[tuple[Any, Any]] = [
+        (layer.self_attn.in_proj_weight, block.project.weight),
+        (layer.self_attn.in_proj_bias, block.project.bias),
+        (layer.self_attn.out_proj, block.mix),
+        (layer.linear1, block.expand),
+        (layer.linear2, block.shrink),
+        (layer.norm1, block.attention_norm),
+        (layer.norm2, block.feed_norm),
+    ]
+    with torch.no_grad():
+        for theirs, ours in pairs:
+            if isinstance(theirs, nn.Module):
+                theirs.load_state_dict(ours.state_dict())
+            else:
+                theirs.copy_(ours)
+    x = torch.randn(3, 12, 16, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(12, dtype=torch.float64)
+    torch.testing.assert_close(block(x), layer(x, src_mask=mask), rtol=1e-10, atol=1e-10)
+
+
+def test_tied_embeddings_are_one_parameter() -> None:
+    tied, untied = transformer(), transformer(tied=False)
+    assert tied.head.weight is tied.tokens.weight
+    count: Callable[[nn.Module], int] = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
+    assert count(untied) - count(tied) == 256 * 16
+
+
+def test_a_window_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(UserError, match="a window of 13 tokens is longer than context=12"):
+        transformer()(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_a_hundred_million_parameters() -> None:
+    options = LanguageOptions(layers=14, width=768, heads=12, context=1024)
+    with torch.device("meta"):
+        model = Transformer(context=1024, layers=options.layers, width=options.width, heads=options.heads)
+    assert 95e6 < sum(p.numel() for p in model.parameters()) < 105e6
+
+
+def test_bits_are_nats_over_ln_2() -> None:
+    model, windows = transformer(), torch.randint(0, 256, (4, 13), dtype=torch.uint8)
+    scores = model(windows[:, :-1].long())
+    chosen = scores.log_softmax(-1).gather(2, windows[:, 1:, None].long())
+    torch.testing.assert_close(next_byte_loss(model, windows), -chosen.mean())
+    torch.testing.assert_close(bits_per_byte(model, windows), -chosen.mean() / math.log(2))
+
+
+def test_language_without_options_uses_the_standard_library() -> None:
+    task = language()
+    assert task.name == "language"
+    assert task.data.shape[1] == LanguageOptions().context + 1
+    assert task.data.size > 3_000_000
