@@ -1,0 +1,66 @@
+"""Many hands train one model.
+
+    import manyhands as mh
+
+    task = mh.Task(model=build, loss=loss, data=dataset, optimizer=make_optimizer)
+    run = mh.fit(task, strategy="allreduce", workers=2, steps=50)
+    run.model, run.history, run.summary
+
+Names are loaded when they are first used, so that `manyhands --help` and a starting worker do not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from manyhands.version import __version__
+
+if TYPE_CHECKING:
+    from manyhands.errors import ManyhandsError, UserError
+    from manyhands.fitting import Options, fit
+    from manyhands.run import History, Run
+    from manyhands.slowdown import Slowdown
+    from manyhands.strategy import AllReduce, Mirrored, Single, Strategy
+    from manyhands.task import Task
+
+__all__ = [
+    "AllReduce",
+    "History",
+    "ManyhandsError",
+    "Mirrored",
+    "Options",
+    "Run",
+    "Single",
+    "Slowdown",
+    "Strategy",
+    "Task",
+    "UserError",
+    "__version__",
+    "fit",
+]
+
+_HOMES = {
+    "AllReduce": "strategy",
+    "History": "run",
+    "ManyhandsError": "errors",
+    "Mirrored": "strategy",
+    "Options": "fitting",
+    "Run": "run",
+    "Single": "strategy",
+    "Slowdown": "slowdown",
+    "Strategy": "strategy",
+    "Task": "task",
+    "UserError": "errors",
+    "fit": "fitting",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+    return getattr(import_module(f"manyhands.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,183 @@
+"""How a set of buckets is summed over workers: in place in shared memory, or by a schedule over links.
+
+The reducer fills buckets and launches them in order; a collective makes each the sum over all workers. Two of them:
+`SharedCollective` (one host, nothing is copied) and `ScheduleCollective` (any algorithm over any link).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.shared import Bucket, SharedGroup, slice_of
+from manyhands.exchange import Times, Traffic
+from manyhands.link.base import Link
+from manyhands.memory.segment import CACHE_LINE, round_up
+
+__all__ = ["Collective", "ScheduleCollective", "SharedCollective"]
+
+
+class Collective(ABC):
+    """Sums buckets over workers; every worker allocates, launches and finishes the same ones in the same order."""
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Collective, once: one flat tensor of (count, dtype) each, zeroed, where this worker lays its part."""
+
+    @abstractmethod
+    def launch(self, index: int) -> None:
+        """This worker's part of a bucket is filled; returns at once."""
+
+    def poll(self) -> bool:
+        """Do what can be done without waiting; whether anything launched is still to be reduced here."""
+        return False
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
+
+    @abstractmethod
+    def broadcast(self, index: int) -> None:
+        """Collective: worker 0's bucket becomes everyone's."""
+
+    @abstractmethod
+    def take_times(self) -> Times:
+        """Where time went since the last call."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What this worker has sent so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and links."""
+
+
+class SharedCollective(Collective):
+    """Buckets that live in shared memory and are summed in place: `direct`, in worker order, nothing copied."""
+
+    def __init__(self, group: SharedGroup) -> None:
+        self.rank = group.rank
+        self.world = group.world
+        self._group = group
+        self._buckets: list[Bucket] = []
+        self._messages = 0
+        self._bytes = 0
+
+    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Collective, once: reserve the arena and lay the buckets into it, each on a cache line of its own."""
+        offsets, end = [], 0
+        for count, dtype in buckets:
+            offsets.append(end)
+            end = round_up(end + count * dtype.itemsize, CACHE_LINE)
+        self._group.allocate(end, f"the gradients of {self.world} workers")
+        self._buckets = [
+            self._group.bucket(offset, count, dtype)
+            for offset, (count, dtype) in zip(offsets, buckets, strict=True)
+        ]
+        return [bucket.tensor for bucket in self._buckets]
+
+    def launch(self, index: int) -> None:
+        """Say that this worker's part is there."""
+        bucket = self._buckets[index]
+        self._group.launch(bucket)
+        self._messages += 2 * (self.world - 1)
+        self._bytes += _crossing_bytes(bucket.tensor, self.rank, self.world)
+
+    def poll(self) -> bool:
+        """Reduce what everyone has filled."""
+        return self._group.poll()
+
+    def finish(self) -> None:
+        """Wait for the slices of the others."""
+        self._group.finish()
+
+    def broadcast(self, index: int) -> None:
+        """Worker 0's bytes to all."""
+        self._group.broadcast(self._buckets[index])
+
+    def take_times(self) -> Times:
+        """Measured inside the compiled code, waiting apart from reducing."""
+        stats = self._group.take_stats()
+        waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
+        return Times(exchange_ns=stats.reducing_ns, wait_ns=waits)
+
+    def traffic(self) -> Traffic:
+        """Bytes of others that this worker read, and of its own results that it wrote to others."""
+        return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._buckets = []
+        self._group.close()
+
+
+class ScheduleCollective(Collective):
+    """Buckets summed one after the other by a schedule over links, once all of them are filled.
+
+    `arrive`, where given, waits until every worker has come this far and returns the nanoseconds waited for each: with
+    it, lateness is told apart from the exchange itself. Owns the links.
+    """
+
+    def __init__(
+        self,
+        executor: ScheduleExecutor,
+        links: Mapping[int, Link],
+        arrive: Callable[[], Mapping[int, int]] | None = None,
+    ) -> None:
+        self.rank = executor.rank
+        self.world = executor.world
+        self._executor = executor
+        self._links = links
+        self._arrive = arrive
+        self._buckets: list[torch.Tensor] = []
+        self._launched: list[int] = []
+        self._waits: dict[int, int] = {}
+
+    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """Plain memory of this worker."""
+        self._buckets = [torch.zeros(count, dtype=dtype) for count, dtype in buckets]
+        return self._buckets
+
+    def launch(self, index: int) -> None:
+        """Queue the bucket for `finish`."""
+        self._launched.append(index)
+
+    def finish(self) -> None:
+        """Run the schedule on each launched bucket, in order."""
+        if self._arrive is not None:
+            for peer, waited in self._arrive().items():
+                self._waits[peer] = self._waits.get(peer, 0) + waited
+        launched, self._launched = self._launched, []
+        for index in launched:
+            self._executor.all_reduce(self._buckets[index])
+
+    def broadcast(self, index: int) -> None:
+        """Worker 0's bucket to all, down a tree."""
+        self._executor.broadcast(self._buckets[index])
+
+    def take_times(self) -> Times:
+        """The waiting before the exchange; the exchange itself happens after backward and is timed by the caller."""
+        waits, self._waits = self._waits, {}
+        return Times(wait_ns=waits)
+
+    def traffic(self) -> Traffic:
+        """What the executor sent."""
+        return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
+
+    def close(self) -> None:
+        """Close the links."""
+        for link in self._links.values():
+            link.close()
+
+
+def _crossing_bytes(part: torch.Tensor, rank: int, world: int) -> int:
+    """What crosses between workers for one bucket: this rank's slice from each other, and its result to each."""
+    items = len(slice_of(part.numel(), part.element_size(), rank, world))
+    return 2 * (world - 1) * items * part.element_size()

@@ -1,0 +1,1 @@
+"""Our speed beside that of what people would use instead, measured in one run."""

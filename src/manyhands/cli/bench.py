@@ -1,0 +1,42 @@
+"""`manyhands bench`: our speed beside that of what people would use instead, in one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
+from manyhands.strategy import parse_size
+
+__all__ = ["bench_app"]
+
+bench_app = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
+
+Workers = Annotated[int, typer.Option(help="Processes on this host.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+
+
+@bench_app.command("allreduce")
+def allreduce(
+    workers: Workers = 2,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="Sizes to measure, as in 1KiB,64KiB,25MiB.", show_default="1KiB to 25MiB"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each contender at each size.")] = 40,
+    json_file: JsonFile = None,
+) -> None:
+    """All-reduce: in a shared bucket, by each schedule over links, and torch's Gloo, interleaved."""
+    sizes_bytes = [parse_size(size) for size in sizes.split(",")] if sizes else DEFAULT_SIZES_BYTES
+    result = run_bench(workers, sizes_bytes, repeats)
+    print(format_table(result))
+    _write(result, json_file)
+
+
+def _write(result: dict[str, Any], json_file: Path | None) -> None:
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,68 @@
+"""`manyhands`: every command, and how errors become exit statuses.
+
+0 done · 1 something failed while running · 2 what was asked for makes no sense · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from manyhands import __version__
+from manyhands.cli.bench import bench_app
+from manyhands.cli.train import train_app
+from manyhands.doctor import Verdict, examine
+from manyhands.errors import ManyhandsError, UserError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="manyhands",
+    help="Many machines train one model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(train_app, name="train")
+app.add_typer(bench_app, name="bench")
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has for training, what is missing, and how to get it."""
+    signs = {Verdict.GOOD: "[green]✓[/]", Verdict.NOTE: "[yellow]·[/]", Verdict.BAD: "[red]✗[/]"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    findings = examine()
+    for finding in findings:
+        table.add_row(signs[finding.verdict], finding.subject, finding.found, f"[dim]{finding.advice}[/]")
+    Console().print(table)
+    if any(finding.verdict is Verdict.BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Run the command line; the console script and `python -m manyhands` both end here."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        _complain(error)
+        sys.exit(2)
+    except ManyhandsError as error:
+        _complain(error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("manyhands: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _complain(error: ManyhandsError) -> None:
+    print(f"manyhands: {error}", file=sys.stderr)

@@ -1,0 +1,168 @@
+"""`manyhands train TASK`: one command per built-in task, its own options beside the common ones."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from manyhands.tasks import TASKS
+from manyhands.tasks.builtin import BuiltinTask, Option
+
+__all__ = ["train_app"]
+
+train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True)
+
+_COMMON: dict[str, tuple[Any, Any]] = {
+    "strategy": (
+        Annotated[str, typer.Option(help="How: single, mirrored, or allreduce with its settings.")],
+        "mirrored",
+    ),
+    "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
+    "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
+    "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
+    "seed": (Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")], 0),
+    "out": (
+        Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")],
+        None,
+    ),
+    "resume": (Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")], False),
+    "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
+    "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
+    "slow": (
+        Annotated[
+            str | None,
+            typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1]."),
+        ],
+        None,
+    ),
+    "json_file": (
+        Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
+        None,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """The options that every task has."""
+
+    strategy: str
+    workers: int
+    steps: int | None
+    epochs: int | None
+    seed: int
+    out: Path | None
+    resume: bool
+    evaluate_every: int | None
+    checkpoint_every: int | None
+    slow: str | None
+    json_file: Path | None
+
+
+def _add_command(entry: BuiltinTask[Any]) -> None:
+    """Offer `train NAME`, with a signature made from the task's own options and the common ones."""
+    own = {option.name: option for option in entry.options}
+
+    def command(**values: Any) -> None:
+        common = _Common(**{name: values.pop(name) for name in _COMMON})
+        _train(
+            entry, common, {name: own[name].parse(text) for name, text in values.items() if text is not None}
+        )
+
+    parameters = [_own_parameter(option) for option in own.values()]
+    parameters += [_parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = f"Train {entry.help}."
+    train_app.command(entry.name)(command)
+
+
+def _own_parameter(option: Option) -> inspect.Parameter:
+    shown = "required" if option.required else "none" if option.default is None else str(option.default)
+    flag = f"--{option.name.replace('_', '-')}"
+    kind = Annotated[
+        str | None,
+        typer.Option(flag, help=f"{option.help}.", metavar=option.kind.__name__.upper(), show_default=shown),
+    ]
+    return _parameter(option.name, kind, None)
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any]) -> None:
+    # Imported here so that help texts do not wait for torch.
+    from manyhands.errors import UserError
+    from manyhands.fitting import Options, fit
+    from manyhands.observe.progress import ProgressView
+    from manyhands.observe.table import end_table
+    from manyhands.slowdown import Slowdown
+
+    if common.resume and common.out is None:
+        raise UserError("--resume needs --out, the directory of the run to go on with")
+    task = entry.build(**task_options)
+    steps, epochs = common.steps, common.epochs
+    if steps is None and epochs is None:
+        steps, epochs = entry.steps, entry.epochs
+    console = Console(stderr=True)
+
+    def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
+        return ProgressView(steps=num_steps, snapshot=snapshot, console=console)
+
+    run = fit(
+        task,
+        common.strategy,
+        workers=common.workers,
+        steps=steps,
+        epochs=epochs,
+        seed=common.seed,
+        out=common.out or _fresh_directory(entry.name),
+        resume=common.resume,
+        options=Options(
+            evaluate_every=common.evaluate_every,
+            checkpoint_every=common.checkpoint_every,
+            slow=Slowdown.parse(common.slow) if common.slow is not None else None,
+            view=view,
+        ),
+    )
+    if common.json_file is not None:
+        common.json_file.write_text(json.dumps(run.summary, indent=2) + "\n")
+    for note in run.summary["notes"]:
+        print(f"manyhands: {note}", file=sys.stderr)
+    _print_end(run.summary, run.path, end_table(run.summary))
+
+
+def _fresh_directory(name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path, number = Path("runs") / f"{name}-{stamp}", 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{stamp}-{number}"
+    return path
+
+
+def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
+    out = Console()
+    final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
+    out.print(
+        f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers · {summary['steps']} steps in "
+        f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s",
+        highlight=False,
+    )
+    out.print(f"final  {final}", highlight=False)
+    out.print(table)
+    out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
+
+
+for _entry in TASKS.values():
+    _add_command(_entry)

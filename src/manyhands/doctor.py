@@ -1,0 +1,146 @@
+"""What this machine has for training, what is missing, and how to get it. Reads only; starts nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from manyhands.errors import format_bytes
+from manyhands.memory.segment import available_bytes
+
+__all__ = ["Finding", "Verdict", "examine"]
+
+
+class Verdict(Enum):
+    """How a finding bears on training here."""
+
+    GOOD = "good"
+    NOTE = "note"
+    """Works without it; the advice says what it would give."""
+    BAD = "bad"
+    """Training will not work until this is mended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing looked at; `advice` says how to get what is missing."""
+
+    subject: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at cores, memory, accelerators and engines."""
+    return [_python(), _cores(), _memory(), _shared_memory(), _gpus(), *_engines(), _numba(), *_extras()]
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    good = sys.version_info >= (3, 11)
+    return Finding(
+        subject="Python",
+        verdict=Verdict.GOOD if good else Verdict.BAD,
+        found=f"{version} on {platform.system()} {platform.machine()}",
+        advice="" if good else "install Python 3.11 or newer",
+    )
+
+
+def _cores() -> Finding:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    limited = f" (of {present}; this process may not use the others)" if usable < present else ""
+    return Finding(
+        subject="cores",
+        verdict=Verdict.GOOD if usable > 1 else Verdict.NOTE,
+        found=f"{usable}{limited}",
+        advice="" if usable > 1 else "more than one worker will take turns on one core",
+    )
+
+
+def _memory() -> Finding:
+    room = available_bytes()
+    small = room < 2 * 1024**3
+    return Finding(
+        subject="memory",
+        verdict=Verdict.NOTE if small else Verdict.GOOD,
+        found=f"{format_bytes(room)} available",
+        advice="each worker holds torch and a model: expect about 0.5 GiB and three times the model"
+        if small
+        else "",
+    )
+
+
+def _shared_memory() -> Finding:
+    works = hasattr(os, "memfd_create") and platform.system() == "Linux"
+    return Finding(
+        subject="shared memory",
+        verdict=Verdict.GOOD if works else Verdict.BAD,
+        found="anonymous segments (memfd), no /dev/shm needed" if works else "no memfd on this system",
+        advice="" if works else "several workers on one host need Linux; strategy=single works anywhere",
+    )
+
+
+def _gpus() -> Finding:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        advice = (
+            f"torch is built for CUDA {built} but finds no driver or device"
+            if built
+            else "this torch is a CPU build; for GPUs install a CUDA build of torch"
+        )
+        return Finding(subject="GPUs", verdict=Verdict.NOTE, found="none", advice=advice)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding(subject="GPUs", verdict=Verdict.GOOD, found=", ".join(names))
+
+
+def _engines() -> list[Finding]:
+    available = torch.distributed.is_available()
+    gloo = available and torch.distributed.is_gloo_available()
+    nccl = available and torch.distributed.is_nccl_available()
+    return [
+        Finding(subject="torch", verdict=Verdict.GOOD, found=torch.__version__),
+        Finding(
+            subject="Gloo",
+            verdict=Verdict.GOOD if gloo else Verdict.NOTE,
+            found="found" if gloo else "not in this torch",
+            advice=""
+            if gloo
+            else "needed between hosts and by `bench`; install a torch with distributed support",
+        ),
+        Finding(
+            subject="NCCL",
+            verdict=Verdict.GOOD if nccl else Verdict.NOTE,
+            found="found" if nccl else "not in this torch",
+            advice=""
+            if nccl
+            else "only needed for tensors that stay on several GPUs; comes with CUDA builds of torch",
+        ),
+    ]
+
+
+def _numba() -> Finding:
+    return Finding(
+        subject="numba",
+        verdict=Verdict.GOOD,
+        found=importlib.metadata.version("numba"),
+    )
+
+
+def _extras() -> list[Finding]:
+    found = importlib.util.find_spec("sklearn") is not None
+    return [
+        Finding(
+            subject="scikit-learn",
+            verdict=Verdict.GOOD if found else Verdict.NOTE,
+            found=importlib.metadata.version("scikit-learn") if found else "missing",
+            advice="" if found else "the digits task needs it: pip install scikit-learn",
+        )
+    ]

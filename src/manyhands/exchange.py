@@ -1,0 +1,143 @@
+"""One worker's side of a strategy: how its gradients become the step that everyone takes.
+
+The training loop (`worker.py`) knows this interface and nothing else of strategies; each strategy's room has one
+implementation. All methods marked *collective* are called by every worker, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["Exchange", "LocalStep", "SharedStep", "SingleExchange", "Times", "Traffic"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalStep:
+    """What one worker brings to a step: its mean loss, its share of the global batch, and whether it wants to stop."""
+
+    loss: float
+    share: float
+    stop: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """A worker without samples brings nothing, which is fine."""
+        return self.share == 0 or math.isfinite(self.loss)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedStep:
+    """What all workers agree on after a step: the same on each."""
+
+    loss: float
+    """Mean over the global batch."""
+
+    bad_workers: tuple[int, ...] = ()
+    """Workers whose loss was not finite."""
+
+    stop: bool = False
+    """A worker asked to stop: all stop after this step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Where the time of an exchange went, in nanoseconds, since the last look."""
+
+    exchange_ns: int = 0
+    """Reducing and moving data."""
+
+    wait_ns: Mapping[int, int] = field(default_factory=dict)
+    """Waiting for each worker that came later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What this worker has sent so far."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        return Traffic(
+            messages_sent=self.messages_sent - before.messages_sent,
+            bytes_sent=self.bytes_sent - before.bytes_sent,
+        )
+
+
+class Exchange(ABC):
+    """One worker's end of the exchange; `close` is idempotent."""
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: take over the model's gradients and give every worker worker 0's weights."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """Run backward for this worker's part of the batch, which weighs `share` of the whole."""
+
+    @abstractmethod
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: exchange gradients and learn what all workers brought; changes no parameter."""
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Take the agreed step; left out when a worker's loss was not finite."""
+
+    @abstractmethod
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over all workers of a small float64 vector."""
+
+    def take_times(self) -> Times:
+        """Where time went since the last call."""
+        return Times()
+
+    def traffic(self) -> Traffic:
+        """What was sent so far."""
+        return Traffic()
+
+    def close(self) -> None:  # noqa: B027 - most have something to let go of, the plain loop has not
+        """Let go of everything."""
+
+
+class SingleExchange(Exchange):
+    """The plain loop: nobody to exchange with."""
+
+    rank = 0
+    world = 1
+
+    def __init__(self) -> None:
+        self._optimizer: Optimizer | None = None
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Remember the optimizer."""
+        del model
+        self._optimizer = optimizer
+
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """Plain backward: the share is the whole."""
+        del share
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """This worker's word is everyone's."""
+        return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
+
+    def apply(self) -> None:
+        """One optimizer step."""
+        assert self._optimizer is not None, "attach comes before apply"
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """A sum of one."""
+        return values

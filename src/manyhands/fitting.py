@@ -1,0 +1,369 @@
+"""`fit`: one task, one strategy, some workers, one run. The only place that knows every room."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.cluster.board import State
+from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan
+from manyhands.errors import NonFinite, UserError
+from manyhands.exchange import SingleExchange
+from manyhands.observe.collect import Collector
+from manyhands.observe.ring import EventRing
+from manyhands.observe.totals import Snapshot
+from manyhands.randomness import preserved, seed_all
+from manyhands.run import History, Run
+from manyhands.slowdown import Slowdown
+from manyhands.store.checkpoint import Loaded, NoCheckpoint
+from manyhands.store.fingerprint import fingerprint, parameter_shapes
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Single, Strategy
+from manyhands.task import Task
+from manyhands.version import __version__
+from manyhands.worker import Trainer, TrainingPlan
+from manyhands.worker_process import WorkerFiles, WorkerJob, work
+
+__all__ = ["Options", "View", "fit"]
+
+View = Callable[[int, Callable[[], Snapshot]], AbstractContextManager[object]]
+"""Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What most runs leave as it is."""
+
+    evaluate_every: int | None = None
+    """Evaluate after every so many steps (None: after each epoch), and at the end."""
+
+    checkpoint_every: int | None = None
+    """Save after every so many steps (None: ten times a run), and at the end; needs `out`."""
+
+    keep_checkpoints: int = 3
+    """How many of the last checkpoints to keep; the best one is kept besides."""
+
+    slow: Slowdown | None = None
+    """Slow a worker on purpose."""
+
+    timeout_s: float = 300.0
+    """How long a worker waits for another that is alive before the run fails naming it."""
+
+    view: View | None = None
+    """Shows the run while it goes on; the command line's progress bar is one."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
+        if self.keep_checkpoints < 1:
+            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if not self.timeout_s > 0:
+            raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+
+
+def fit(
+    task: Task,
+    strategy: str | Strategy = "allreduce",
+    *,
+    workers: int = 1,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    resume: bool = False,
+    options: Options | None = None,
+) -> Run:
+    """Train `task` with `strategy` on `workers` processes of this host, and return what came out.
+
+    `steps` counts global batches; `epochs` says the same in passes over the data (default: one). With `out`, the run is
+    kept in that directory, and `resume=True` goes on from its newest good checkpoint to the weights that an
+    uninterrupted run would have. Raises UserError for what makes no sense, NonFinite when the loss breaks, and
+    WorkerFailed naming the first worker that failed; when it returns or raises, no process is left.
+    """
+    request = _Request.make(
+        task, Strategy.parse(strategy), workers, (steps, epochs), seed, options or Options()
+    )
+    if resume and out is None:
+        raise UserError("resume=True needs out=, the directory of the run to go on with")
+    with preserved(), ExitStack() as stack:
+        seed_all(seed)
+        model = task.model()
+        directory, start = _open_directory(request, model, out, resume)
+        if directory is not None:
+            stack.enter_context(directory)
+        session = _Session(request, model, directory, start)
+        return session.train()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What was asked for, checked and complete."""
+
+    plan: TrainingPlan
+    strategy: Strategy
+    workers: int
+    samples: int
+    options: Options
+
+    @classmethod
+    def make(
+        cls,
+        task: Task,
+        strategy: Strategy,
+        workers: int,
+        length: tuple[int | None, int | None],
+        seed: int,
+        options: Options,
+    ) -> _Request:
+        if not isinstance(workers, int) or workers < 1:
+            raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        if isinstance(strategy, Single) and workers > 1:
+            raise UserError(f"workers={workers}: single is one process; use strategy=allreduce for more")
+        if options.slow is not None and options.slow.worker >= workers:
+            raise UserError(
+                f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
+            )
+        samples = len(BatchSource(task.data, task.collate))
+        batches = BatchPlan(samples, task.batch_size, seed)
+        smallest = min(task.batch_size, samples)
+        if workers > smallest:
+            warnings.warn(
+                f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
+                "to do in each step",
+                stacklevel=3,
+            )
+        steps = _number_of_steps(length, batches.batches_per_epoch)
+        plan = TrainingPlan(
+            task=task,
+            steps=steps,
+            seed=seed,
+            evaluate_every=options.evaluate_every or batches.batches_per_epoch,
+            checkpoint_every=options.checkpoint_every or max(1, math.ceil(steps / 10)),
+            slow=options.slow,
+        )
+        return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """What config.json holds."""
+        return {
+            "task": self.plan.task.name,
+            "strategy": str(self.strategy),
+            "workers": self.workers,
+            "steps": self.plan.steps,
+            "seed": self.plan.seed,
+            "batch_size": self.plan.task.batch_size,
+            "samples": self.samples,
+            "parameters": parameter_shapes(model.named_parameters()),
+            "evaluate_every": self.plan.evaluate_every,
+            "checkpoint_every": self.plan.checkpoint_every,
+            "versions": {
+                "manyhands": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int) -> int:
+    steps, epochs = length
+    if steps is not None and epochs is not None:
+        raise UserError(f"steps={steps} and epochs={epochs} say the same thing twice; give one of them")
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{name}={value!r} must be a whole number of at least 1")
+    return steps if steps is not None else (epochs or 1) * batches_per_epoch
+
+
+def _open_directory(
+    request: _Request, model: nn.Module, out: str | Path | None, resume: bool
+) -> tuple[RunDirectory | None, Loaded | None]:
+    if out is None:
+        return None, None
+    config = request.config(model)
+    if not resume:
+        return RunDirectory.create(out, config), None
+    directory = RunDirectory.open(out)
+    try:
+        conflict = fingerprint(directory.config).conflict(fingerprint(config))
+        if conflict is not None:
+            raise UserError(f"{out} can not be resumed: {conflict}")
+        try:
+            start = directory.checkpoints().load()
+        except NoCheckpoint:
+            start = None
+        directory.metrics.truncate_after(start.step if start is not None else 0)
+        return directory, start
+    except BaseException:
+        directory.close()
+        raise
+
+
+class _Session:
+    """One run under way: collects what the workers tell, and makes a `Run` of it."""
+
+    def __init__(
+        self, request: _Request, model: nn.Module, directory: RunDirectory | None, start: Loaded | None
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._directory = directory
+        self._start = start
+        self._history = History(directory.metrics.read() if directory is not None else ())
+        self._notes = [f"{damage}" for damage in start.skipped] if start is not None else []
+
+    def train(self) -> Run:
+        """Run the strategy and put everything in its place."""
+        began = time.monotonic()
+        try:
+            if isinstance(self._request.strategy, Single):
+                result, observed = self._train_here()
+            else:
+                result, observed = self._train_in_processes()
+        except NonFinite as error:
+            raise NonFinite(f"{error}; {self._last_good()}") from error
+        summary = self._summarise(result, observed, time.monotonic() - began)
+        if self._directory is not None:
+            self._directory.write_summary(summary)
+        path = self._directory.path if self._directory is not None else None
+        return Run(model=self._model, history=self._history, summary=summary, path=path)
+
+    def _train_here(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        with EventRing.create(role=0) as ring, self._collector({"worker-0": ring}) as collector:
+            with self._view(collector):
+                around = _Here(ring, self._take_note)
+                trainer = Trainer(self._request.plan, SingleExchange(), around, self._checkpoints())
+                trained = trainer.run(self._start)
+            self._model = trained.model
+            result = {
+                "steps_done": trained.steps_done,
+                "samples": trained.samples,
+                "seconds": trained.seconds,
+                "stopped_early": trained.stopped_early,
+                "bytes_sent": 0,
+                "messages_sent": 0,
+            }
+            collector.flush()
+            return result, collector.summary()
+
+    def _train_in_processes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        request, options = self._request, self._request.options
+        job = WorkerJob(
+            plan=request.plan,
+            strategy=request.strategy,
+            timeout_s=options.timeout_s,
+            threads=threads_per_role(request.workers),
+            run_path=self._directory.path.absolute() if self._directory is not None else None,
+            keep_checkpoints=options.keep_checkpoints,
+            resume_step=self._start.step if self._start is not None else None,
+        )
+        with WorkerFiles(request.strategy, request.workers) as files:
+            roles = [
+                Role(
+                    name=f"worker {rank}",
+                    target=partial(work, job=job),
+                    descriptors=files.descriptors(rank),
+                    env={"OMP_NUM_THREADS": str(job.threads)},
+                )
+                for rank in range(request.workers)
+            ]
+            rings = {f"worker-{rank}": ring for rank, ring in enumerate(files.rings)}
+            with self._collector(rings) as collector:
+                cluster = LocalCluster(
+                    roles,
+                    on_note=lambda _rank, payload: self._take_note(payload),
+                    on_failure=files.group.abort,
+                )
+                with self._view(collector), cluster:
+                    finished = [message.payload for message in cluster.run()]
+                collector.flush()
+                observed = collector.summary()
+            self._model.load_state_dict(files.read_weights())
+        totals = {key: sum(one[key] for one in finished) for key in ("bytes_sent", "messages_sent")}
+        return {**finished[0], **totals}, observed
+
+    def _collector(self, rings: Mapping[str, EventRing]) -> Collector:
+        directory = self._directory.events_path if self._directory is not None else None
+        return Collector(rings, directory=directory)
+
+    def _view(self, collector: Collector) -> AbstractContextManager[object]:
+        view = self._request.options.view
+        return view(self._request.plan.steps, collector.snapshot) if view is not None else nullcontext()
+
+    def _checkpoints(self) -> Any:
+        if self._directory is None:
+            return None
+        return self._directory.checkpoints(self._request.options.keep_checkpoints)
+
+    def _take_note(self, payload: Mapping[str, Any]) -> None:
+        rows = payload["rows"]
+        self._history.extend(rows)
+        if self._directory is not None:
+            for row in rows:
+                self._directory.metrics.append(row)
+
+    def _last_good(self) -> str:
+        if self._directory is None:
+            return "nothing was kept, because the run has no directory (out=)"
+        try:
+            kept = self._directory.checkpoints().load()
+        except NoCheckpoint:
+            return "it broke before the first checkpoint"
+        return f"the last good checkpoint is {kept.path}"
+
+    def _summarise(
+        self, result: Mapping[str, Any], observed: Mapping[str, Any], wall_s: float
+    ) -> dict[str, Any]:
+        request = self._request
+        final = {"loss": self._history.loss[-1]} if self._history.loss else {}
+        if self._history.evaluations:
+            final |= self._history.evaluations[-1]["metrics"]
+        seconds = result["seconds"]
+        return {
+            "task": request.plan.task.name,
+            "strategy": str(request.strategy),
+            "workers": request.workers,
+            "steps": result["steps_done"],
+            "steps_asked": request.plan.steps,
+            "resumed_from_step": self._start.step if self._start is not None else None,
+            "seed": request.plan.seed,
+            "seconds": seconds,
+            "startup_s": max(0.0, wall_s - seconds),
+            "samples": result["samples"],
+            "samples_per_s": result["samples"] / seconds if seconds else 0.0,
+            "final": final,
+            "bytes_sent": result["bytes_sent"],
+            "messages_sent": result["messages_sent"],
+            "stopped_early": result["stopped_early"],
+            "notes": self._notes,
+            **observed,
+        }
+
+
+class _Here:
+    """The surroundings of the plain loop, in the caller's own process."""
+
+    def __init__(self, ring: EventRing, note: Callable[[Mapping[str, Any]], None]) -> None:
+        self.record = ring.record
+        self.note = note
+
+    def mark(self, step: int, state: State) -> None:
+        """Nobody waits for a single worker."""
+
+    def stop_requested(self) -> bool:
+        """Ctrl-C reaches the loop itself."""
+        return False

@@ -1,0 +1,50 @@
+"""One seed fixes everything random: the state at each step is a function of (seed, step, worker).
+
+Nothing is carried from step to step. So a resumed run needs no saved generator states, a replayed update draws what it
+drew, and a caller's own generators are as they were when `fit` returns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+__all__ = ["mix", "preserved", "seed_all"]
+
+_MASK = (1 << 64) - 1
+
+
+def mix(seed: int, *numbers: int) -> int:
+    """A 64-bit number that depends on all of these (SplitMix64's finaliser, chained)."""
+    state = seed & _MASK
+    for number in numbers:
+        state = (state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, numpy's global generator and Python's `random`."""
+    torch.manual_seed(seed & (_MASK >> 1))
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Give the caller's generators back as they were."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -1,0 +1,177 @@
+"""How many machines train one model, as a value: frozen dataclasses with a text form that parses and prints back.
+
+    allreduce algorithm=ring buckets=25MiB
+
+The first word says who holds the truth, the rest are settings of that choice. Only settings that differ from their
+default are printed, in the order of the fields, so equal strategies have equal texts. To add a strategy: one class here
+and one line in `STRATEGIES`; to add a setting: one field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.errors import UserError, nearest
+
+__all__ = ["STRATEGIES", "AllReduce", "Mirrored", "Single", "Strategy", "parse_size", "show_size"]
+
+MIB = 1024 * 1024
+_UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class Strategy(ABC):
+    """One way for many workers to train one model; see `Strategy.parse` for the text form."""
+
+    word: ClassVar[str]
+    """The first word of the text form."""
+
+    about: ClassVar[str]
+    """One sentence for help texts and tables."""
+
+    @staticmethod
+    def parse(text: str | Strategy) -> Strategy:
+        """Read `word key=value ...`; a UserError names the word, lists what is allowed and suggests the nearest."""
+        if isinstance(text, Strategy):
+            return text
+        if not isinstance(text, str) or not text.split():
+            raise UserError(f"strategy={text!r} is empty; {nearest('', STRATEGIES)}")
+        word, *settings = text.split()
+        if word not in STRATEGIES:
+            raise UserError(f"unknown strategy {word!r}; {nearest(word, STRATEGIES)}")
+        kind = STRATEGIES[word]
+        return kind(**_read_settings(word, _settings(kind), settings))
+
+    def __str__(self) -> str:
+        words = [self.word]
+        for name, setting in _settings(type(self)).items():
+            value = getattr(self, name)
+            if value != setting.default:
+                words.append(f"{name}={setting.show(value)}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setting:
+    """How one field of a strategy is read from text and printed."""
+
+    default: Any
+    read: Callable[[str], Any]
+    show: Callable[[Any], str]
+
+
+def _setting(default: Any, read: Callable[[str], Any], show: Callable[[Any], str] = str) -> Any:
+    return dataclasses.field(default=default, metadata={"read": read, "show": show})
+
+
+def _settings(kind: type[Strategy]) -> dict[str, _Setting]:
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return {
+        field.name: _Setting(default=field.default, read=field.metadata["read"], show=field.metadata["show"])
+        for field in fields
+    }
+
+
+def _read_settings(word: str, allowed: Mapping[str, _Setting], texts: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name not in allowed:
+            tail = nearest(name, allowed) if allowed else "it takes none"
+            raise UserError(f"{word} has no setting {name!r}; {tail}")
+        if not equals or not value:
+            raise UserError(f"{word} setting {name!r} needs a value, as in {name}={_example(allowed[name])}")
+        if name in values:
+            raise UserError(f"{word} setting {name!r} is given twice")
+        values[name] = allowed[name].read(value)
+    return values
+
+
+def _example(setting: _Setting) -> str:
+    return setting.show(setting.default)
+
+
+def parse_size(text: str) -> int:
+    """`25MiB` as a number of bytes; KiB, MiB, GiB, kB, MB, GB and plain bytes are allowed."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = (match.group(2) or "b") if match else ""
+    if match is None or unit not in _UNITS:
+        raise UserError(f"size {text!r} is not a number of bytes; write it as 25MiB, 512KiB or 1000000")
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+def show_size(num_bytes: int) -> str:
+    """The shortest exact text of a size, which `parse_size` reads back."""
+    for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", 1024)):
+        if num_bytes and num_bytes % size == 0:
+            return f"{num_bytes // size}{unit}"
+    return str(num_bytes)
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdigit():
+        raise UserError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _check_buckets(num_bytes: int) -> None:
+    if not isinstance(num_bytes, int) or num_bytes < 1:
+        raise UserError(f"buckets={num_bytes!r} must be at least one byte; 25MiB is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single(Strategy):
+    """The plain loop in one process: the reference for everything else."""
+
+    word: ClassVar[str] = "single"
+    about: ClassVar[str] = "the plain loop in one process; the reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(Strategy):
+    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order."""
+
+    word: ClassVar[str] = "mirrored"
+    about: ClassVar[str] = "all-reduce in the shared memory of one host"
+
+    buckets: int = _setting(25 * MIB, parse_size, show_size)
+
+    def __post_init__(self) -> None:
+        _check_buckets(self.buckets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Strategy):
+    """Every worker holds the model; gradients are summed by the algorithm you name.
+
+    `direct` runs in place in shared memory on one host; every other algorithm runs its schedule over links.
+    `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them).
+    """
+
+    word: ClassVar[str] = "allreduce"
+    about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
+
+    algorithm: str = _setting("direct", str)
+    buckets: int = _setting(25 * MIB, parse_size, show_size)
+    group: int = _setting(0, _whole_number)
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise UserError(
+                f"unknown all-reduce algorithm {self.algorithm!r}; {nearest(self.algorithm, ALGORITHMS)}"
+            )
+        _check_buckets(self.buckets)
+        if self.group and self.algorithm != "hierarchical":
+            raise UserError(
+                f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}"
+            )
+        if self.group < 0:
+            raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
+
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.word: kind for kind in (Single, Mirrored, AllReduce)}

@@ -1,0 +1,306 @@
+"""One worker's training: the loop that every strategy runs, in a process of its own or in the caller's.
+
+It fetches this worker's share of each global batch, computes, and leaves the rest to the strategy's `Exchange`. Times
+are taken before the exchange, so that a straggler shows as itself and not as everyone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.cluster.board import State
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan
+from manyhands.errors import NonFinite
+from manyhands.exchange import Exchange, LocalStep, SharedStep
+from manyhands.observe.events import NO_STEP, NOBODY, EventKind
+from manyhands.randomness import mix, seed_all
+from manyhands.slowdown import Slowdown
+from manyhands.store.checkpoint import CheckpointStore, Loaded, Snapshot
+from manyhands.store.optimizer_state import restore_optimizer
+from manyhands.task import Task
+
+__all__ = ["Surroundings", "Trained", "Trainer", "TrainingPlan"]
+
+_ROWS_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """Everything that decides what is computed; the same value on every worker."""
+
+    task: Task
+    steps: int
+    seed: int
+    evaluate_every: int
+    """Evaluate after every so many steps, and at the end."""
+
+    checkpoint_every: int
+    """Save after every so many steps and at the end; 0: never."""
+
+    slow: Slowdown | None = None
+
+
+class Surroundings(Protocol):
+    """What a worker tells the world and asks of it; `fit` provides it."""
+
+    def record(
+        self,
+        kind: EventKind,
+        start_ns: int,
+        duration_ns: int = 0,
+        *,
+        step: int = NO_STEP,
+        peer: int = NOBODY,
+        num_bytes: int = 0,
+        count: int = 0,
+        value: float = 0.0,
+    ) -> bool:
+        """Write one event; its step is the global batch, from 0."""
+
+    def mark(self, step: int, state: State) -> None:
+        """Say where this worker is, for those who wait for it."""
+
+    def note(self, payload: dict[str, Any]) -> None:
+        """Send rows of the run's history to the launcher."""
+
+    def stop_requested(self) -> bool:
+        """Whether the launcher asked to stop early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What one worker ended with."""
+
+    model: nn.Module
+    steps_done: int
+    samples: int
+    seconds: float
+    stopped_early: bool
+
+
+class Trainer:
+    """Trains one worker's replica; `run` is called once."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        exchange: Exchange,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self._plan = plan
+        self._task = plan.task
+        self._exchange = exchange
+        self._around = around
+        self._checkpoints = checkpoints if exchange.rank == 0 else None
+        self._source = BatchSource(plan.task.data, plan.task.collate)
+        self._batches = BatchPlan(len(self._source), plan.task.batch_size, plan.seed)
+        self._rows: list[dict[str, Any]] = []
+        self._rows_sent_ns = 0
+        self._began_ns = 0
+        self._samples = 0
+        self._loss = math.nan
+        self._evaluated: dict[str, float] = {}
+
+    def run(self, start: Loaded | None = None) -> Trained:
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke."""
+        first = start.step if start is not None else 0
+        model, optimizer, scheduler = self._build(first)
+        if start is not None:
+            model.load_state_dict(start.model)
+            restore_optimizer(optimizer, start.optimizer)
+        self._exchange.attach(model, optimizer)
+        model.train()
+        self._began_ns = time.monotonic_ns()
+        step, stopped = first, False
+        while step < self._plan.steps and not stopped:
+            shared = self._step(step, model, scheduler)
+            step += 1
+            if shared.bad_workers:
+                self._refuse(shared, step, model)
+                return self._trained(model, step - 1, stopped=True)
+            stopped = shared.stop and step < self._plan.steps
+            self._after_step(step, model, optimizer, last=stopped or step == self._plan.steps)
+        if first >= self._plan.steps:
+            self._evaluate(step, model)
+        self._send_rows(now=True)
+        self._around.mark(step, State.FINISHED)
+        return self._trained(model, step, stopped)
+
+    def _build(self, first: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:
+        seed_all(self._plan.seed)
+        model = self._task.model()
+        optimizer = self._task.optimizer(model.parameters())
+        scheduler = self._task.scheduler(optimizer) if self._task.scheduler else None
+        if scheduler is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
+            for _ in range(first):
+                scheduler.step()
+        return model, optimizer, scheduler
+
+    def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
+        """Train on global batch `step`, from 0."""
+        exchange, around = self._exchange, self._around
+        around.mark(step + 1, State.COMPUTING)
+        before = exchange.traffic()
+        begin = time.monotonic_ns()
+        indices = self._batches.share(step, exchange.rank, exchange.world)
+        local = self._compute(step, indices, model)
+        computed = time.monotonic_ns()
+        overlapped = exchange.take_times().exchange_ns
+        around.mark(step + 1, State.EXCHANGING)
+        shared = exchange.agree(local)
+        agreed = time.monotonic_ns()
+        waits = exchange.take_times().wait_ns
+        if not shared.bad_workers:
+            exchange.apply()
+            if scheduler is not None:
+                scheduler.step()
+        end = time.monotonic_ns()
+        around.record(EventKind.COMPUTE, begin, max(0, computed - begin - overlapped), step=step)
+        waited = 0
+        for peer, duration in waits.items():
+            around.record(EventKind.WAIT, computed + waited, duration, step=step, peer=peer)
+            waited += duration
+        if exchange.world > 1:
+            sent = exchange.traffic() - before
+            around.record(
+                EventKind.EXCHANGE,
+                computed + waited,
+                max(0, agreed - computed - waited) + overlapped,
+                step=step,
+                num_bytes=sent.bytes_sent,
+                count=sent.messages_sent,
+            )
+        around.record(EventKind.COMPUTE, agreed, end - agreed, step=step)
+        around.record(EventKind.STEP, begin, end - begin, step=step, count=len(indices), value=shared.loss)
+        self._samples += self._batches.size(step)
+        self._loss = shared.loss
+        if not shared.bad_workers:
+            at_s = (end - self._began_ns) / 1e9
+            self._add_row(step=step + 1, loss=shared.loss, seconds=(end - begin) / 1e9, at_s=at_s)
+        return shared
+
+    def _compute(self, step: int, indices: NDArray[np.int64], model: nn.Module) -> LocalStep:
+        exchange, plan = self._exchange, self._plan
+        begin = time.monotonic()
+        seed_all(mix(plan.seed, step, exchange.rank))
+        share = len(indices) / self._batches.size(step)
+        loss_value = 0.0
+        if len(indices):
+            loss = self._task.loss(model, self._source.fetch(indices))
+            loss_value = float(loss.detach())
+            exchange.backward(loss, share)
+        if plan.slow is not None:
+            compute_s = time.monotonic() - begin
+            time.sleep(
+                plan.slow.extra_s(seed=plan.seed, step=step, worker_rank=exchange.rank, compute_s=compute_s)
+            )
+        return LocalStep(loss=loss_value, share=share, stop=self._around.stop_requested())
+
+    def _after_step(self, step: int, model: nn.Module, optimizer: Optimizer, *, last: bool) -> None:
+        plan = self._plan
+        if last or (plan.evaluate_every and step % plan.evaluate_every == 0):
+            self._evaluate(step, model)
+        if self._checkpoints and (last or (plan.checkpoint_every and step % plan.checkpoint_every == 0)):
+            self._save(step, model, optimizer)
+        self._send_rows(now=last)
+
+    def _evaluate(self, step: int, model: nn.Module) -> None:
+        """Collective: every worker evaluates its share of the evaluation batches; all learn the means."""
+        task, exchange = self._task, self._exchange
+        if task.evaluation is None:
+            return
+        self._around.mark(step, State.EVALUATING)
+        begin = time.monotonic_ns()
+        source = BatchSource(task.evaluation, task.collate)
+        functions = {"evaluation_loss": task.loss, **task.metrics}
+        totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        model.eval()
+        with torch.no_grad():
+            for number, first in enumerate(range(0, len(source), task.batch_size)):
+                if number % exchange.world != exchange.rank:
+                    continue
+                indices = range(first, min(first + task.batch_size, len(source)))
+                batch = source.fetch(indices)
+                for column, function in enumerate(functions.values()):
+                    totals[column] += float(function(model, batch)) * len(indices)
+                totals[-1] += len(indices)
+        model.train()
+        totals = exchange.total(totals)
+        exchange.take_times()
+        means = (totals[:-1] / totals[-1]).tolist()
+        self._evaluated = dict(zip(functions, means, strict=True))
+        self._around.record(
+            EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=int(totals[-1])
+        )
+        self._add_row(step=step, metrics=self._evaluated, at_s=(time.monotonic_ns() - self._began_ns) / 1e9)
+
+    def _save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        assert self._checkpoints is not None
+        self._around.mark(step, State.SAVING)
+        self._send_rows(
+            now=True
+        )  # what a resumed run keeps must be on disk before the checkpoint that names it
+        begin = time.monotonic_ns()
+        snapshot = Snapshot(
+            step=step,
+            model=model.state_dict(),
+            optimizer=optimizer.state_dict(),
+            extra={"seed": self._plan.seed},
+            score=self._evaluated.get("evaluation_loss", self._loss),
+            may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
+        )
+        self._checkpoints.save(snapshot)
+        self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
+
+    def _refuse(self, shared: SharedStep, step: int, model: nn.Module) -> None:
+        """Stop every worker at this step; the first whose loss broke is the one that tells."""
+        self._send_rows(now=True)
+        if shared.bad_workers[0] != self._exchange.rank:
+            return
+        raise NonFinite(
+            f"worker {shared.bad_workers[0]}, step {step}: the loss is not finite; {_first_bad(model)}; all workers "
+            "stopped before this step and no parameter was changed; lower the learning rate or look at that batch"
+        )
+
+    def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
+        return Trained(
+            model=model,
+            steps_done=step,
+            samples=self._samples,
+            seconds=(time.monotonic_ns() - self._began_ns) / 1e9,
+            stopped_early=stopped,
+        )
+
+    def _add_row(self, **row: Any) -> None:
+        if self._exchange.rank == 0:
+            self._rows.append(row)
+
+    def _send_rows(self, *, now: bool) -> None:
+        clock = time.monotonic_ns()
+        if self._rows and (now or clock - self._rows_sent_ns > _ROWS_EVERY_S * 1e9):
+            self._around.note({"rows": self._rows})
+            self._rows = []
+            self._rows_sent_ns = clock
+
+
+def _first_bad(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"the first parameter with a value that is not finite is {name!r}"
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return f"the first parameter with a gradient that is not finite is {name!r}"
+    return "every parameter and gradient is finite, so the loss function itself made it"

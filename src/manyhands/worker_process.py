@@ -1,0 +1,197 @@
+"""A worker as a process of the local cluster: what the launcher gives it, and what the child does with that.
+
+The parent makes the shared memory, links and rings of a run (`WorkerFiles`); each child attaches its own ends, trains,
+and leaves the final weights in a memory file that only worker 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from manyhands.allreduce.algorithms import ALGORITHMS, grouped
+from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective
+from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.schedule import Algorithm
+from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
+from manyhands.cluster.context import RoleContext
+from manyhands.exchange import Exchange
+from manyhands.link.mesh import SharedMesh, attach_mesh
+from manyhands.link.shared import LinkDescriptors
+from manyhands.observe.events import EventKind
+from manyhands.observe.ring import EventRing
+from manyhands.store.rundir import RunDirectory
+from manyhands.store.tensorfile import encode_tensors, read_tensors
+from manyhands.strategy import AllReduce, Mirrored, Strategy
+from manyhands.worker import Trainer, TrainingPlan
+
+__all__ = ["WorkerFiles", "WorkerJob", "work"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJob:
+    """What every worker process is told; the same for all of them."""
+
+    plan: TrainingPlan
+    strategy: Strategy
+    timeout_s: float
+    threads: int
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_step: int | None
+    """Go on from the checkpoint of this step."""
+
+
+class WorkerFiles:
+    """Everything that the workers of a run share, in the process that starts them; a context manager."""
+
+    def __init__(self, strategy: Strategy, workers: int) -> None:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self.group = stack.enter_context(SharedGroupFiles.create(workers))
+            self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
+            self._mesh = stack.enter_context(SharedMesh.create(workers if _needs_links(strategy) else 1))
+            self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._weights)
+            self._stack = stack.pop_all()
+
+    def descriptors(self, rank: int) -> dict[str, int]:
+        """What the worker of `rank` inherits, by name."""
+        links = {
+            f"link {peer} {part}": descriptor
+            for peer, files in self._mesh.descriptors(rank).items()
+            for part, descriptor in zip(LinkDescriptors._fields, files, strict=True)
+        }
+        return {
+            "control": self.group.control,
+            "arena": self.group.arena,
+            "events": self.rings[rank].descriptor,
+            "weights": self._weights,
+            **links,
+        }
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """The final weights that worker 0 left."""
+        return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def work(context: RoleContext, job: WorkerJob) -> Mapping[str, Any]:
+    """The whole life of a worker process, from joining to its report."""
+    joined = time.monotonic_ns()
+    torch.set_num_threads(job.threads)
+    with ExitStack() as stack:
+        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
+        exchange = _connect(context, job)
+        stack.callback(exchange.close)
+        directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
+        checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
+        start = None
+        if job.resume_step is not None:
+            assert checkpoints is not None, "a run that is resumed has a directory"
+            start = checkpoints.load(job.resume_step)
+        around = _Process(context, ring)
+        around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
+        if context.rank == 0:
+            _leave_weights(context.descriptor("weights"), trained.model)
+        around.record(EventKind.LEAVE, time.monotonic_ns())
+        traffic = exchange.traffic()
+    return {
+        "steps_done": trained.steps_done,
+        "samples": trained.samples,
+        "seconds": trained.seconds,
+        "stopped_early": trained.stopped_early,
+        "bytes_sent": traffic.bytes_sent,
+        "messages_sent": traffic.messages_sent,
+    }
+
+
+class _Process:
+    """The surroundings of a worker that is a process: its ring, its line on the board, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record = ring.record
+        self.mark = context.mark
+        self.note = context.send
+        self.stop_requested = context.stop_requested
+
+
+def _connect(context: RoleContext, job: WorkerJob) -> Exchange:
+    group = SharedGroup(
+        control=context.descriptor("control"),
+        arena=context.descriptor("arena"),
+        rank=context.rank,
+        world=context.world,
+        timeout_s=job.timeout_s,
+    )
+    match job.strategy:
+        case Mirrored(buckets=buckets) | AllReduce(algorithm="direct", buckets=buckets):
+            return AllReduceExchange(SharedCollective(group), buckets)
+        case AllReduce(buckets=buckets) as strategy:
+            return AllReduceExchange(_over_links(context, strategy, group, job.timeout_s), buckets)
+        case other:
+            raise AssertionError(f"{other} has no worker processes")
+
+
+def _over_links(
+    context: RoleContext, strategy: AllReduce, group: SharedGroup, timeout_s: float
+) -> Collective:
+    descriptors = {
+        peer: LinkDescriptors(
+            *(context.descriptor(f"link {peer} {part}") for part in LinkDescriptors._fields)
+        )
+        for peer in range(context.world)
+        if peer != context.rank
+    }
+    links = attach_mesh(context.rank, descriptors)
+    executor = ScheduleExecutor(
+        _algorithm(strategy, context.world), context.rank, context.world, links, timeout_s
+    )
+    return ScheduleCollective(executor, links, _arrival(group))
+
+
+def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
+    if strategy.algorithm == "hierarchical":
+        return grouped(strategy.group or world)  # one host is one group
+    return ALGORITHMS[strategy.algorithm]
+
+
+def _arrival(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
+    def arrive() -> Mapping[int, int]:
+        group.barrier()
+        waits = group.take_stats().waiting_ns
+        return {peer: waited for peer, waited in enumerate(waits) if waited}
+
+    return arrive
+
+
+def _needs_links(strategy: Strategy) -> bool:
+    return isinstance(strategy, AllReduce) and strategy.algorithm != "direct"
+
+
+def _leave_weights(descriptor: int, model: nn.Module) -> None:
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        for chunk in encode_tensors(model.state_dict()):
+            file.write(chunk)

@@ -1,0 +1,95 @@
+"""Every synchronous strategy ends with the weights of the plain loop: all algorithms, 1 to 8 workers."""
+
+import os
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+
+import manyhands as mh
+from equality import OPTIMIZERS, distance, make_task, same_bits, train, train_in_threads, train_plainly
+from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
+from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.shared import SharedGroup
+from manyhands.exchange import Exchange
+from manyhands.link.simulated import SimulatedNetwork
+
+BUCKET_BYTES = 1024  # two buckets even for this small model
+CASES = {
+    "momentum-float64": ("momentum", torch.float64, 1e-9),
+    "adamw-float64": ("adamw", torch.float64, 1e-9),
+    "sgd-float32": ("sgd", torch.float32, 1e-5),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def task_and_reference(case: str) -> tuple[mh.Task, dict[str, torch.Tensor]]:
+    optimizer, dtype, _ = CASES[case]
+    task = make_task(OPTIMIZERS[optimizer], dtype)
+    return task, train_plainly(task)
+
+
+def in_shared_memory(case: str, world: int) -> list[dict[str, torch.Tensor]]:
+    task, _ = task_and_reference(case)
+    with SharedGroup.create(world) as files:
+
+        def connect(rank: int) -> Exchange:
+            group = SharedGroup(
+                control=os.dup(files.control), arena=os.dup(files.arena), rank=rank, world=world, timeout_s=30
+            )
+            return AllReduceExchange(SharedCollective(group), BUCKET_BYTES)
+
+        return train_in_threads(task, world, connect)
+
+
+def over_simulated_links(algorithm: str) -> Callable[[str, int], list[dict[str, torch.Tensor]]]:
+    def train_all(case: str, world: int) -> list[dict[str, torch.Tensor]]:
+        task, _ = task_and_reference(case)
+        network = SimulatedNetwork(seed=world, latency_s=0.001)
+
+        def train_rank(rank: int) -> dict[str, torch.Tensor]:
+            links = {
+                peer: network.link(f"rank {rank}", f"rank {peer}") for peer in range(world) if peer != rank
+            }
+            executor = ScheduleExecutor(ALGORITHMS[algorithm], rank, world, links, timeout_s=30)
+            return train(task, AllReduceExchange(ScheduleCollective(executor, links), BUCKET_BYTES))
+
+        results = network.run({f"rank {rank}": partial(train_rank, rank) for rank in range(world)})
+        return [results[f"rank {rank}"] for rank in range(world)]
+
+    return train_all
+
+
+WAYS = {"mirrored": in_shared_memory, **{name: over_simulated_links(name) for name in ALGORITHMS}}
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_weights_equal_the_plain_loop(case: str, way: str, world: int) -> None:
+    _, reference = task_and_reference(case)
+    weights = WAYS[way](case, world)
+    assert distance(weights[0], reference) < CASES[case][2]
+    for rank, other in enumerate(weights):
+        assert same_bits(weights[0], other), f"rank {rank} ended with other bits than rank 0"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_runs_end_with_the_same_bits(way: str) -> None:
+    first, second = WAYS[way]("sgd-float32", 5), WAYS[way]("sgd-float32", 5)
+    assert same_bits(first[0], second[0])
+
+
+def test_the_reference_moves_every_reachable_weight_and_leaves_the_other() -> None:
+    task, reference = task_and_reference("momentum-float64")
+    initial = task.model().state_dict()
+    moved = {name for name in reference if not torch.equal(initial[name], reference[name])}
+    assert moved == {"embed.weight", "mix.weight", "mix.bias", "rare.weight", "out.weight"}
