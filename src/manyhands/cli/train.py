@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,14 +120,17 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
     def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
         return ProgressView(steps=num_steps, snapshot=snapshot, console=console)
 
-    run = fit(
+    out = common.out or _fresh_directory(entry.name)
+    _check_writable(common.json_file)
+    fit_here = partial(
+        fit,
         task,
         common.strategy,
         workers=common.workers,
         steps=steps,
         epochs=epochs,
         seed=common.seed,
-        out=common.out or _fresh_directory(entry.name),
+        out=out,
         resume=common.resume,
         options=Options(
             evaluate_every=common.evaluate_every,
@@ -135,11 +139,24 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
             view=view,
         ),
     )
+    try:
+        run = fit_here()
+    except KeyboardInterrupt:
+        print(f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr)
+        raise typer.Exit(130) from None
     if common.json_file is not None:
         common.json_file.write_text(json.dumps(run.summary, indent=2) + "\n")
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
+
+
+def _check_writable(json_file: Path | None) -> None:
+    """Refuse a summary file that could not be written now rather than after the training."""
+    from manyhands.errors import UserError
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UserError(f"--json {json_file}: there is no folder {json_file.parent}; make it first")
 
 
 def _fresh_directory(name: str) -> Path:

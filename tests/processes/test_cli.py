@@ -1,0 +1,129 @@
+"""The command line as a user meets it: exit statuses, one-line errors, files written."""
+
+import gzip
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import main
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of `manyhands ARGUMENTS`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_train_writes_the_summary_and_prints_table_and_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = run(
+        monkeypatch, "train", "digits", "--workers", "2", "--steps", "20", "--json", "s.json",
+        "--slow", "worker=1,factor=3",
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary["strategy"], summary["workers"], summary["steps"]) == ("mirrored", 2, 20)
+    assert set(summary["final"]) == {"loss", "evaluation_loss", "accuracy"}
+    slowed, other = summary["per_worker"][1], summary["per_worker"][0]
+    assert slowed["compute_s"] > other["compute_s"]
+    assert other["wait_s"] > slowed["wait_s"]
+    assert "worker 1 computes" in printed.out
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert f"runs/{directory.name}" in printed.out
+    assert json.loads((directory / "summary.json").read_text()) == summary
+    assert printed.err == "", "quiet when not on a terminal"
+
+
+def wrong_idx(folder: Path) -> Path:
+    """A folder of MNIST files of which the training images are cut short."""
+    folder.mkdir()
+    for part, count in (("train", 10), ("t10k", 4)):
+        images = struct.pack(">4i", 0x803, count, 28, 28) + bytes(28 * 28 * count - (5 if part == "train" else 0))
+        labels = struct.pack(">2i", 0x801, count) + bytes(count)
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "digits", "--strategy", "alreduce"], ["'alreduce'", "did you mean 'allreduce'?"]),
+        (["train", "digits", "--workers", "0"], ["workers=0"]),
+        (["train", "digits", "--strategy", "allreduce algorithm=rign"], ["'rign'", "did you mean 'ring'?"]),
+        (["train", "digits", "--slow", "worker=9,factor=2"], ["no worker 9"]),
+        (["train", "digits", "--batch-size", "zero"], ["batch_size", "'zero'", "whole number"]),
+        (["train", "digits", "--resume"], ["--resume needs --out"]),
+        (["train", "digits", "--resume", "--out", "nowhere"], ["nowhere", "holds no run"]),
+        (["train", "mnist"], ["mnist", "path"]),
+        (["train", "mnist", "--path", "not-there"], ["not-there"]),
+        (["train", "mnist", "--path", "cut"], ["train-images-idx3-ubyte.gz", "byte"]),
+        (["train", "language", "--path", "missing.txt"], ["missing.txt"]),
+        (["train", "digits", "--json", "no/such/folder/s.json", "--steps", "1"], ["no/such/folder"]),
+        (["bench", "allreduce", "--workers", "1"], ["workers=1"]),
+        (["bench", "allreduce", "--sizes", "5apples"], ["'5apples'", "25MiB"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    arguments: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong_idx(tmp_path / "cut")
+    assert run(monkeypatch, *arguments) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1, error
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in error
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_doctor_and_help_and_version(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "doctor") == 0
+    assert "cores" in capfd.readouterr().out
+    assert run(monkeypatch, "train", "language", "--help") == 0
+    printed = capfd.readouterr().out
+    assert "--context" in printed or "--layers" in printed
+    assert run(monkeypatch, "version") == 0
+
+
+def test_ctrl_c_stops_all_workers_at_one_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "manyhands", "train", "digits", "--epochs", "2000", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "--resume" in errors
+    assert str(out) in errors
+    assert list((out / "checkpoints").glob("step-*")), "what was trained is kept"
