@@ -74,6 +74,7 @@ class Task:
             raise UserError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
+        # a source looks at types and lengths only: cheap, and better here than in every worker
         BatchSource(self.data, self.collate, field="data")
         if self.evaluation is not None:
             BatchSource(self.evaluation, self.collate, field="evaluation")

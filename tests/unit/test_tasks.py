@@ -1,14 +1,12 @@
-"""Tasks are checked when made, travel between processes, and learn what they promise in a plain loop."""
+"""Built-in tasks can be split, repeated and sent, and learn what they promise in a plain loop."""
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import math
-import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,19 @@ from manyhands.data.plan import BatchPlan
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.tasks import TASKS, build
-from manyhands.tasks.builtin import BuiltinTask, Option, about, check_options
 from manyhands.tasks.digits import digits
 from manyhands.tasks.language import LanguageOptions, Transformer, bits_per_byte, language, next_byte_loss
 from manyhands.tasks.vision import ImageClassifier, accuracy
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small train faster on one thread, whatever else the machine does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 TINY = {"context": 16, "layers": 1, "width": 16, "heads": 2, "evaluation_bytes": 2048}
 
@@ -57,213 +64,17 @@ def evaluate(task: Task, model: nn.Module, metric: str, limit: int = 10**9) -> f
     return total / count
 
 
-# -- Task ---------------------------------------------------------------------------------------------------------------
+def small(name: str, folder: Path) -> Task:
+    """A built-in task on little data."""
+    if name == "mnist":
+        write_mnist(folder)
+        return build("mnist", path=folder)
+    return build(name, **(TINY if name == "language" else {}))
 
 
-def good(**changes: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "model": lambda: nn.Linear(2, 1),
-        "loss": lambda model, batch: model(batch).mean(),
-        "data": torch.zeros(4, 2),
-        "optimizer": torch.optim.SGD,
-    }
-    return fields | changes
-
-
-def test_the_five_fields_suffice() -> None:
-    task = Task(**good(batch_size=2))
-    assert (task.batch_size, task.evaluation, dict(task.metrics), task.name) == (2, None, {}, "task")
-    assert Task(**good()).batch_size == 64
-
-
-@pytest.mark.parametrize("missing", ["model", "loss", "data", "optimizer"])
-def test_a_task_needs_its_main_fields(missing: str) -> None:
-    fields = good()
-    del fields[missing]
-    with pytest.raises(TypeError, match=missing):
-        Task(**fields)
-
-
-def test_fields_are_given_by_name_and_stay() -> None:
-    with pytest.raises(TypeError):
-        Task(*good().values())  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Task(**good()).batch_size = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"model": nn.Linear(2, 1)},
-            "model is an instance of Linear; it must be a function without arguments",
-        ),
-        ({"model": None}, "model is None; it must be a function"),
-        ({"loss": nn.MSELoss()}, r"loss is an instance of MSELoss; it must be a function \(model, batch\)"),
-        ({"loss": 3}, "loss is 3; it must be"),
-        (
-            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
-            "optimizer is an instance of SGD; it must be a function",
-        ),
-        ({"optimizer": "adam"}, "optimizer is 'adam'; it must be"),
-        ({"scheduler": 0.9}, "scheduler is 0.9; it must be a function"),
-        ({"collate": "stack"}, "collate is 'stack'; it must be a function"),
-        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
-        ({"batch_size": 2.5}, "batch_size is 2.5"),
-        ({"batch_size": True}, "batch_size is True"),
-        ({"name": ""}, "name is ''"),
-        ({"data": []}, "data is empty"),
-        ({"data": (torch.zeros(3), torch.zeros(2))}, r"data\[0\] has 3, data\[1\] has 2"),
-        ({"evaluation": []}, "evaluation is empty"),
-        ({"metrics": [accuracy]}, "metrics is .* it must be a dict"),
-        ({"metrics": {"m": 1}, "evaluation": torch.zeros(1, 2)}, r"metrics\['m'\] is 1; it must be"),
-        ({"metrics": {1: accuracy}, "evaluation": torch.zeros(1, 2)}, r"metrics\[1\] is"),
-        (
-            {"metrics": {"loss": accuracy}, "evaluation": torch.zeros(1, 2)},
-            "'loss', which reports use already",
-        ),
-        ({"metrics": {"m": accuracy}}, "metrics are m, but evaluation is None"),
-    ],
-)
-def test_a_mistake_is_named_with_its_value_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Task(**good(**changes))
-
-
-def test_a_task_of_closures_travels_by_cloudpickle() -> None:
-    scale = 3.0
-    task = Task(**good(loss=lambda model, batch: scale * model(batch).sum(), data={"x": torch.ones(4, 2)}))
-    copy: Task = cloudpickle.loads(cloudpickle.dumps(task))
-    model = copy.model()
-    assert torch.equal(copy.loss(model, torch.ones(1, 2)), 3.0 * model(torch.ones(1, 2)).sum())
-    assert torch.equal(copy.data["x"], task.data["x"])
-
-
-# -- the registry and its options -----------------------------------------------------------------------------------------
-
-
-def test_the_registry_names_every_task_and_its_length() -> None:
-    assert list(TASKS) == ["digits", "mnist", "language"]
-    for name, entry in TASKS.items():
-        assert entry.name == name
-        assert (entry.epochs is None) != (entry.steps is None)
-        assert all(option.help for option in entry.options)
-
-
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        UserError, match="no built-in task 'digit'; allowed: digits, mnist, language; did you mean 'digits'"
-    ):
-        build("digit")
-    with pytest.raises(
-        UserError, match=r"task 'language' has no option 'contxt'; .* did you mean 'context'\?"
-    ):
-        build("language", contxt=3)
-    with pytest.raises(UserError, match="task 'mnist' needs path: directory of the four idx files"):
-        build("mnist")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("digits", {"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
-        ("digits", {"batch_size": "64"}, "batch_size is '64'; it must be a whole number"),
-        ("digits", {"batch_size": True}, "batch_size is True"),
-        ("digits", {"learning_rate": 0}, "learning_rate is 0.0; it must be a number above 0"),
-        ("digits", {"learning_rate": math.nan}, "learning_rate is nan"),
-        ("digits", {"width": 6}, "width is 6; it must be a multiple of 4"),
-        ("digits", {"split_seed": -1}, "split_seed is -1"),
-        ("mnist", {"path": 3}, "path is 3; it must be a path"),
-        ("mnist", {"path": "/nowhere"}, "path is '/nowhere'; it must be a directory"),
-        ("language", {"width": 30, "heads": 4}, "heads is 4; it must divide width, which is 30"),
-        ("language", {"tied": 1}, "tied is 1; it must be true or false"),
-        ("language", {"path": "/nowhere/text"}, "/nowhere/text can not be read: No such file"),
-    ],
-)
-def test_options_are_checked(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build(name, **options)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choices:
-    where: Path = dataclasses.field(metadata=about("a required path"))
-    count: int = dataclasses.field(default=3, metadata=about("a count", at_least=1))
-    rate: float = dataclasses.field(default=0.5, metadata=about("a rate", above=0))
-    on: bool = dataclasses.field(default=False, metadata=about("a switch"))
-    word: str | None = dataclasses.field(default=None, metadata=about("may be absent"))
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-CHOICES = BuiltinTask(
-    name="choices", help="for this test", options_type=Choices, make=lambda _: Task(**good()), steps=1
-)
-
-
-def test_options_describe_themselves() -> None:
-    shown = [
-        (option.name, option.kind, option.default, option.required, option.help) for option in CHOICES.options
-    ]
-    assert shown == [
-        ("where", Path, None, True, "a required path"),
-        ("count", int, 3, False, "a count"),
-        ("rate", float, 0.5, False, "a rate"),
-        ("on", bool, False, False, "a switch"),
-        ("word", str, None, False, "may be absent"),
-    ]
-    assert Choices(where="here", rate=2) == Choices(where=Path("here"), rate=2.0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("where", "a/b", Path("a/b")),
-        ("count", "7", 7),
-        ("rate", "1e-3", 1e-3),
-        ("on", "yes", True),
-        ("on", "False", False),
-        ("word", "hello", "hello"),
-    ],
-)
-def test_options_are_read_from_text(name: str, text: str, value: object) -> None:
-    assert _option(name).parse(text) == value
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("count", "seven", "count is 'seven'; it must be a whole number of at least 1"),
-        ("count", "0", "count is 0; it must be a whole number of at least 1"),
-        ("rate", "inf", "rate is inf; it must be a number above 0"),
-        ("on", "maybe", "on is 'maybe'; it must be true or false"),
-    ],
-)
-def test_text_that_is_no_value_is_refused(name: str, text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        _option(name).parse(text)
-
-
-def _option(name: str) -> Option:
-    return next(option for option in CHOICES.options if option.name == name)
-
-
-def test_a_builtin_task_has_one_length() -> None:
-    with pytest.raises(ValueError, match="it must have one"):
-        dataclasses.replace(CHOICES, epochs=2)
-
-
-# -- what every built-in task keeps ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["digits", "mnist", "language"])
+@pytest.fixture(params=list(TASKS))
 def small_task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
-    """Each built-in task, on little data."""
-    if request.param == "mnist":
-        write_mnist(tmp_path)
-        return build("mnist", path=tmp_path)
-    return build(request.param, **(TINY if request.param == "language" else {}))
+    return small(request.param, tmp_path)
 
 
 def test_initial_weights_follow_from_the_seed(small_task: Task) -> None:
@@ -300,30 +111,27 @@ def test_every_parameter_is_trained_and_training_repeats(small_task: Task) -> No
         assert one.grad is not None, name
 
 
-def test_builtin_tasks_are_imported_where_they_arrive(small_task: Task, tmp_path: Path) -> None:
-    """Another process unpickles the task from its bytes alone and gets the same loss; scikit-learn stays unloaded."""
-    (tmp_path / "task").write_bytes(cloudpickle.dumps(small_task))
-    script = (
-        "import pickle, sys, torch; from manyhands.data.batches import BatchSource;"
-        "task = pickle.load(open('task', 'rb')); torch.set_num_threads(1); torch.manual_seed(0);"
-        "loss = task.loss(task.model(), BatchSource(task.data).fetch([1, 2]));"
-        "assert 'sklearn' not in sys.modules; print(loss.item().hex())"
-    )
+def test_builtin_tasks_are_imported_where_they_arrive(tmp_path: Path) -> None:
+    """Another process unpickles the tasks from their bytes and gets the same losses; scikit-learn stays unloaded."""
+    tasks = [small(name, tmp_path) for name in TASKS]
+    (tmp_path / "tasks").write_bytes(cloudpickle.dumps(tasks))
+    script = """
+import pickle, sys, torch
+from manyhands.data.batches import BatchSource
+torch.set_num_threads(1)
+for task in pickle.load(open("tasks", "rb")):
+    torch.manual_seed(0)
+    print(task.loss(task.model(), BatchSource(task.data).fetch([1, 2])).item().hex())
+assert "sklearn" not in sys.modules
+"""
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    torch.manual_seed(0)
-    here = small_task.loss(small_task.model(), BatchSource(small_task.data).fetch([1, 2]))
-    assert float.fromhex(done.stdout) == pytest.approx(here.item(), rel=1e-6)
-
-
-# -- digits and mnist -----------------------------------------------------------------------------------------------------
+    for task, printed in zip(tasks, done.stdout.split(), strict=True):
+        torch.manual_seed(0)
+        here = task.loss(task.model(), BatchSource(task.data).fetch([1, 2]))
+        assert float.fromhex(printed) == pytest.approx(here.item(), rel=1e-6)
 
 
 def test_digits_reaches_its_accuracy() -> None:
@@ -447,9 +255,6 @@ def test_mnist_files_that_do_not_fit_are_named(
         build("mnist", path=tmp_path)
 
 
-# -- language -------------------------------------------------------------------------------------------------------------
-
-
 def test_language_beats_the_frequencies_of_bytes() -> None:
     """The entropy of single bytes is the best that any model without context can reach."""
     task = build("language", context=32, width=64, heads=2, learning_rate=2e-3)
@@ -457,7 +262,7 @@ def test_language_beats_the_frequencies_of_bytes() -> None:
     parts = counts[counts > 0] / counts.sum()
     entropy = float(-(parts * np.log2(parts)).sum())
     untrained = evaluate(task, train(task, steps=0), "bits_per_byte")
-    assert untrained == pytest.approx(8, abs=0.2), "before training every byte is about equally likely"
+    assert untrained == pytest.approx(8, abs=0.5), "before training every byte is about equally likely"
     assert evaluate(task, train(task, steps=120), "bits_per_byte") < 0.85 * entropy
 
 
@@ -475,9 +280,7 @@ def test_language_reads_a_file_and_holds_out_its_end(tmp_path: Path) -> None:
 
 def test_a_text_too_short_for_its_windows_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("x" * 160)
-    with pytest.raises(
-        DataError, match=r"short: of 160 bytes of text 16 are held out .* context=16; give a longer text"
-    ):
+    with pytest.raises(DataError, match=r"short: of 160 bytes of text 16 are held out .* give a longer text"):
         build("language", **TINY | {"path": tmp_path / "short"})
 
 

@@ -81,9 +81,9 @@ def _as_dataset(data: Any, field: str) -> Any:
     if isinstance(data, tuple | list) and any(map(_is_array, data)):
         _check_columns({f"{field}[{position}]": column for position, column in enumerate(data)})
         return StackDataset(*data)
-    if isinstance(data, dict) and (not data or any(isinstance(key, str) for key in data)):
+    if isinstance(data, dict) and data and all(isinstance(key, str) for key in data):
         _check_columns({f"{field}[{key!r}]": column for key, column in data.items()})
-        return StackDataset(**data) if data else ()
+        return StackDataset(**data)
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         missing = " and ".join(name for name in ("__len__", "__getitem__") if not hasattr(data, name))
         raise UserError(f"{field} is {_kind(data)}, which has no {missing}; give {_ALLOWED}")
@@ -107,13 +107,10 @@ def _length(samples: Any, field: str) -> int:
     """The number of samples, at least one."""
     try:
         length = len(samples)
-    except (
-        TypeError,
-        NotImplementedError,
-    ) as error:  # a 0-dimensional tensor, or a dataset without its length
+    except (TypeError, NotImplementedError) as error:  # a tensor without dimensions, an unfinished dataset
         raise UserError(f"{field} is {_kind(samples)} without a length ({error}); give {_ALLOWED}") from error
     if length == 0:
-        raise UserError(f"{field} is empty: {_kind(samples)} of 0 samples; give at least one sample")
+        raise UserError(f"{field} is empty; give at least one sample")
     return length
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 from manyhands.errors import DataError, format_bytes
 
@@ -26,7 +27,7 @@ class DataFile:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.offset = 0
-        self._raw: BinaryIO | None = None
+        self._raw: io.BufferedReader | None = None
         self._gzip: gzip.GzipFile | None = None
 
     def __enter__(self) -> Self:
@@ -90,7 +91,7 @@ class DataFile:
         while len(found) < num_bytes:
             try:
                 # read1 gives what is there, so that damage further on does not hide how far the file was good
-                piece = stream.read1(min(num_bytes - len(found), _CHUNK_BYTES))  # type: ignore[union-attr]
+                piece = stream.read1(min(num_bytes - len(found), _CHUNK_BYTES))
             except EOFError as error:
                 raise DataError(
                     f"{self._place(self.offset)}: the file is truncated: gzip ends early"
