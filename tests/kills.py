@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes"]
+__all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "training"]
 
 _PRACTICE = """
 import subprocess, time
@@ -45,6 +45,25 @@ def note(rank, payload):
 
 with LocalCluster([Role(name=f"worker {rank}", target=work) for rank in range(3)], on_note=note) as cluster:
     cluster.run()
+"""
+
+_TRAINING = """
+import torch
+import manyhands as mh
+
+def loss(model, batch):
+    if not hasattr(model, "told"):
+        model.told = True
+        print("at work", flush=True)
+    return model(batch).square().mean()
+
+task = mh.Task(
+    model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 1)),
+    loss=loss,
+    data=torch.ones(512, 64),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+)
+mh.fit(task, "mirrored", workers=2, steps=10**9, out="run", options=mh.Options(checkpoint_every=50))
 """
 
 _MARK = "MANYHANDS_TEST_RUN"
@@ -170,10 +189,19 @@ def strike(command: Sequence[str], folder: Path, plan: Strike) -> float:
 
 
 def practice(folder: Path) -> list[str]:
-    """The command of a run that does nothing but talk to its launcher."""
-    script = folder / "practice.py"
-    script.write_text(_PRACTICE)
-    return [sys.executable, str(script)]
+    """The command of a run that does nothing but talk to its launcher; one of its roles has a child."""
+    return _script(folder, _PRACTICE)
+
+
+def training(folder: Path) -> list[str]:
+    """The command of a run that trains, writes checkpoints and would go on for days."""
+    return _script(folder, _TRAINING)
+
+
+def _script(folder: Path, text: str) -> list[str]:
+    path = folder / "script.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
 
 
 def _pids() -> list[int]:

@@ -365,7 +365,7 @@ def note(rank, payload):
 
 if __name__ == "__main__":
     roles = [Role(name=f"worker {{rank}}", target=job) for rank in range(2)]
-    with LocalCluster(roles, on_note=note) as cluster:
+    with LocalCluster(roles, on_note=note, grace_s=20.0) as cluster:
         try:
             print([result.payload for result in cluster.run()], flush=True)
         finally:
@@ -435,8 +435,8 @@ def test_a_second_interruption_does_not_wait_for_the_grace(tmp_path: Path) -> No
         await_that(lambda: started.text().count("work") == 2 or started.ended, "both work", 60.0)
         segments = started.segments()
         start = time.monotonic()
-        while not started.ended and time.monotonic() < start + 10.0:
+        while not started.ended and time.monotonic() < start + 15.0:
             started.parent.send_signal(signal.SIGINT)
             time.sleep(0.3)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 10.0
         started.check_nothing_is_left(segments)

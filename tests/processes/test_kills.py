@@ -1,4 +1,4 @@
-"""Six kills at random moments, of roles and of the launcher, leave no process and no shared memory behind."""
+"""Six kills of a training, of workers and of the launcher, leave no process and no shared memory behind."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kills import Strike, practice, strike, strikes
+from kills import Strike, strike, strikes, training
 
 
 @pytest.mark.parametrize("plan", strikes(6, seed=6, horizon_s=1.0), ids=lambda plan: str(plan.seed))
 def test_a_kill_leaves_nothing_behind(plan: Strike, tmp_path: Path) -> None:
-    strike(practice(tmp_path), tmp_path, plan)
+    strike(training(tmp_path), tmp_path, plan)

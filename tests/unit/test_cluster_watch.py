@@ -118,7 +118,7 @@ def test_a_run_without_trouble_ends_with_every_result_by_rank() -> None:
 def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -> None:
     play = Play(3).at_work()
     actions = play.do(Heard(1, failed(ValueError("bad thing"))))
-    assert actions == [Alarm(1), AskToStop(0, "worker 1 failed"), AskToStop(2, "worker 1 failed")]
+    assert actions == [Alarm(1), AskToStop(0), AskToStop(2)]
     assert play.do(Exited(1, 1)) == []
     assert play.do(Exited(0, 1)) == []
     assert play.let_pass(5.0) == [(2.0, Kill(2))]
@@ -158,7 +158,7 @@ def test_a_silent_role_is_killed_at_once_within_the_promise() -> None:
     play = Play(2).at_work()
     play.silent = {1}
     actions = play.let_pass(5.0, tick_s=0.2)
-    stops = [AskToStop(rank, "worker 1 failed") for rank in range(2)]
+    stops = [AskToStop(rank) for rank in range(2)]
     assert [action for _, action in actions] == [Alarm(1), *stops, Kill(1)]
     assert 4.5 < actions[0][0] < 5.0
     assert "worker 1 (pid 101) fell silent" in str(play.failure())
@@ -180,7 +180,7 @@ def test_a_launcher_that_was_paused_blames_nobody() -> None:
 def test_a_role_that_never_starts_is_told() -> None:
     play = Play(1)
     actions = play.let_pass(121.0)
-    assert [action for _, action in actions] == [Alarm(0), AskToStop(0, "worker 0 failed"), Kill(0)]
+    assert [action for _, action in actions] == [Alarm(0), AskToStop(0), Kill(0)]
     assert "did not start within 120 s; never seen on the board" in str(play.failure())
 
 
@@ -220,7 +220,7 @@ def test_an_error_while_waiting_tells_what_the_other_was_doing() -> None:
 
 def test_an_interruption_asks_then_kills_and_a_second_kills_now() -> None:
     play = Play(2).at_work()
-    stop = [AskToStop(rank, "the run was interrupted") for rank in range(2)]
+    stop = [AskToStop(rank) for rank in range(2)]
     assert play.do(Interrupted()) == stop
     assert play.let_pass(2.0) == [(2.0, Kill(0)), (2.0, Kill(1))]
     assert play.watch.failure is None
@@ -259,7 +259,7 @@ def test_what_a_child_may_not_say_is_its_failure() -> None:
     assert play.do(Garbled(0, "not a message"))[0] == Alarm(0)
     assert "worker 0 (pid 100) broke the control channel's rules: not a message" in str(play.failure())
     play = Play(1).at_work()
-    assert play.do(Heard(0, Stop(reason="you"))) == [Alarm(0), AskToStop(0, "worker 0 failed")]
+    assert play.do(Heard(0, Stop())) == [Alarm(0), AskToStop(0)]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class Board:
         self.mark(rank, 0, State.STARTING)
 
     def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        """Say what the role of `rank` is doing; about a microsecond."""
+        """Say what the role of `rank` is doing; a few microseconds."""
         _write_mark(self.line_address(rank), pack_mark(step, state, waiting_for))
 
     def read(self, rank: int) -> Line:

@@ -66,7 +66,7 @@ class RoleContext:
         self._descriptors = spec.descriptors
         self._channel = channel
         self._board = board
-        self._stop: Stop | None = None
+        self._stop_requested = False
 
     def descriptor(self, name: str) -> int:
         """The inherited descriptor that the launcher's `Role` calls `name`."""
@@ -84,14 +84,12 @@ class RoleContext:
         self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
 
     def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        """Show on the board what this role is doing; costs about a microsecond, so do it often."""
+        """Show on the board what this role is doing; costs a few microseconds, so do it often."""
         self.step = step
         self._board.mark(self.rank, step, state, waiting_for)
 
     def stop_requested(self) -> bool:
         """Whether the launcher asked to leave; a role that does not is killed after the launcher's grace."""
-        if self._stop is None:
-            for message in self._channel.receive():
-                if isinstance(message, Stop):
-                    self._stop = message
-        return self._stop is not None or self._channel.ended
+        if any(isinstance(message, Stop) for message in self._channel.receive()):
+            self._stop_requested = True
+        return self._stop_requested or self._channel.ended

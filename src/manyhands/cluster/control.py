@@ -82,8 +82,6 @@ class Finished:
 class Stop:
     """The launcher asks the child to leave."""
 
-    reason: str
-
 
 Message = Started | Note | Failed | Finished | Stop
 
@@ -238,5 +236,5 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Message]] = {
         details=_object(fields, "details"),
     ),
     "Finished": lambda fields: Finished(payload=_object(fields, "payload")),
-    "Stop": lambda fields: Stop(reason=_text(fields, "reason")),
+    "Stop": lambda _: Stop(),
 }

@@ -7,6 +7,7 @@ launcher could die unnoticed.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -33,9 +34,9 @@ def main() -> int:
         print("this file is run by manyhands.cluster.local.LocalCluster, not by hand", file=sys.stderr)
         return 2
     die_with_parent(json.loads(text)["parent_pid"], signal.SIGKILL)
-    from manyhands.cluster.role import run_role
-
-    return run_role(text)
+    role = importlib.import_module("manyhands.cluster.role")  # imports this file in turn, so only now and by name
+    status: int = role.run_role(text)
+    return status
 
 
 if __name__ == "__main__":

@@ -75,9 +75,8 @@ class Failure:
         reported = self.reported
         if reported is not None and issubclass(KINDS.get(reported.kind, ManyhandsError), UserError):
             kind = KINDS[reported.kind]
-            kept = kind.__new__(
-                kind, reported.message
-            )  # constructors differ; message and attributes are all there is
+            # Not by its constructor, which differs from kind to kind: message and attributes are all there is.
+            kept = kind.__new__(kind, reported.message)
             vars(kept).update(reported.details)
             kept.add_note(f"{self.sentence}\n{reported.traceback}")
             return kept

@@ -290,8 +290,8 @@ class _Run:
             case Alarm(rank):
                 if self._on_failure is not None:
                     self._on_failure(rank)
-            case AskToStop(rank, reason):
-                self._children[rank].channel.offer(Stop(reason=reason))
+            case AskToStop(rank):
+                self._children[rank].channel.offer(Stop())
             case Kill(rank):
                 self._children[rank].kill()
 

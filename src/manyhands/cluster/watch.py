@@ -103,7 +103,6 @@ class AskToStop:
     """Send a role the request to leave."""
 
     rank: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,21 +274,20 @@ class Watch:
         if self._alarmed:
             return []
         self._alarmed = True
-        name = self._roles[failure.rank].name
-        return [Alarm(failure.rank), *self._take_down(f"{name} failed", now_ns)]
+        return [Alarm(failure.rank), *self._take_down(now_ns)]
 
     def _interrupt(self, now_ns: int) -> list[Action]:
         self._interrupted = True
         if self._kill_at_ns is not None:
             self._kill_at_ns = now_ns
-        return self._take_down("the run was interrupted", now_ns)
+        return self._take_down(now_ns)
 
-    def _take_down(self, reason: str, now_ns: int) -> list[Action]:
+    def _take_down(self, now_ns: int) -> list[Action]:
         if self._kill_at_ns is not None:
             return []
         self._kill_at_ns = now_ns + round(self._patience.grace_s * 1e9)
         return [
-            AskToStop(rank, reason)
+            AskToStop(rank)
             for rank, role in enumerate(self._roles)
             if role.phase in (_Phase.STARTING, _Phase.RUNNING)
         ]
