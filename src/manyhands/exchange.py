@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -77,6 +79,9 @@ class Exchange(ABC):
     rank: int
     world: int
 
+    steps_itself: ClassVar[bool] = False
+    """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
+
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
@@ -85,13 +90,38 @@ class Exchange(ABC):
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Run backward for this worker's part of the batch, which weighs `share` of the whole."""
 
+    def weigh(self, share: float) -> None:  # noqa: B027 - the whole has no shares
+        """Count backwards that are not run by `backward` as `share` of the whole, from the next one on."""
+
+    def on_next_gradient(self, listener: Callable[[], None]) -> None:  # noqa: B027 - a single worker needs none
+        """Call `listener` once, at the first gradient that comes: so a backward that is not run here is noticed."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """While this is open, gradients of several backwards only add up; nothing is sent before the one after it."""
+        return nullcontext()
+
     @abstractmethod
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: exchange gradients and learn what all workers brought; changes no parameter."""
 
     @abstractmethod
+    def clip(self, max_norm: float) -> float:
+        """Collective, between `agree` and `apply`: scale the gradient down to `max_norm`; the norm that it had.
+
+        As `torch.nn.utils.clip_grad_norm_` on all parameters of the model in one process.
+        """
+
+    @abstractmethod
     def apply(self) -> None:
-        """Take the agreed step; left out when a worker's loss was not finite."""
+        """Collective: take the agreed step; left out when a worker's loss was not finite."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective, between steps: the optimizer's whole `state_dict()` on worker 0, None on the others.
+
+        It is the same under every strategy, so a run may go on under another one. On the way back each worker loads
+        it into its optimizer as usual, before `attach` or between steps.
+        """
 
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -116,27 +146,37 @@ class SingleExchange(Exchange):
     world = 1
 
     def __init__(self) -> None:
+        self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Remember the optimizer."""
-        del model
-        self._optimizer = optimizer
+        """Remember both."""
+        self._model, self._optimizer = model, optimizer
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Plain backward: the share is the whole."""
-        del share
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Plain backward; the share is the whole, unless gradients are accumulated."""
+        weighted = loss if share == 1 else loss * share
+        weighted.backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
         """This worker's word is everyone's."""
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
+
+    def clip(self, max_norm: float) -> float:
+        """What torch does."""
+        assert self._model is not None, "attach comes before clip"
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
 
     def apply(self) -> None:
         """One optimizer step."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's own."""
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """A sum of one."""

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
+from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import NonFinite, UserError
 from manyhands.exchange import SingleExchange
 from manyhands.observe.collect import Collector
@@ -59,6 +61,12 @@ class Options:
     slow: Slowdown | None = None
     """Slow a worker on purpose."""
 
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
+
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
 
@@ -84,19 +92,27 @@ def fit(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
+    device: str = "cpu",
     out: str | Path | None = None,
     resume: bool = False,
     options: Options | None = None,
 ) -> Run:
     """Train `task` with `strategy` on `workers` processes of this host, and return what came out.
 
-    `steps` counts global batches; `epochs` says the same in passes over the data (default: one). With `out`, the run is
-    kept in that directory, and `resume=True` goes on from its newest good checkpoint to the weights that an
-    uninterrupted run would have. Raises UserError for what makes no sense, NonFinite when the loss breaks, and
-    WorkerFailed naming the first worker that failed; when it returns or raises, no process is left.
+    `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
+    `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
+    from its newest good checkpoint to the weights that an uninterrupted run would have. Raises UserError for what makes
+    no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker that failed; when it returns or
+    raises, no process is left.
     """
     request = _Request.make(
-        task, Strategy.parse(strategy), workers, (steps, epochs), seed, options or Options()
+        task,
+        Strategy.parse(strategy),
+        workers,
+        (steps, epochs),
+        seed,
+        options or Options(),
+        check_device(device),
     )
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
@@ -129,6 +145,7 @@ class _Request:
         length: tuple[int | None, int | None],
         seed: int,
         options: Options,
+        device: str,
     ) -> _Request:
         if not isinstance(workers, int) or workers < 1:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
@@ -155,6 +172,9 @@ class _Request:
             evaluate_every=options.evaluate_every or batches.batches_per_epoch,
             checkpoint_every=options.checkpoint_every or max(1, math.ceil(steps / 10)),
             slow=options.slow,
+            device=device,
+            autocast=options.autocast,
+            compile=options.compile,
         )
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
 
@@ -166,6 +186,7 @@ class _Request:
             "workers": self.workers,
             "steps": self.plan.steps,
             "seed": self.plan.seed,
+            "device": self.plan.device,
             "batch_size": self.plan.task.batch_size,
             "samples": self.samples,
             "parameters": parameter_shapes(model.named_parameters()),
@@ -225,6 +246,8 @@ class _Session:
         self._start = start
         self._history = History(directory.metrics.read() if directory is not None else ())
         self._notes = [f"{damage}" for damage in start.skipped] if start is not None else []
+        sharing = sharing_sentence(request.plan.device, request.workers)
+        self._notes += [sharing] if sharing is not None else []
 
     def train(self) -> Run:
         """Run the strategy and put everything in its place."""
@@ -248,7 +271,7 @@ class _Session:
                 around = _Here(ring, self._take_note)
                 trainer = Trainer(self._request.plan, SingleExchange(), around, self._checkpoints())
                 trained = trainer.run(self._start)
-            self._model = trained.model
+            self._model = trained.model.cpu()
             result = {
                 "steps_done": trained.steps_done,
                 "samples": trained.samples,
@@ -271,6 +294,7 @@ class _Session:
             keep_checkpoints=options.keep_checkpoints,
             resume_step=self._start.step if self._start is not None else None,
         )
+        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         with WorkerFiles(request.strategy, request.workers) as files:
             roles = [
                 Role(
@@ -341,6 +365,7 @@ class _Session:
             "steps_asked": request.plan.steps,
             "resumed_from_step": self._start.step if self._start is not None else None,
             "seed": request.plan.seed,
+            "device": request.plan.device,
             "seconds": seconds,
             "startup_s": max(0.0, wall_s - seconds),
             "samples": result["samples"],

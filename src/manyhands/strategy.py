@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.errors import UserError, nearest
 
-__all__ = ["STRATEGIES", "AllReduce", "Mirrored", "Single", "Strategy", "parse_size", "show_size"]
+__all__ = ["STRATEGIES", "AllReduce", "Central", "Mirrored", "Single", "Strategy", "parse_size", "show_size"]
 
 MIB = 1024 * 1024
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -174,4 +174,17 @@ class AllReduce(Strategy):
             raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
 
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.word: kind for kind in (Single, Mirrored, AllReduce)}
+@dataclass(frozen=True, kw_only=True)
+class Central(Strategy):
+    """One copy of the parameters per host; each worker reduces and updates its slice of them."""
+
+    word: ClassVar[str] = "central"
+    about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
+
+    buckets: int = _setting(25 * MIB, parse_size, show_size)
+
+    def __post_init__(self) -> None:
+        _check_buckets(self.buckets)
+
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.word: kind for kind in (Single, Mirrored, AllReduce, Central)}

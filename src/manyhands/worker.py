@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.cluster.board import State
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
+from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import NonFinite
 from manyhands.exchange import Exchange, LocalStep, SharedStep
 from manyhands.observe.events import NO_STEP, NOBODY, EventKind
@@ -49,6 +52,12 @@ class TrainingPlan:
     """Save after every so many steps and at the end; 0: never."""
 
     slow: Slowdown | None = None
+    device: str = "cpu"
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
 
 
 class Surroundings(Protocol):
@@ -90,7 +99,10 @@ class Trained:
 
 
 class Trainer:
-    """Trains one worker's replica; `run` is called once."""
+    """Trains one worker's replica; `run` is called once.
+
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
+    """
 
     def __init__(
         self,
@@ -103,7 +115,7 @@ class Trainer:
         self._task = plan.task
         self._exchange = exchange
         self._around = around
-        self._checkpoints = checkpoints if exchange.rank == 0 else None
+        self._checkpoints = checkpoints
         self._source = BatchSource(plan.task.data, plan.task.collate)
         self._batches = BatchPlan(len(self._source), plan.task.batch_size, plan.seed)
         self._rows: list[dict[str, Any]] = []
@@ -112,35 +124,43 @@ class Trainer:
         self._samples = 0
         self._loss = math.nan
         self._evaluated: dict[str, float] = {}
+        self._device = device_of(plan.device, exchange.rank)
+        self._reader = NumberReader(self._device)
 
     def run(self, start: Loaded | None = None) -> Trained:
-        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke."""
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
+
+        Takes the tensors out of `start`.
+        """
         first = start.step if start is not None else 0
         model, optimizer, scheduler = self._build(first)
         if start is not None:
             model.load_state_dict(start.model)
             restore_optimizer(optimizer, start.optimizer)
+            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+            start.optimizer.clear()
         self._exchange.attach(model, optimizer)
         model.train()
+        called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         self._began_ns = time.monotonic_ns()
         step, stopped = first, False
         while step < self._plan.steps and not stopped:
-            shared = self._step(step, model, scheduler)
+            shared = self._step(step, called, scheduler)
             step += 1
             if shared.bad_workers:
                 self._refuse(shared, step, model)
                 return self._trained(model, step - 1, stopped=True)
             stopped = shared.stop and step < self._plan.steps
-            self._after_step(step, model, optimizer, last=stopped or step == self._plan.steps)
+            self._after_step(step, model, called, last=stopped or step == self._plan.steps)
         if first >= self._plan.steps:
-            self._evaluate(step, model)
+            self._evaluate(step, called)
         self._send_rows(now=True)
         self._around.mark(step, State.FINISHED)
         return self._trained(model, step, stopped)
 
     def _build(self, first: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:
         seed_all(self._plan.seed)
-        model = self._task.model()
+        model = self._task.model().to(self._device)
         optimizer = self._task.optimizer(model.parameters())
         scheduler = self._task.scheduler(optimizer) if self._task.scheduler else None
         if scheduler is not None:
@@ -169,10 +189,7 @@ class Trainer:
                 scheduler.step()
         end = time.monotonic_ns()
         around.record(EventKind.COMPUTE, begin, max(0, computed - begin - overlapped), step=step)
-        waited = 0
-        for peer, duration in waits.items():
-            around.record(EventKind.WAIT, computed + waited, duration, step=step, peer=peer)
-            waited += duration
+        waited = self._record_waits(step, computed, waits)
         if exchange.world > 1:
             sent = exchange.traffic() - before
             around.record(
@@ -183,7 +200,10 @@ class Trainer:
                 num_bytes=sent.bytes_sent,
                 count=sent.messages_sent,
             )
-        around.record(EventKind.COMPUTE, agreed, end - agreed, step=step)
+        closing = exchange.take_times().wait_ns
+        applied = max(agreed, end - sum(closing.values()))
+        around.record(EventKind.COMPUTE, agreed, applied - agreed, step=step)
+        self._record_waits(step, applied, closing)
         around.record(EventKind.STEP, begin, end - begin, step=step, count=len(indices), value=shared.loss)
         self._samples += self._batches.size(step)
         self._loss = shared.loss
@@ -192,6 +212,14 @@ class Trainer:
             self._add_row(step=step + 1, loss=shared.loss, seconds=(end - begin) / 1e9, at_s=at_s)
         return shared
 
+    def _record_waits(self, step: int, begin_ns: int, waits: Mapping[int, int]) -> int:
+        """Book waiting to the workers that were late; the nanoseconds in all."""
+        waited = 0
+        for peer, duration in waits.items():
+            self._around.record(EventKind.WAIT, begin_ns + waited, duration, step=step, peer=peer)
+            waited += duration
+        return waited
+
     def _compute(self, step: int, indices: NDArray[np.int64], model: nn.Module) -> LocalStep:
         exchange, plan = self._exchange, self._plan
         begin = time.monotonic()
@@ -199,9 +227,11 @@ class Trainer:
         share = len(indices) / self._batches.size(step)
         loss_value = 0.0
         if len(indices):
-            loss = self._task.loss(model, self._source.fetch(indices))
-            loss_value = float(loss.detach())
+            with self._precision():
+                loss = self._task.loss(model, self._fetch(self._source, indices))
+            answer = self._reader.ask(loss)
             exchange.backward(loss, share)
+            loss_value = answer()
         if plan.slow is not None:
             compute_s = time.monotonic() - begin
             time.sleep(
@@ -209,12 +239,21 @@ class Trainer:
             )
         return LocalStep(loss=loss_value, share=share, stop=self._around.stop_requested())
 
-    def _after_step(self, step: int, model: nn.Module, optimizer: Optimizer, *, last: bool) -> None:
+    def _fetch(self, source: BatchSource, indices: Sequence[int] | NDArray[np.int64]) -> Any:
+        batch = source.fetch(indices)
+        return batch if self._device.type == "cpu" else moved(batch, self._device)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if not self._plan.autocast:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def _after_step(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> None:
         plan = self._plan
         if last or (plan.evaluate_every and step % plan.evaluate_every == 0):
-            self._evaluate(step, model)
+            self._evaluate(step, called)
         if self._checkpoints and (last or (plan.checkpoint_every and step % plan.checkpoint_every == 0)):
-            self._save(step, model, optimizer)
+            self._save(step, model, self._checkpoints)
         self._send_rows(now=last)
 
     def _evaluate(self, step: int, model: nn.Module) -> None:
@@ -228,12 +267,12 @@ class Trainer:
         functions = {"evaluation_loss": task.loss, **task.metrics}
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._precision():
             for number, first in enumerate(range(0, len(source), task.batch_size)):
                 if number % exchange.world != exchange.rank:
                     continue
                 indices = range(first, min(first + task.batch_size, len(source)))
-                batch = source.fetch(indices)
+                batch = self._fetch(source, indices)
                 for column, function in enumerate(functions.values()):
                     totals[column] += float(function(model, batch)) * len(indices)
                 totals[-1] += len(indices)
@@ -247,22 +286,25 @@ class Trainer:
         )
         self._add_row(step=step, metrics=self._evaluated, at_s=(time.monotonic_ns() - self._began_ns) / 1e9)
 
-    def _save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        assert self._checkpoints is not None
+    def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
+        """Collective: worker 0 writes what the others may have a part of."""
         self._around.mark(step, State.SAVING)
-        self._send_rows(
-            now=True
-        )  # what a resumed run keeps must be on disk before the checkpoint that names it
         begin = time.monotonic_ns()
+        optimizer_state = self._exchange.optimizer_state()
+        self._exchange.take_times()
+        if optimizer_state is None:
+            return
+        # What a resumed run keeps must be on disk before the checkpoint that names it.
+        self._send_rows(now=True)
         snapshot = Snapshot(
             step=step,
             model=model.state_dict(),
-            optimizer=optimizer.state_dict(),
+            optimizer=optimizer_state,
             extra={"seed": self._plan.seed},
             score=self._evaluated.get("evaluation_loss", self._loss),
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )
-        self._checkpoints.save(snapshot)
+        checkpoints.save(snapshot)
         self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
     def _refuse(self, shared: SharedStep, step: int, model: nn.Module) -> None:

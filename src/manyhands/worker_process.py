@@ -19,23 +19,25 @@ import torch
 from torch import nn
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective
+from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
+from manyhands.central.exchange import CentralExchange
 from manyhands.cluster.context import RoleContext
-from manyhands.exchange import Exchange
+from manyhands.exchange import Exchange, SingleExchange
+from manyhands.link.base import Link
 from manyhands.link.mesh import SharedMesh, attach_mesh
 from manyhands.link.shared import LinkDescriptors
 from manyhands.observe.events import EventKind
 from manyhands.observe.ring import EventRing
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
-from manyhands.strategy import AllReduce, Mirrored, Strategy
+from manyhands.strategy import AllReduce, Central, Mirrored, Strategy
 from manyhands.worker import Trainer, TrainingPlan
 
-__all__ = ["WorkerFiles", "WorkerJob", "work"]
+__all__ = ["WorkerFiles", "WorkerJob", "exchange_for", "needs_links", "work"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class WorkerFiles:
         with ExitStack() as stack:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
             self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
-            self._mesh = stack.enter_context(SharedMesh.create(workers if _needs_links(strategy) else 1))
+            self._mesh = stack.enter_context(SharedMesh.create(workers if needs_links(strategy) else 1))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)
             self._stack = stack.pop_all()
@@ -146,18 +148,39 @@ def _connect(context: RoleContext, job: WorkerJob) -> Exchange:
         world=context.world,
         timeout_s=job.timeout_s,
     )
-    match job.strategy:
+    return exchange_for(job.strategy, group, lambda: _attach_links(context), job.timeout_s)
+
+
+def exchange_for(
+    strategy: Strategy, group: SharedGroup, open_links: Callable[[], Mapping[int, Link]], timeout_s: float
+) -> Exchange:
+    """One worker's end of `strategy` among the workers of one host, which share `group`.
+
+    `open_links` is called where `needs_links`, for a link to each other worker.
+    """
+    if group.world == 1 and not isinstance(strategy, Central):
+        group.close()
+        return SingleExchange()  # nobody to exchange with
+    match strategy:
         case Mirrored(buckets=buckets) | AllReduce(algorithm="direct", buckets=buckets):
             return AllReduceExchange(SharedCollective(group), buckets)
-        case AllReduce(buckets=buckets) as strategy:
-            return AllReduceExchange(_over_links(context, strategy, group, job.timeout_s), buckets)
+        case AllReduce(buckets=buckets):
+            links = open_links()
+            algorithm = _algorithm(strategy, group.world)
+            executor = ScheduleExecutor(algorithm, group.rank, group.world, links, timeout_s)
+            return AllReduceExchange(ScheduleCollective(executor, links, _arrival(group)), buckets)
+        case Central(buckets=buckets):
+            return CentralExchange(group, buckets)
         case other:
             raise AssertionError(f"{other} has no worker processes")
 
 
-def _over_links(
-    context: RoleContext, strategy: AllReduce, group: SharedGroup, timeout_s: float
-) -> Collective:
+def needs_links(strategy: Strategy) -> bool:
+    """Whether the workers of one host exchange over links, besides the memory they share."""
+    return isinstance(strategy, AllReduce) and strategy.algorithm != "direct"
+
+
+def _attach_links(context: RoleContext) -> Mapping[int, Link]:
     descriptors = {
         peer: LinkDescriptors(
             *(context.descriptor(f"link {peer} {part}") for part in LinkDescriptors._fields)
@@ -165,11 +188,7 @@ def _over_links(
         for peer in range(context.world)
         if peer != context.rank
     }
-    links = attach_mesh(context.rank, descriptors)
-    executor = ScheduleExecutor(
-        _algorithm(strategy, context.world), context.rank, context.world, links, timeout_s
-    )
-    return ScheduleCollective(executor, links, _arrival(group))
+    return attach_mesh(context.rank, descriptors)
 
 
 def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
@@ -185,10 +204,6 @@ def _arrival(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
         return {peer: waited for peer, waited in enumerate(waits) if waited}
 
     return arrive
-
-
-def _needs_links(strategy: Strategy) -> bool:
-    return isinstance(strategy, AllReduce) and strategy.algorithm != "direct"
 
 
 def _leave_weights(descriptor: int, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from manyhands.allreduce import progress
 from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles, slice_of
 from manyhands.errors import Aborted, ManyhandsError, OutOfSharedMemory, PeerTimeout, UserError
 from manyhands.memory.segment import Segment
-from manyhands.memory.waiting import TIMED_OUT, announce, wait_until
+from manyhands.memory.waiting import LEAVE_BYTES, TIMED_OUT, announce, leave_cores, on_my_core, wait_until
 
 LAST = 2**32 - 1
 Result = TypeVar("Result")
@@ -287,7 +287,7 @@ def test_bad_input_gets_a_sentence() -> None:
             with pytest.raises(UserError, match=f"offset={offset}, count={count}"):
                 group.bucket(offset, count, torch.float32)
         bucket = group.bucket(0, 4, torch.float32)
-        with pytest.raises(UserError, match="'maximum'.*did you mean 'max'"):
+        with pytest.raises(UserError, match=r"'maximum'.*did you mean 'max'"):
             group.all_reduce(bucket, "maximum")
         with pytest.raises(UserError, match="root=1"):
             group.broadcast(bucket, root=1)
@@ -340,3 +340,22 @@ def test_announcements_are_never_missed(start: int) -> None:
         thread.join(20)
         assert time.monotonic_ns() < deadline - 10_000_000_000
         assert wait_until(pong, start + turns + 1, abort, time.monotonic_ns() + 1_000_000, 5) == TIMED_OUT
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is only one core to be on")
+def test_a_thread_leaves_the_cores_of_others_and_stays_free() -> None:
+    allowed = os.sched_getaffinity(0)
+    with Segment.create(4096, "a test") as segment:
+        word, room = segment.address, segment.address + 4096 - LEAVE_BYTES
+
+        def moved() -> bool:
+            announce(word, 1)
+            before = on_my_core(word)
+            leave_cores(word, 1, 128, room)
+            return before and not on_my_core(word)
+
+        assert any(moved() for _ in range(20))  # the scheduler may move the thread at any time, too
+        assert os.sched_getaffinity(0) == allowed
+        segment.array(8, 1, np.uint32)[0] = 4_000_000_000  # a core that can not be
+        leave_cores(word, 1, 128, room)
+        assert os.sched_getaffinity(0) == allowed

@@ -26,13 +26,17 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 AWKWARD = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -6e-8, 1e-40, 65504.0, 3e38]
 
 
-def reduce(parts: list[torch.Tensor], operation: int) -> None:
+@njit
+def call(address: int, table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
+    kernels.call_reducer(address, table, world, count, operation, target, scratch)
+
+
+def reduce(parts: list[torch.Tensor], operation: int, target: int = kernels.ALL) -> None:
     table = np.array([part.data_ptr() for part in parts], np.int64)
     scratch = np.empty(kernels.SCRATCH_BYTES, np.uint8)
-    kind = KINDS[parts[0].dtype]
-    kernels.reduce_slice(
-        table.ctypes.data, len(parts), parts[0].numel(), kind, operation, scratch.ctypes.data
-    )
+    address = kernels.reducer_address(KINDS[parts[0].dtype])
+    count = parts[0].numel()
+    call(address, table.ctypes.data, len(parts), count, operation, target, scratch.ctypes.data)
 
 
 def expected(parts: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -113,6 +117,21 @@ def test_neighbours_of_a_slice_stay_untouched() -> None:
             assert part[133:].eq(rank).all()
 
 
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("world", range(1, 6))
+def test_a_result_for_one_part_leaves_the_others_as_they_were(
+    world: int, dtype: torch.dtype, op: str
+) -> None:
+    generator = torch.Generator().manual_seed(world)
+    for count, target in itertools.product((0, 1, 1025, 3000), range(world)):
+        before = list(torch.randn(world, count, generator=generator).to(dtype))
+        parts = [part.clone() for part in before]
+        reduce(parts, OPERATIONS[op], target)
+        for rank, part in enumerate(parts):
+            assert_same(part, expected(before, op) if rank == target else before[rank])
+
+
 @njit
 def widen_all(bits: np.ndarray, out: np.ndarray) -> None:
     for i in range(bits.size):
@@ -153,7 +172,7 @@ def test_half_without_hardware_rounds_as_numpy_does() -> None:
 
 @pytest.mark.parametrize("reducer", [kernels._reduce_float, kernels._reduce_bfloat])
 def test_reductions_are_vectorised(reducer: Any) -> None:
-    signature = (types.int64[::1], types.int64, types.int64, types.int64)
+    signature = (types.int64[::1], types.int64, types.int64, types.int64, types.int64)
     reducer.compile(signature)
     assembly = reducer.inspect_asm(signature)
     assert re.search(r"v?addps|fadd\s+v\d+\.[24]s", assembly)

@@ -3,7 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.strategy import STRATEGIES, AllReduce, Mirrored, Single, Strategy, parse_size, show_size
+from manyhands.strategy import (
+    STRATEGIES,
+    AllReduce,
+    Central,
+    Mirrored,
+    Single,
+    Strategy,
+    parse_size,
+    show_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -13,6 +22,8 @@ from manyhands.strategy import STRATEGIES, AllReduce, Mirrored, Single, Strategy
         ("mirrored", Mirrored()),
         ("mirrored buckets=4MiB", Mirrored(buckets=4 << 20)),
         ("allreduce", AllReduce()),
+        ("central", Central()),
+        ("central buckets=4MiB", Central(buckets=4 << 20)),
         ("allreduce algorithm=ring", AllReduce(algorithm="ring")),
         (
             "allreduce algorithm=hierarchical buckets=1GiB group=4",
@@ -48,6 +59,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("allreduce algorithm=ring algorithm=tree", ["given twice"]),
         ("mirrored buckets=25Mib5", ["'25Mib5'", "25MiB"]),
         ("mirrored buckets=0", ["buckets=0"]),
+        ("central buckets=0", ["buckets=0"]),
         ("single workers=2", ["no setting 'workers'", "it takes none"]),
         ("allreduce algorithm=ring group=2", ["hierarchical"]),
         ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),

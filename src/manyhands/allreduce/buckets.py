@@ -13,7 +13,7 @@ import torch
 
 from manyhands.memory.segment import round_up
 
-__all__ = ["BucketLayout", "Slot", "lay_out"]
+__all__ = ["BucketLayout", "Slot", "lay_out", "padded"]
 
 FIRST_BUCKET_BYTES = 1024 * 1024
 _ALIGN_BYTES = 64
@@ -55,10 +55,15 @@ def lay_out(
         count, dtype = parameters[index]
         offset = open_counts.get(dtype, 0)
         open_slots.setdefault(dtype, []).append(Slot(parameter=index, offset=offset, count=count))
-        open_counts[dtype] = offset + round_up(count, _ALIGN_BYTES // dtype.itemsize)
+        open_counts[dtype] = offset + padded(count, dtype)
         cap = cap_bytes if closed else min(first_bytes, cap_bytes)
         if open_counts[dtype] * dtype.itemsize >= cap:
             close(dtype)
     for dtype in list(open_slots):
         close(dtype)
     return tuple(closed)
+
+
+def padded(count: int, dtype: torch.dtype) -> int:
+    """How many items of a bucket a slot of `count` items takes, so that the next one begins on its own line."""
+    return round_up(count, _ALIGN_BYTES // dtype.itemsize)

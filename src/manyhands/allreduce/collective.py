@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -43,8 +44,8 @@ class Collective(ABC):
         """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
 
     @abstractmethod
-    def broadcast(self, index: int) -> None:
-        """Collective: worker 0's bucket becomes everyone's."""
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Collective: worker `root`'s bucket becomes everyone's."""
 
     @abstractmethod
     def take_times(self) -> Times:
@@ -60,12 +61,17 @@ class Collective(ABC):
 
 
 class SharedCollective(Collective):
-    """Buckets that live in shared memory and are summed in place: `direct`, in worker order, nothing copied."""
+    """Buckets that live in shared memory and are summed in place: `direct`, in worker order, nothing copied.
 
-    def __init__(self, group: SharedGroup) -> None:
+    The first buckets, as many as `owned` has entries, stop halfway: of bucket i worker r gets the sum of the items
+    `owned[i][r]`, and the rest of its part stays as it is.
+    """
+
+    def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]] = ()) -> None:
         self.rank = group.rank
         self.world = group.world
         self._group = group
+        self._owned = owned
         self._buckets: list[Bucket] = []
         self._messages = 0
         self._bytes = 0
@@ -78,17 +84,24 @@ class SharedCollective(Collective):
             end = round_up(end + count * dtype.itemsize, CACHE_LINE)
         self._group.allocate(end, f"the gradients of {self.world} workers")
         self._buckets = [
-            self._group.bucket(offset, count, dtype)
-            for offset, (count, dtype) in zip(offsets, buckets, strict=True)
+            self._group.bucket(offset, count, dtype, ranges)
+            for offset, (count, dtype), ranges in zip_longest(offsets, buckets, self._owned)
         ]
         return [bucket.tensor for bucket in self._buckets]
 
     def launch(self, index: int) -> None:
         """Say that this worker's part is there."""
         bucket = self._buckets[index]
-        self._group.launch(bucket)
-        self._messages += 2 * (self.world - 1)
-        self._bytes += _crossing_bytes(bucket.tensor, self.rank, self.world)
+        part, others = bucket.tensor, self.world - 1
+        if index < len(self._owned):
+            self._group.launch(bucket, scatter=True)
+            self._messages += others
+            self._bytes += others * len(self._owned[index][self.rank]) * part.element_size()
+        else:
+            self._group.launch(bucket)
+            mine = slice_of(part.numel(), part.element_size(), self.rank, self.world)
+            self._messages += 2 * others
+            self._bytes += 2 * others * len(mine) * part.element_size()
 
     def poll(self) -> bool:
         """Reduce what everyone has filled."""
@@ -98,9 +111,13 @@ class SharedCollective(Collective):
         """Wait for the slices of the others."""
         self._group.finish()
 
-    def broadcast(self, index: int) -> None:
-        """Worker 0's bytes to all."""
-        self._group.broadcast(self._buckets[index])
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Worker `root`'s bytes to all."""
+        self._group.broadcast(self._buckets[index], root)
+
+    def parts(self, index: int) -> Sequence[torch.Tensor]:
+        """Every worker's part of a bucket; those of others are to be read between two barriers."""
+        return self._buckets[index].parts
 
     def take_times(self) -> Times:
         """Measured inside the compiled code, waiting apart from reducing."""
@@ -158,9 +175,9 @@ class ScheduleCollective(Collective):
         for index in launched:
             self._executor.all_reduce(self._buckets[index])
 
-    def broadcast(self, index: int) -> None:
-        """Worker 0's bucket to all, down a tree."""
-        self._executor.broadcast(self._buckets[index])
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Worker `root`'s bucket to all, down a tree."""
+        self._executor.broadcast(self._buckets[index], root)
 
     def take_times(self) -> Times:
         """The waiting before the exchange; the exchange itself happens after backward and is timed by the caller."""
@@ -175,9 +192,3 @@ class ScheduleCollective(Collective):
         """Close the links."""
         for link in self._links.values():
             link.close()
-
-
-def _crossing_bytes(part: torch.Tensor, rank: int, world: int) -> int:
-    """What crosses between workers for one bucket: this rank's slice from each other, and its result to each."""
-    items = len(slice_of(part.numel(), part.element_size(), rank, world))
-    return 2 * (world - 1) * items * part.element_size()

@@ -6,12 +6,16 @@ of the mean over the batch, whatever the split.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective
-from manyhands.allreduce.reducer import Reducer
+from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 
 __all__ = ["AllReduceExchange"]
@@ -25,29 +29,55 @@ class AllReduceExchange(Exchange):
         self.world = collective.world
         self._collective = collective
         self._bucket_bytes = bucket_bytes
+        self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._reducer: Reducer | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
-        self._optimizer = optimizer
-        self._reducer = Reducer(model, self._collective, self._bucket_bytes)
+        self._model, self._optimizer = model, optimizer
+        self._reducer = Reducer(model, self._collective, gradient_layouts(model, self._bucket_bytes))
         self._reducer.broadcast([*model.parameters(), *model.buffers()])
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; full buckets leave while it runs."""
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
+    def weigh(self, share: float) -> None:
+        """Gradients are weighted as they enter their buckets."""
+        assert self._reducer is not None, "attach comes before weigh"
+        self._reducer.weight = share
+
+    def on_next_gradient(self, listener: Callable[[], None]) -> None:
+        """From the hook that sees it."""
+        assert self._reducer is not None, "attach comes before on_next_gradient"
+        self._reducer.on_next_gradient = listener
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Gradients add up in their buckets, which stay here."""
+        assert self._reducer is not None, "attach comes before accumulate"
+        return self._reducer.holding()
+
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: finish the sums; every worker's gradients are now the same."""
         assert self._reducer is not None, "attach comes before agree"
         return self._reducer.finish(local)
+
+    def clip(self, max_norm: float) -> float:
+        """The same bits on every worker, because the gradients are."""
+        assert self._model is not None, "attach comes before clip"
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
 
     def apply(self) -> None:
         """The same optimizer step on every worker."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Every worker has all of it; worker 0 tells."""
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict() if self.rank == 0 else None
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers."""

@@ -11,6 +11,8 @@ least that leaves every rank with its own copy.
 * The mean divides the sum by the number of ranks. The maximum of anything and NaN is NaN, as in
   `torch.maximum`; of +0.0 and -0.0 it is that of the higher rank.
 * With one rank nothing is computed and the part stays as it is.
+* A result may go to one part only, which is half of a reduce-scatter: one write where an all-reduce has as
+  many as there are ranks.
 
 numba knows no 16-bit floats, so these travel as uint16. Code is compiled for the machine at hand and
 cached; the key of numba's cache holds the CPU's name and features, so a cache on a shared disk serves
@@ -20,16 +22,18 @@ different machines.
 from __future__ import annotations
 
 import platform
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, float64, int64, njit, types, uint8, uint16, uint32
+from numba import cfunc, float32, float64, int64, njit, types, uint8, uint16, uint32
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from manyhands.memory.atomics import array_at
 
 __all__ = [
+    "ALL",
     "BFLOAT16",
     "COPY",
     "FLOAT16",
@@ -39,7 +43,8 @@ __all__ = [
     "MEAN",
     "SCRATCH_BYTES",
     "SUM",
-    "reduce_slice",
+    "call_reducer",
+    "reducer_address",
 ]
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 0, 1, 2, 3
@@ -47,6 +52,7 @@ SUM, MEAN, MAX, COPY = 0, 1, 2, 3  # COPY + r: rank r's slice goes to all
 
 _BLOCK = 1024  # items accumulated at a time: with the block being read they stay in the first-level cache
 SCRATCH_BYTES = _BLOCK * 8
+ALL = -1  # a result that goes to every part
 
 
 def _converter(source: Any, target: Any, convert: Any) -> Any:
@@ -181,16 +187,48 @@ def _reducer(item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
             last[i] = narrow(_combine(total[i], widen(last[i]), largest) / divisor)
 
     @njit(nogil=True)  # type: ignore[untyped-decorator]
-    def reduce(parts: Any, count: int, operation: int, scratch: int) -> None:
+    def reduce_pair_to(first: Any, second: Any, target: int, largest: bool, scale: float) -> None:
+        """A loop for each target: one that stored to either could alias both and would not be vectorised."""
+        if target == 0:
+            for i in range(first.size):
+                first[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
+        else:
+            for i in range(first.size):
+                second[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def reduce_block_to(
+        parts: Any, target: int, shift: int, total: Any, largest: bool, divisor: float
+    ) -> None:
+        first, second = items_at(parts[0] + shift, total.size), items_at(parts[1] + shift, total.size)
+        for i in range(total.size):
+            total[i] = _combine(widen(first[i]), widen(second[i]), largest)
+        for rank in range(2, parts.size):
+            part = items_at(parts[rank] + shift, total.size)
+            for i in range(total.size):
+                total[i] = _combine(total[i], widen(part[i]), largest)
+        result = items_at(parts[target] + shift, total.size)
+        for i in range(total.size):
+            result[i] = narrow(total[i] / divisor)
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def reduce(parts: Any, count: int, operation: int, target: int, scratch: int) -> None:
         divisor = wide(parts.size if operation == MEAN else 1)
         if parts.size == 2:
             first, second = items_at(parts[0], count), items_at(parts[1], count)
-            reduce_pair(first, second, operation == MAX, wide(1) / divisor)
+            if target == ALL:
+                reduce_pair(first, second, operation == MAX, wide(1) / divisor)
+            else:
+                reduce_pair_to(first, second, target, operation == MAX, wide(1) / divisor)
             return
         for begin in range(0, count, _BLOCK):
             size = min(_BLOCK, count - begin)
-            reduce_block(parts, begin * item_bytes, totals_at(scratch, size), operation == MAX, divisor)
-            _spread(parts, parts.size - 1, begin * item_bytes, size * item_bytes)
+            shift, total = begin * item_bytes, totals_at(scratch, size)
+            if target == ALL:
+                reduce_block(parts, shift, total, operation == MAX, divisor)
+                _spread(parts, parts.size - 1, shift, size * item_bytes)
+            else:
+                reduce_block_to(parts, target, shift, total, operation == MAX, divisor)
 
     return reduce
 
@@ -212,27 +250,75 @@ _reduce_bfloat = _reducer(uint16, float32, _widen_bfloat, _narrow_bfloat)
 _reduce_half = _reducer(uint16, float32, _widen_half, _narrow_half)
 
 
-@njit(  # type: ignore[untyped-decorator]
-    types.void(int64, int64, int64, int64, int64, int64), nogil=True, cache=True
-)
-def reduce_slice(table: int, world: int, count: int, kind: int, operation: int, scratch: int) -> None:
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _settled(parts: Any, num_bytes: int, operation: int) -> bool:
+    """Do what needs no arithmetic; whether that was all."""
+    if parts.size == 1 or num_bytes == 0:
+        return True
+    if operation < COPY:
+        return False
+    for begin in range(0, num_bytes, SCRATCH_BYTES):
+        _spread(parts, operation - COPY, begin, min(SCRATCH_BYTES, num_bytes - begin))
+    return True
+
+
+def _float32(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
+    parts = array_at(table, world, int64)
+    if not _settled(parts, 4 * count, operation):
+        _reduce_float(parts, count, operation, target, scratch)
+
+
+def _float64(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
+    parts = array_at(table, world, int64)
+    if not _settled(parts, 8 * count, operation):
+        _reduce_double(parts, count, operation, target, scratch)
+
+
+def _bfloat16(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
+    parts = array_at(table, world, int64)
+    if not _settled(parts, 2 * count, operation):
+        _reduce_bfloat(parts, count, operation, target, scratch)
+
+
+def _float16(table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
+    parts = array_at(table, world, int64)
+    if not _settled(parts, 2 * count, operation):
+        _reduce_half(parts, count, operation, target, scratch)
+
+
+_ENTRIES = {FLOAT32: _float32, FLOAT64: _float64, BFLOAT16: _bfloat16, FLOAT16: _float16}
+_SIGNATURE = types.void(int64, int64, int64, int64, int64, int64)
+
+
+@cache
+def _compiled(kind: int) -> Any:
+    return cfunc(_SIGNATURE, nopython=True, cache=True)(_ENTRIES[kind])
+
+
+def reducer_address(kind: int) -> int:
+    """The address of the compiled reduction of one type (FLOAT32 ...), for `call_reducer`.
+
+    Compiled when it is first asked for: a program pays for the types it uses, seconds each, once per machine.
+    """
+    address: int = _compiled(kind).address
+    return address
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_reducer(
+    _typing: Any, _address: Any, _table: Any, _world: Any, _count: Any, _op: Any, _target: Any, _scratch: Any
+) -> Any:
     """Reduce `count` items in place at each of the `world` addresses that lie at address `table`.
 
-    `kind` is a type (FLOAT32 ...), `operation` is SUM, MEAN, MAX or COPY + root, `scratch` is the address of
-    SCRATCH_BYTES of the caller's own. The slices must not overlap, and nobody else may touch them meanwhile.
+    The operation is SUM, MEAN, MAX or COPY + root; the result goes to the part of rank `target` or, for ALL, to every
+    part (COPY always does). `scratch` is the address of SCRATCH_BYTES of the caller's own. The slices must not
+    overlap, and nobody else may touch them meanwhile. Through an address, so that its callers need not be compiled
+    again with every type.
     """
-    parts = array_at(table, world, int64)
-    if world == 1 or count == 0:
-        return
-    if operation >= COPY:
-        num_bytes = count * (8 if kind == FLOAT64 else 4 if kind == FLOAT32 else 2)
-        for begin in range(0, num_bytes, SCRATCH_BYTES):
-            _spread(parts, operation - COPY, begin, min(SCRATCH_BYTES, num_bytes - begin))
-    elif kind == FLOAT32:
-        _reduce_float(parts, count, operation, scratch)
-    elif kind == FLOAT64:
-        _reduce_double(parts, count, operation, scratch)
-    elif kind == BFLOAT16:
-        _reduce_bfloat(parts, count, operation, scratch)
-    else:
-        _reduce_half(parts, count, operation, scratch)
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        function = ir.FunctionType(ir.VoidType(), [word] * 6)
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
+
+    return types.void(*[int64] * 7), codegen

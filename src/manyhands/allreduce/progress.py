@@ -17,7 +17,7 @@ from typing import Any
 
 from numba import int64, njit, uint32
 
-from manyhands.allreduce.kernels import reduce_slice
+from manyhands.allreduce.kernels import ALL, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.memory.segment import CACHE_LINE
 from manyhands.memory.waiting import ABORTED, REACHED, announce, leave_cores, on_my_core, reached, wait_until
@@ -26,7 +26,7 @@ __all__ = [
     "ABORT_OFFSET",
     "ARRIVED",
     "BUCKET_COUNT",
-    "BUCKET_KIND",
+    "BUCKET_REDUCER",
     "BUCKET_TABLE",
     "BUSY",
     "CLOSED",
@@ -50,6 +50,7 @@ __all__ = [
     "GROUP_WORLD",
     "LAUNCH",
     "POLL",
+    "SCATTER",
     "abort_group",
     "advance",
     "word_offset",
@@ -64,6 +65,7 @@ _PART_EVERY_NS = 1_000_000  # moving costs some 20 microseconds
 # How far `advance` goes, and what it may answer beside REACHED, ABORTED and TIMED_OUT.
 LAUNCH, POLL, FINISH = 0, 1, 2
 BUSY, CLOSED = 10, 11
+SCATTER = 1 << 32  # added to an operation: the result of a rank's slice goes to its own part only
 
 (
     GROUP_CONTROL,  # address of the control segment
@@ -87,7 +89,7 @@ BUSY, CLOSED = 10, 11
 
 (
     BUCKET_COUNT,  # items in this rank's slice
-    BUCKET_KIND,
+    BUCKET_REDUCER,  # address of the compiled reduction of its type
     _BUCKET_OPERATION,
     _BUCKET_NUMBER,  # the operation it was last launched as
     _BUCKET_NEXT,
@@ -133,10 +135,26 @@ def _launch(group: Any, bucket_address: int, operation: int) -> bool:
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def _all_arrived(group: Any, number: int) -> bool:
-    for rank in range(group[GROUP_WORLD]):
+    for rank in range(group[GROUP_WORLD]):  # noqa: SIM110 - numba compiles no generator expressions
         if not reached(group[GROUP_CONTROL] + word_offset(rank, ARRIVED), number):
             return False
     return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _reduce(group: Any, bucket: Any, table: int) -> None:
+    operation, target = bucket[_BUCKET_OPERATION], ALL
+    if operation >= SCATTER:
+        operation, target = operation - SCATTER, group[GROUP_RANK]
+    call_reducer(
+        bucket[BUCKET_REDUCER],
+        table,
+        group[GROUP_WORLD],
+        bucket[BUCKET_COUNT],
+        operation,
+        target,
+        group[GROUP_SCRATCH],
+    )
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -150,14 +168,7 @@ def _reduce_ready(group: Any) -> None:
         reduced = bucket[_BUCKET_NUMBER]
         if bucket[BUCKET_COUNT] != 0:
             began_ns = clock_ns()
-            reduce_slice(
-                group[GROUP_OLDEST] + 8 * BUCKET_TABLE,
-                group[GROUP_WORLD],
-                bucket[BUCKET_COUNT],
-                bucket[BUCKET_KIND],
-                bucket[_BUCKET_OPERATION],
-                group[GROUP_SCRATCH],
-            )
+            _reduce(group, bucket, group[GROUP_OLDEST] + 8 * BUCKET_TABLE)
             group[GROUP_REDUCING_NS] += clock_ns() - began_ns
         group[GROUP_OLDEST] = bucket[_BUCKET_NEXT]
     if reduced != 0:
@@ -198,7 +209,7 @@ def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> in
             group[GROUP_LATE_PHASE] = phase
             group[GROUP_LATE_OPERATION] = number
             group[GROUP_LATE_NS] = waited_ns
-            return status
+            return status  # type: ignore[no-any-return]
     return REACHED
 
 
@@ -208,12 +219,12 @@ def _finish(group: Any, group_address: int) -> int:
         number = array_at(group[GROUP_OLDEST], BUCKET_TABLE, int64)[_BUCKET_NUMBER]
         status = _wait_for_all(group, group_address, ARRIVED, number)
         if status != REACHED:
-            return status
+            return status  # type: ignore[no-any-return]
         _reduce_ready(group)
     status = _wait_for_all(group, group_address, DONE, group[GROUP_LAUNCHED])
     if status == REACHED:
         group[GROUP_FINISHED] = group[GROUP_LAUNCHED]
-    return status
+    return status  # type: ignore[no-any-return]
 
 
 @njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]

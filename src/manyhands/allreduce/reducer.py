@@ -11,17 +11,19 @@ One more bucket carries what the workers must agree on besides gradients, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from manyhands.allreduce.buckets import BucketLayout, Slot, lay_out
+from manyhands.allreduce.buckets import BucketLayout, lay_out
 from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.gpu import GpuCopies
 from manyhands.errors import UserError
 from manyhands.exchange import LocalStep, SharedStep
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "gradient_layouts"]
 
 _LOSS, _STOP, _FLAGS = 0, 1, 2
 _SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
@@ -31,38 +33,76 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Reducer:
     """Owns the gradients of `model` from construction (collective) to `close`.
 
-    A step is: backward (hooks fill and launch buckets), then `finish` on every worker. Afterwards each parameter's
-    `grad` is the sum over workers, or None where no worker reached it: weight decay and momentum leave that one alone.
+    A step is: backward (hooks fill and launch buckets), then `finish` on every worker. Afterwards the sum over workers
+    has been added to each parameter's `grad`, as one backward would. Where no worker reached it, it stays what it was:
+    if that is None, weight decay and momentum leave the parameter alone.
+    Slots of `layouts` number the trainable parameters of `model`, in registration order.
     """
 
-    def __init__(self, model: nn.Module, collective: Collective, cap_bytes: int) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        for name, parameter in named:
-            if parameter.dtype not in _DTYPES:
-                raise UserError(
-                    f"parameter {name!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
-                )
+    def __init__(
+        self,
+        model: nn.Module,
+        collective: Collective,
+        layouts: Sequence[BucketLayout],
+        *,
+        bring_back: bool = True,
+    ) -> None:
+        named = _trainable(model)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._collective = collective
-        self._layouts = lay_out([(p.numel(), p.dtype) for p in self._parameters], cap_bytes)
+        self._layouts = layouts
         status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
         sizes = [(layout.count, layout.dtype) for layout in self._layouts]
         *self._buckets, self._status = collective.allocate([*sizes, (status_size, torch.float64)])
         self._status_index = len(self._layouts)
-        self._views = self._make_views()
+        self._gpu = _gpu_copies(self._parameters, self._buckets)
+        self._bring_back = bring_back
+        self.gradients = self._make_views()
+        """This worker's part of every trainable parameter's gradient, in its bucket."""
         self._bucket_of = {
             slot.parameter: index for index, layout in enumerate(self._layouts) for slot in layout.slots
         }
         self._reached = [False] * len(named)
+        self._filled = [False] * len(named)
         self._unfilled: list[int] = []
         self._next_launch = 0
         self._pending = False
+        self._held = False
+        self._earlier: dict[int, torch.Tensor] = {}
+        self.weight = 1.0
+        """What every gradient is multiplied with on its way into its bucket; set it before a backward."""
+        self.on_next_gradient: Callable[[], None] | None = None
+        """Called at the next gradient to come, once: set it again to hear of the next backward."""
         self._start_step()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+            hook
             for index, parameter in enumerate(self._parameters)
+            for hook in (
+                parameter.register_hook(self._make_room(index)),  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._make_hook(index)),  # type: ignore[no-untyped-call]
+            )
         ]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the buckets hold nothing that is still needed: the last step was taken and no other has begun."""
+        return all(parameter.grad is None for parameter in self._parameters)
+
+    @property
+    def carrier(self) -> int:
+        """The number of the largest bucket, whose memory can carry other things while `is_idle`."""
+        sizes = [bucket.nbytes for bucket in (*self._buckets, self._status)]
+        return sizes.index(max(sizes))
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Backwards inside only add to the gradients; the first one after it launches buckets as it fills them."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
 
     def finish(self, local: LocalStep) -> SharedStep:
         """Collective: sum what is left, agree on the step, and put the sums where the optimizer reads them."""
@@ -92,9 +132,8 @@ class Reducer:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket."""
-        carriers = [*self._buckets, self._status]
-        index = max(range(len(carriers)), key=lambda i: carriers[i].nbytes)
-        carrier = carriers[index].view(torch.uint8)
+        index = self.carrier
+        carrier = [*self._buckets, self._status][index].view(torch.uint8)
         with torch.no_grad():
             for tensor in tensors:
                 flat = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -105,13 +144,23 @@ class Reducer:
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
         carrier.zero_()
 
+    def _sum(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
+        """The summed gradient where the optimizer reads it; on a GPU that does not step, any tensor in its place."""
+        if self._gpu is None:
+            return self.gradients[index]
+        if self._bring_back:
+            return self._gpu.back(self.gradients[index])
+        return parameter.grad if parameter.grad is not None else torch.empty_like(parameter)
+
     def close(self) -> None:
         """Take the hooks off and let go of the buckets."""
+        if self._gpu is not None:
+            self._gpu.close()
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
-        self._hooks, self._views, self._buckets = [], [], []
+        self._hooks, self.gradients, self._buckets = [], [], []
         self._status = torch.empty(0)
 
     def _make_views(self) -> list[torch.Tensor]:
@@ -122,24 +171,56 @@ class Reducer:
                 views[slot.parameter] = bucket[slot.offset : slot.offset + slot.count].view(shape)
         return [views[index] for index in range(len(views))]
 
+    def _make_room(self, index: int) -> Callable[[torch.Tensor], None]:
+        parameter = self._parameters[index]
+
+        def before_gradient(_: torch.Tensor) -> None:
+            if parameter.grad is None:
+                self._reached[index] = False  # what was held, if anything, has been dropped by zero_grad
+            else:
+                self._lay_aside(index)
+
+        return before_gradient
+
+    def _lay_aside(self, index: int) -> None:
+        """Have autograd hand a gradient over by itself; what was exchanged earlier is added when the sum is there."""
+        parameter, view = self._parameters[index], self.gradients[index]
+        earlier, parameter.grad = parameter.grad, None
+        if earlier is not None and not self._reached[index]:
+            self._earlier[index] = earlier.clone() if earlier.data_ptr() == view.data_ptr() else earlier
+
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        view, bucket = self._views[index], self._bucket_of[index]
-        place = view.data_ptr()
+        view, bucket = self.gradients[index], self._bucket_of[index]
 
         def on_gradient(parameter: torch.Tensor) -> None:
+            if self.on_next_gradient is not None:
+                listener, self.on_next_gradient = self.on_next_gradient, None
+                listener()
             gradient = parameter.grad
             assert gradient is not None
-            if gradient.data_ptr() != place or view.numel() == 0:
-                if gradient.is_sparse:
-                    raise UserError(
-                        f"parameter {self._names[index]!r} has a sparse gradient; all-reduce sums dense ones, so "
-                        "build it with sparse=False"
-                    )
-                view.copy_(gradient)
+            if bucket < self._next_launch:
+                raise UserError(
+                    f"parameter {self._names[index]!r} got a second gradient after the first was sent; run every "
+                    "backward of a step but the last inside accumulate(), and checkpoint with use_reentrant=False"
+                )
+            if gradient.is_sparse:
+                raise UserError(
+                    f"parameter {self._names[index]!r} has a sparse gradient; all-reduce sums dense ones, so "
+                    "build it with sparse=False"
+                )
+            if self._gpu is None:
+                _put(view, gradient, self.weight, add=self._reached[index])
                 parameter.grad = view
-            if not self._reached[index]:
-                self._reached[index] = True
+            else:
+                self._gpu.into(view, gradient, self.weight, add=self._reached[index])
+            self._reached[index] = True
+            if self._held:
+                return
+            if not self._filled[index]:
+                self._filled[index] = True
                 self._unfilled[bucket] -= 1
+            if self._gpu is not None:
+                return  # copies are still on their way: `finish` launches what has landed by then
             if self._next_launch == bucket and self._unfilled[bucket] == 0:
                 self._launch_filled()
             elif self._pending:
@@ -149,11 +230,14 @@ class Reducer:
 
     def _start_step(self) -> None:
         self._reached = [False] * len(self._parameters)
+        self._filled = [False] * len(self._parameters)
         self._unfilled = [len(layout.slots) for layout in self._layouts]
         self._next_launch = 0
         self._pending = False
 
     def _launch_filled(self) -> None:
+        if self._gpu is not None:
+            self._gpu.landed()
         while self._next_launch < len(self._layouts) and self._unfilled[self._next_launch] == 0:
             self._collective.launch(self._next_launch)
             self._next_launch += 1
@@ -161,20 +245,70 @@ class Reducer:
 
     def _zero_unreached(self) -> None:
         for index, layout in enumerate(self._layouts[self._next_launch :], self._next_launch):
-            for slot in _unreached(layout, self._reached):
-                self._views[slot.parameter].zero_()
+            for slot in layout.slots:
+                self._fill_unreached(slot.parameter)
             self._unfilled[index] = 0
+
+    def _fill_unreached(self, index: int) -> None:
+        """The part of a parameter that the last backward did not reach: what was held, or zero."""
+        if self._filled[index]:
+            return
+        if self._parameters[index].grad is None:
+            self._reached[index] = False
+        elif not self._reached[index]:
+            self._lay_aside(index)
+        if not self._reached[index]:
+            self.gradients[index].zero_()
 
     def _read_status(self, status: list[float]) -> SharedStep:
         world = self._collective.world
         reached_by = status[_FLAGS + world :]
         for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._views[index] if reached_by[index] else None
+            earlier = self._earlier.get(index)
+            if reached_by[index]:
+                total = self._sum(index, parameter)
+                parameter.grad = total if earlier is None else total.add_(earlier)
+            elif earlier is not None:
+                parameter.grad = self._sum(index, parameter).copy_(earlier)
+        self._earlier = {}
         self._start_step()
         bad = tuple(rank for rank in range(world) if status[_FLAGS + rank])
         loss = float("nan") if bad else status[_LOSS]
         return SharedStep(loss=loss, bad_workers=bad, stop=status[_STOP] > 0)
 
 
-def _unreached(layout: BucketLayout, reached: Sequence[bool]) -> list[Slot]:
-    return [slot for slot in layout.slots if not reached[slot.parameter]]
+def gradient_layouts(model: nn.Module, cap_bytes: int) -> tuple[BucketLayout, ...]:
+    """Buckets for the gradients of `model`; a UserError names a parameter of a type that can not be summed."""
+    named = _trainable(model)
+    for name, parameter in named:
+        if parameter.dtype not in _DTYPES:
+            raise UserError(
+                f"parameter {name!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
+            )
+    return lay_out([(parameter.numel(), parameter.dtype) for _, parameter in named], cap_bytes)
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _gpu_copies(parameters: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor]) -> GpuCopies | None:
+    """For a model on a GPU, what copies its gradients; None for one on the CPU."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise UserError(f"the model is on {', '.join(sorted(map(str, devices)))}; put it on one device")
+    device = devices.pop() if devices else torch.device("cpu")
+    return GpuCopies(device, buckets) if device.type == "cuda" else None
+
+
+def _put(view: torch.Tensor, gradient: torch.Tensor, weight: float, *, add: bool) -> None:
+    """Move a gradient into its bucket, weighted; a weight of 0 leaves nothing of it, not even a NaN."""
+    if weight == 0:
+        if not add:
+            view.zero_()
+    elif add:
+        view.add_(gradient, alpha=weight)
+    elif weight == 1:
+        view.copy_(gradient)
+    else:
+        torch.mul(gradient, weight, out=view)

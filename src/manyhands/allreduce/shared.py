@@ -11,7 +11,8 @@ result back to all parts. No byte is copied on the way, and nobody writes a line
               bucket.tensor[:] = ...; group.all_reduce(bucket)
 
 or, to overlap with computation: `launch` each bucket as it fills, `poll` now and then, `finish` at the end.
-All ranks launch the same buckets with the same operations in the same order; polling is up to each.
+All ranks launch the same buckets with the same operations in the same order; polling is up to each. A
+bucket launched with `scatter` stops halfway: rank j keeps the result of slice j, and nobody else gets it.
 
 The memory has no name and goes with the last process that holds it. The compiled half is `progress.py`.
 """
@@ -19,6 +20,7 @@ The memory has no name and goes with the last process that holds it. The compile
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, Self
@@ -31,7 +33,7 @@ from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, ne
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
 from manyhands.memory.waiting import ABORTED, REACHED, TIMED_OUT, spins_for
 
-__all__ = ["Bucket", "GroupStats", "SharedGroup", "SharedGroupFiles", "slice_of"]
+__all__ = ["Bucket", "GroupStats", "SharedGroup", "SharedGroupFiles", "slice_of", "warm"]
 
 _KINDS = {
     torch.float32: kernels.FLOAT32,
@@ -42,8 +44,16 @@ _KINDS = {
 _OPERATIONS = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1
 _HEADER = 4  # words of line 0: magic, version, world, number of the operation before the first
+_PATIENCE = 4  # times the usual spinning: whoever sleeps may be woken on the core of its waker
 _NEVER_NS = 2**63 - 1
 _RESERVE_BYTES_PER_S = 200e6  # a cautious pace for the kernel to hand out zeroed pages
+
+
+def warm(dtypes: Iterable[torch.dtype]) -> None:
+    """Compile the reductions of these types into the cache: once here, so that workers do not each do it."""
+    for dtype in dtypes:
+        if dtype in _KINDS:
+            kernels.reducer_address(_KINDS[dtype])
 
 
 def slice_of(count: int, item_bytes: int, rank: int, world: int) -> range:
@@ -69,13 +79,15 @@ class GroupStats:
 class Bucket:
     """A vector that all ranks reduce together; `tensor` is this rank's part, shared with the others.
 
-    Its owner fills `tensor`, launches the bucket and leaves it alone until `finish`. `SharedGroup.bucket` makes it.
+    Its owner fills `tensor`, launches the bucket and leaves it alone until `finish`. `parts` are those of all ranks,
+    to be read between two barriers. `SharedGroup.bucket` makes it.
     """
 
-    __slots__ = ("_block", "address", "group", "tensor")
+    __slots__ = ("_block", "address", "group", "parts", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, block: np.ndarray, group: SharedGroup) -> None:
-        self.tensor = tensor
+    def __init__(self, parts: Sequence[torch.Tensor], block: np.ndarray, group: SharedGroup) -> None:
+        self.parts = parts
+        self.tensor = parts[group.rank]
         self.group = group
         self.address = block.ctypes.data
         self._block = block
@@ -159,6 +171,7 @@ class SharedGroup:
         self._control = Segment.attach(control)
         self._arena_descriptor = arena
         self._arena: Segment | None = None
+        self._common_bytes: int | None = None
         self._part_bytes = 0
         self._blocks: list[np.ndarray] = []  # compiled code holds their addresses
         self._scratch = np.zeros(kernels.SCRATCH_BYTES, np.uint8)
@@ -169,7 +182,7 @@ class SharedGroup:
             progress.GROUP_CONTROL: self._control.address,
             progress.GROUP_RANK: rank,
             progress.GROUP_WORLD: world,
-            progress.GROUP_SPINS: spins_for(world),
+            progress.GROUP_SPINS: _PATIENCE * spins_for(world),
             progress.GROUP_PART_NS: 0 if world <= len(os.sched_getaffinity(0)) else _NEVER_NS,
             progress.GROUP_SCRATCH: self._scratch.ctypes.data,
             progress.GROUP_LAUNCHED: before,
@@ -195,6 +208,22 @@ class SharedGroup:
             raise UserError(f"timeout_s={timeout_s}: must be more than 0 seconds and less than 1e9")
         self._state[progress.GROUP_TIMEOUT_NS] = int(timeout_s * 1e9)
 
+    def share(self, num_bytes: int, purpose: str) -> Segment:
+        """Collective, once, before `allocate`: zeroed memory that all ranks see as one, and the caller closes.
+
+        Rank 0 reserves it, as in `allocate`. Who writes where, and when, is the caller's business.
+        """
+        if self._common_bytes is not None or self._arena is not None or num_bytes < 0:
+            raise UserError(
+                f"share({num_bytes}): comes once, before allocate, with a number of bytes of at least 0"
+            )
+        self._common_bytes = round_up(num_bytes, PAGE)
+        self._reserve(self._common_bytes, purpose, kept_bytes=0)
+        common = Segment.attach(os.dup(self._arena_descriptor))
+        self._require_equal(self._common_bytes, common.num_bytes, "in common")
+        self.barrier()  # rank 0 may resize the file only when all have mapped this much of it
+        return common
+
     def allocate(self, num_bytes: int, purpose: str) -> None:
         """Collective, once: room for `num_bytes` of buckets per rank.
 
@@ -203,30 +232,21 @@ class SharedGroup:
         """
         if self._arena is not None or num_bytes < 0:
             raise UserError(f"allocate({num_bytes}): comes once, with a number of bytes of at least 0")
-        part_bytes = round_up(num_bytes, PAGE)
-        if self.rank == 0:
-            try:
-                reserve(self._arena_descriptor, part_bytes * self.world, purpose)
-            except BaseException:
-                self.abort(0)
-                raise
-        usual_s = self.timeout_s
-        self.timeout_s = usual_s + min(part_bytes * self.world / _RESERVE_BYTES_PER_S, 3600)
-        try:
-            self.barrier()
-        finally:
-            self.timeout_s = usual_s
+        self._common_bytes = self._common_bytes or 0
+        self._part_bytes = round_up(num_bytes, PAGE)
+        end = self._common_bytes + self._part_bytes * self.world
+        self._reserve(end, purpose, kept_bytes=self._common_bytes)
         self._arena = Segment.attach(self._arena_descriptor)
-        self._part_bytes = part_bytes
-        if self._arena.num_bytes != part_bytes * self.world:
-            self.abort(self.rank)
-            raise UserError(
-                f"allocate({num_bytes}): rank {self.rank} asks for {part_bytes} bytes per rank and rank 0 for "
-                f"{self._arena.num_bytes // self.world}; all ranks must ask for the same"
-            )
+        reserved = (self._arena.num_bytes - self._common_bytes) // self.world
+        self._require_equal(self._part_bytes, reserved, "per rank")
 
-    def bucket(self, offset: int, count: int, dtype: torch.dtype) -> Bucket:
-        """The same call on every rank: a vector of `count` items, `offset` bytes into each rank's memory."""
+    def bucket(
+        self, offset: int, count: int, dtype: torch.dtype, ranges: Sequence[range] | None = None
+    ) -> Bucket:
+        """The same call on every rank: a vector of `count` items, `offset` bytes into each rank's memory.
+
+        `ranges` says which items each rank reduces, where even slices of whole cache lines will not do.
+        """
         if self._arena is None:
             raise UserError("bucket: allocate comes first")
         if dtype not in _KINDS:
@@ -237,18 +257,23 @@ class SharedGroup:
                 f"bucket(offset={offset}, count={count}, {dtype}): the offset must be a multiple of {CACHE_LINE} "
                 f"and the end at most {self._part_bytes} bytes"
             )
-        mine = slice_of(count, dtype.itemsize, self.rank, self.world)
+        mine = _checked(ranges, count, self.world)[self.rank] if ranges is not None else None
+        if mine is None:
+            mine = slice_of(count, dtype.itemsize, self.rank, self.world)
         block = self._new_block(progress.BUCKET_TABLE + self.world)
         block[progress.BUCKET_COUNT] = len(mine)
-        block[progress.BUCKET_KIND] = _KINDS[dtype]
-        first = self._arena.address + offset + mine.start * dtype.itemsize
-        block[progress.BUCKET_TABLE :] = [first + rank * self._part_bytes for rank in range(self.world)]
-        tensor = self._arena.tensor(self.rank * self._part_bytes + offset, count, dtype)
-        return Bucket(tensor, block, self)
+        block[progress.BUCKET_REDUCER] = kernels.reducer_address(_KINDS[dtype])
+        begins = [(self._common_bytes or 0) + rank * self._part_bytes + offset for rank in range(self.world)]
+        first = self._arena.address + mine.start * dtype.itemsize
+        block[progress.BUCKET_TABLE :] = [first + begin for begin in begins]
+        return Bucket([self._arena.tensor(begin, count, dtype) for begin in begins], block, self)
 
-    def launch(self, bucket: Bucket, op: str = "sum") -> None:
-        """This rank's part is filled: say so and return at once; the order is the same on every rank."""
-        self._advance(bucket, _operation(op), progress.LAUNCH)
+    def launch(self, bucket: Bucket, op: str = "sum", *, scatter: bool = False) -> None:
+        """This rank's part is filled: say so and return at once; the order is the same on every rank.
+
+        With `scatter`, each rank's own slice of its own `Bucket.tensor` will hold the result, the rest what it held.
+        """
+        self._advance(bucket, _operation(op) + scatter * progress.SCATTER, progress.LAUNCH)
 
     def poll(self) -> bool:
         """Reduce my slice of every bucket that all ranks have launched; whether some are still to come."""
@@ -311,6 +336,29 @@ class SharedGroup:
     ) -> None:
         self.close()
 
+    def _reserve(self, num_bytes: int, purpose: str, kept_bytes: int) -> None:
+        """Collective: rank 0 makes the arena `num_bytes` long, and all wait for that."""
+        if self.rank == 0:
+            try:
+                reserve(self._arena_descriptor, num_bytes, purpose, kept_bytes)
+            except BaseException:
+                self.abort(0)
+                raise
+        usual_s = self.timeout_s
+        self.timeout_s = usual_s + min((num_bytes - kept_bytes) / _RESERVE_BYTES_PER_S, 3600)
+        try:
+            self.barrier()
+        finally:
+            self.timeout_s = usual_s
+
+    def _require_equal(self, asked: int, reserved: int, what: str) -> None:
+        if asked != reserved:
+            self.abort(self.rank)
+            raise UserError(
+                f"rank {self.rank} asks for {asked} bytes of shared memory {what} and rank 0 for {reserved}; all "
+                "ranks must ask for the same"
+            )
+
     def _advance(self, bucket: Bucket, operation: int, until: int) -> None:
         if bucket.group is not self:
             raise UserError("the bucket belongs to another group")
@@ -363,6 +411,20 @@ class SharedGroup:
             f"runs, or allow more than timeout_s={self.timeout_s:g}",
             first,
         )
+
+
+def _checked(ranges: Sequence[range], count: int, world: int) -> Sequence[range]:
+    """The ranges, if they are one per rank and together hold every item once, in order."""
+    ends = [0, *(mine.stop for mine in ranges)]
+    if (
+        len(ranges) != world
+        or ends[-1] != count
+        or any(mine != range(begin, mine.stop) for begin, mine in zip(ends, ranges, strict=False))
+    ):
+        raise UserError(
+            f"ranges={list(ranges)}: must be {world} ranges, one after the other from 0 to {count}"
+        )
+    return ranges
 
 
 def _operation(op: str) -> int:

@@ -36,6 +36,9 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "resume": (Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")], False),
+    "device": (Annotated[str, typer.Option(help="cpu, or cuda: one GPU per worker in turn.")], "cpu"),
+    "autocast": (Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where safe.")], False),
+    "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
     "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
     "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
     "slow": (
@@ -63,6 +66,9 @@ class _Common:
     seed: int
     out: Path | None
     resume: bool
+    device: str
+    autocast: bool
+    compile_model: bool
     evaluate_every: int | None
     checkpoint_every: int | None
     slow: str | None
@@ -130,19 +136,24 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
         steps=steps,
         epochs=epochs,
         seed=common.seed,
+        device=common.device,
         out=out,
         resume=common.resume,
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
+            autocast=common.autocast,
+            compile=common.compile_model,
             view=view,
         ),
     )
     try:
         run = fit_here()
     except KeyboardInterrupt:
-        print(f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr)
+        print(
+            f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr
+        )
         raise typer.Exit(130) from None
     if common.json_file is not None:
         common.json_file.write_text(json.dumps(run.summary, indent=2) + "\n")

@@ -136,18 +136,21 @@ class Segment:
         self.close()
 
 
-def reserve(descriptor: int, num_bytes: int, purpose: str) -> None:
-    """Size a memfd and take its pages now, or raise OutOfSharedMemory."""
-    room = available_bytes()
-    if num_bytes > room:
-        raise OutOfSharedMemory(purpose, num_bytes, room)
+def reserve(descriptor: int, num_bytes: int, purpose: str, kept_bytes: int = 0) -> None:
+    """Size a memfd and take its pages now, or raise OutOfSharedMemory.
+
+    The first `kept_bytes`, reserved before, stay what they are whatever happens: others may have them mapped.
+    """
+    needed, room = num_bytes - kept_bytes, available_bytes()
+    if needed > room:
+        raise OutOfSharedMemory(purpose, needed, room)
     os.ftruncate(descriptor, num_bytes)
-    if num_bytes:
+    if needed:
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            os.posix_fallocate(descriptor, kept_bytes, needed)
         except OSError as error:
-            os.ftruncate(descriptor, 0)
-            raise OutOfSharedMemory(purpose, num_bytes, available_bytes()) from error
+            os.ftruncate(descriptor, kept_bytes)
+            raise OutOfSharedMemory(purpose, needed, available_bytes()) from error
 
 
 def _machine_available() -> int:

@@ -40,6 +40,7 @@ __all__ = [
     "WORD_BYTES",
     "announce",
     "leave_cores",
+    "nudge",
     "on_my_core",
     "reached",
     "spins_for",
@@ -81,6 +82,19 @@ def announce(word: int, sequence: int) -> None:
     if load_u32(word + _CORE) != core:
         store_u32(word + _CORE, core)
     store_u32(word, uint32(sequence))
+    if not _STORE_IS_FENCE:
+        fence()
+    if load_u32(word + _SLEEPERS) != 0:
+        futex_wake(word)
+
+
+@njit("void(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def nudge(word: int) -> None:
+    """Add one to a sequence that many write, a bell, and wake whoever sleeps on it."""
+    core = uint32(_sched_getcpu())
+    if load_u32(word + _CORE) != core:
+        store_u32(word + _CORE, core)
+    add_u32(word, uint32(1))
     if not _STORE_IS_FENCE:
         fence()
     if load_u32(word + _SLEEPERS) != 0:

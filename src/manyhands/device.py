@@ -1,0 +1,83 @@
+"""Where a worker computes: `cpu`, `cuda` (one GPU per worker by local rank), or one GPU named, `cuda:1`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from manyhands.errors import UserError
+
+__all__ = ["NumberReader", "check_device", "device_of", "moved", "sharing_sentence"]
+
+
+def check_device(name: str) -> str:
+    """`name` if this machine has it, else a UserError that says what it has."""
+    if name == "cpu":
+        return name
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise UserError(f"device={name!r}: allowed: cpu, cuda, cuda:0, cuda:1, ...")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found == 0:
+        raise UserError(
+            f"device={name}: this machine has no GPU that torch can use; `manyhands doctor` says why"
+        )
+    if match[1] is not None and int(match[1]) >= found:
+        raise UserError(f"device={name}: there are {found} GPUs, numbered from 0")
+    return name
+
+
+def device_of(name: str, local_rank: int) -> torch.device:
+    """The device of one worker; plain `cuda` deals the GPUs out in turn."""
+    if name == "cuda":
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device(name)
+
+
+def sharing_sentence(name: str, workers: int) -> str | None:
+    """A sentence when several workers share a GPU, which works but should be known."""
+    if name == "cpu":
+        return None
+    gpus = torch.cuda.device_count() if name == "cuda" else 1
+    return f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''}" if workers > gpus else None
+
+
+class NumberReader:
+    """Reads one number off a device without waiting for the work that was queued after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host: dict[torch.dtype, torch.Tensor] = {}
+
+    def ask(self, value: torch.Tensor) -> Callable[[], float]:
+        """Begin to read; the function that is returned waits for the number."""
+        value = value.detach()
+        copied = self._copied
+        if copied is None or value.device.type == "cpu":
+            return lambda: float(value)
+        if value.dtype not in self._host:
+            self._host[value.dtype] = torch.empty((), dtype=value.dtype, pin_memory=True)
+        host = self._host[value.dtype].copy_(value.reshape(()), non_blocking=True)
+        copied.record()
+
+        def answer() -> float:
+            copied.synchronize()
+            return float(host)
+
+        return answer
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it on `device`; tuples, lists and dicts are gone through."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(part, device) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(part, device) for part in batch)
+    if isinstance(batch, Mapping):
+        return {name: moved(part, device) for name, part in batch.items()}
+    return batch
