@@ -31,7 +31,7 @@ from manyhands.link.message import Message
 from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.link.torch_p2p import TorchLink
 
-SIZES = {1 << 10: 50, 1 << 16: 20, 1 << 20: 5, 1 << 26: 1}  # bytes, and round trips per measurement
+SIZES = {1 << 10: 200, 1 << 16: 100, 1 << 20: 10, 1 << 26: 2}  # bytes, and round trips per measurement
 TIMEOUT_S = 60.0
 
 
@@ -214,10 +214,12 @@ def main() -> None:
     if options.peer:
         be_the_peer(options.rounds, options.peer)
         return
+    load = os.getloadavg()[0]
     rows = compare(options.rounds)
     print_table(rows)
     facts = {
         "cores": len(os.sched_getaffinity(0)),
+        "load_before": load,
         "machine": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,6 +1,7 @@
 """README and docs are run: every ```python block, top to bottom, one namespace a file, in an empty folder."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,10 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_committed_results(page: Path) -> None:
+    render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))["render"]
+    text = page.read_text()
+    assert render(text) == text, "run `python benchmarks/render.py`"

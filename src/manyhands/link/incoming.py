@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -12,14 +13,20 @@ from manyhands.link import ring
 from manyhands.link.base import Closed, PeerDied, ReceiveOutcome, TimedOut, hand_out, room_for
 from manyhands.link.message import HEADER_BYTES, Header, ProtocolError
 from manyhands.link.outgoing import SLICE_NS
+from manyhands.memory.waiting import LEAVE_BYTES, leave_cores, on_my_core
 
 __all__ = ["Incoming"]
+
+_LOOK_EVERY_NS: Final = 500_000
+_PART_EVERY_NS: Final = 10_000_000
+_NEVER_NS: Final = 1 << 63
 
 
 class Incoming:
     """One direction of a link, seen by its consumer.
 
     What was read of an unfinished message is kept here, so a deadline in the middle of one loses nothing.
+    With `part`, a consumer that finds its producer on its own core moves to another.
     """
 
     def __init__(
@@ -29,6 +36,7 @@ class Incoming:
         peer_end: Callable[[], Closed | PeerDied | None],
         peer: str,
         spins: int,
+        part: bool,
     ) -> None:
         self._ring = address
         self._max_payload_bytes = max_payload_bytes
@@ -41,11 +49,15 @@ class Incoming:
         self._target: torch.Tensor | None = None
         self._done = 0  # bytes read of the header, and then of the payload
         self._sequence = 0
+        self._part_ns = 0 if part else _NEVER_NS
+        self._room = (ctypes.c_char * LEAVE_BYTES)()
 
     def receive(self, timeout_s: float, into: torch.Tensor | None) -> ReceiveOutcome:
         """Read the next message, or go on with the one a deadline interrupted."""
         start_ns = time.monotonic_ns()
         deadline_ns = start_ns + int(timeout_s * 1e9)
+        if start_ns >= self._part_ns:
+            self._part(start_ns)
         header = self._header
         if header is None:
             outcome = self._fill(self._bytes_address, HEADER_BYTES, start_ns, deadline_ns)
@@ -55,9 +67,7 @@ class Incoming:
         if self._target is None:
             self._target = room_for(header, into, self._peer)
         elif into is not None:
-            room_for(
-                header, into, self._peer
-            )  # refuses what does not fit before, not after, the rest is read
+            room_for(header, into, self._peer)  # what does not fit is refused before the rest is read
         if self._target is not None and header.payload_bytes:
             outcome = self._fill(self._target.data_ptr(), header.payload_bytes, start_ns, deadline_ns)
             if outcome is not None:
@@ -66,6 +76,13 @@ class Incoming:
         self._header, self._target, self._done = None, None, 0
         self._sequence += 1
         return received
+
+    def _part(self, now_ns: int) -> None:
+        """Leave this core if the peer runs on it too, unless that was tried just now."""
+        self._part_ns = now_ns + _LOOK_EVERY_NS
+        if on_my_core(self._ring):
+            self._part_ns = now_ns + _PART_EVERY_NS
+            leave_cores(self._ring, 1, 0, ctypes.addressof(self._room))
 
     def _decode(self) -> Header:
         header = Header.decode(self._bytes, self._max_payload_bytes)

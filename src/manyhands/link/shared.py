@@ -43,7 +43,7 @@ from manyhands.memory.waiting import spins_for
 
 __all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]
 
-DEFAULT_CAPACITY_BYTES: Final = 1 << 20
+DEFAULT_CAPACITY_BYTES: Final = (1 << 20) + PAGE  # a payload of 1 MiB, and its header
 _PATIENCE: Final = 4  # times the usual spinning: a peer that runs Python takes 10 to 20 µs to answer
 
 
@@ -106,8 +106,8 @@ class SharedLink(Link):
     """One end of a link through shared memory; made by `attach` or `pair`.
 
     `roles` says how many processes of this host wait for each other, `queue_bytes` bounds what waits for room
-    in the ring, `max_payload_bytes` what the peer may announce. A peer whose process ends is noticed within
-    100 ms by whoever waits for it.
+    in the ring, `max_payload_bytes` what the peer may announce. Whoever waits for
+    a peer looks every 50 ms whether its process is still there.
     """
 
     def __init__(
@@ -136,10 +136,11 @@ class SharedLink(Link):
         self._receiving = threading.Lock()
         self._leaving = threading.Lock()
         spins = _PATIENCE * spins_for(roles)
+        room_to_part = roles <= len(os.sched_getaffinity(0))
         self._outgoing = Outgoing(
             out_address, queue_bytes, self._peer_end, f"manyhands link to {peer}", spins
         )
-        self._incoming = Incoming(in_address, max_payload_bytes, self._peer_end, peer, spins)
+        self._incoming = Incoming(in_address, max_payload_bytes, self._peer_end, peer, spins, room_to_part)
         _open_links.add(self)
 
     @classmethod

@@ -1,0 +1,108 @@
+"""Put the committed results into the documents: `python benchmarks/render.py` rewrites what stands between the marks.
+
+A mark is a pair of HTML comments, `<!-- name -->` and `<!-- /name -->`. A test fails when a document says something
+else than the results it quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def show_time(microseconds: float) -> str:
+    if microseconds >= 1000:
+        return f"{microseconds / 1000:.1f} ms"
+    return f"{microseconds:.0f} µs" if microseconds >= 100 else f"{microseconds:.1f} µs"
+
+
+def show_ratio(ratio: float) -> str:
+    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×"
+
+
+def allreduce_speed() -> str:
+    """The README's table: the bucket against Gloo at each size and number of workers."""
+    names = ["allreduce-2", "allreduce-4", *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16))]
+    results = [load(name) for name in names]
+    sizes = [row["size_bytes"] for row in results[0]["results"]]
+    rows = [["workers on cores", *(format_bytes(size) for size in sizes)]]
+    for result in results:
+        cells = [row["contenders"] for row in result["results"]]
+        rows.append(
+            [
+                f"{result['workers']} on {result['cores']}",
+                *(
+                    f"{show_time(cell['bucket']['median_us'])}, **{show_ratio(cell['bucket']['times_gloo'])}** Gloo"
+                    for cell in cells
+                ),
+            ]
+        )
+    return markdown(rows)
+
+
+def allreduce_table(name: str) -> Callable[[], str]:
+    """All contenders of one result: median time and ratio to Gloo."""
+
+    def render() -> str:
+        result = load(name)
+        sizes = result["results"]
+        rows = [["", *(format_bytes(row["size_bytes"]) for row in sizes)]]
+        for contender in sizes[0]["contenders"]:
+            cells = [row["contenders"][contender] for row in sizes]
+            rows.append(
+                [contender, *(f"{show_time(c['median_us'])} ({show_ratio(c['times_gloo'])})" for c in cells)]
+            )
+        title = f"**{result['workers']} workers on {result['cores']} cores** (torch {result['torch']})"
+        return f"{title}\n\n{markdown(rows)}"
+
+    return render
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "allreduce speed": allreduce_speed,
+    **{
+        name: allreduce_table(name)
+        for name in (
+            "allreduce-2",
+            "allreduce-4",
+            *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16)),
+        )
+    },
+}
+
+
+def render(text: str) -> str:
+    """`text` with every marked block as the results have it."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- /{match[1]} -->"
+
+    return re.sub(r"<!-- ([^/].*?) -->\n.*?<!-- /\1 -->", fill, text, flags=re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(render(page.read_text()))
