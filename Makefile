@@ -36,7 +36,8 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check $(VENV)/.kernels
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
+	$(BIN)/python -m pytest -m "not soak" tests/processes
 
 bench: setup $(VENV)/.kernels
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json

@@ -17,7 +17,7 @@ from manyhands.allreduce.shared import SharedGroup
 from manyhands.exchange import Exchange
 from manyhands.link.simulated import SimulatedNetwork
 
-BUCKET_BYTES = 1024  # two buckets even for this small model
+BUCKET_BYTES = 1024  # more than one bucket even for this small model
 CASES = {
     "momentum-float64": ("momentum", torch.float64, 1e-9),
     "adamw-float64": ("adamw", torch.float64, 1e-9),
