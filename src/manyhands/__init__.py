@@ -19,6 +19,7 @@ from manyhands.version import __version__
 if TYPE_CHECKING:
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
+    from manyhands.loop.join import join
     from manyhands.run import History, Run
     from manyhands.slowdown import Slowdown
     from manyhands.strategy import AllReduce, Mirrored, Single, Strategy
@@ -38,6 +39,7 @@ __all__ = [
     "UserError",
     "__version__",
     "fit",
+    "join",
 ]
 
 _HOMES = {
@@ -53,6 +55,7 @@ _HOMES = {
     "Task": "task",
     "UserError": "errors",
     "fit": "fitting",
+    "join": "loop.join",
 }
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.memory.heap import keep_freed_memory
 
 __all__ = ["AllReduceExchange"]
 
@@ -38,6 +39,7 @@ class AllReduceExchange(Exchange):
         self._model, self._optimizer = model, optimizer
         self._reducer = Reducer(model, self._collective, gradient_layouts(model, self._bucket_bytes))
         self._reducer.broadcast([*model.parameters(), *model.buffers()])
+        keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; full buckets leave while it runs."""

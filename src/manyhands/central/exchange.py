@@ -34,6 +34,7 @@ from manyhands.central.ownership import cut, keep_whole
 from manyhands.central.slices import SlicedOptimizer
 from manyhands.errors import UserError
 from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.memory.heap import keep_freed_memory
 
 __all__ = ["CentralExchange"]
 
@@ -82,6 +83,7 @@ class CentralExchange(Exchange):
         self._attached = _Attached(
             optimizer=optimizer, home=home, collective=collective, reducer=reducer, slices=slices
         )
+        keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; slices are reduced while it runs."""

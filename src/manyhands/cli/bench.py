@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from manyhands.bench import step as step_bench
 from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
 from manyhands.strategy import parse_size
 
@@ -33,6 +34,19 @@ def allreduce(
     sizes_bytes = [parse_size(size) for size in sizes.split(",")] if sizes else DEFAULT_SIZES_BYTES
     result = run_bench(workers, sizes_bytes, repeats)
     print(format_table(result))
+    _write(result, json_file)
+
+
+@bench_app.command("step")
+def step(
+    workers: Workers = 2,
+    workload: Annotated[str, typer.Option(help="What to train, separated by commas.")] = "mlp,cnn,language",
+    steps: Annotated[int, typer.Option(help="Measured steps of each contender.")] = step_bench.DEFAULT_STEPS,
+    json_file: JsonFile = None,
+) -> None:
+    """Whole training steps: mirrored, central and torch's DDP on Gloo, interleaved, with equal losses."""
+    result = step_bench.run_bench(workers, step_bench.named_workloads(workload), steps)
+    print(step_bench.format_table(result))
     _write(result, json_file)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from manyhands import __version__
 from manyhands.cli.bench import bench_app
+from manyhands.cli.launch import launch_command
 from manyhands.cli.train import train_app
 from manyhands.doctor import Verdict, examine
 from manyhands.errors import ManyhandsError, UserError
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
+app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
 
 
 @app.command()

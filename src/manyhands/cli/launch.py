@@ -1,0 +1,42 @@
+"""`manyhands launch SCRIPT`: your own training loop on several processes of this host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["launch_command"]
+
+
+def launch_command(
+    script: Annotated[Path, typer.Argument(help="The script, which calls mh.join().", metavar="SCRIPT")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The script's own arguments; after -- if they look like ours.", metavar="[ARGUMENTS]..."
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="How: mirrored, central, or allreduce with its settings.", show_default="mirrored"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
+    ] = None,
+) -> None:
+    """Run your own training script on several workers; see `mh.join()`."""
+    from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
+    from manyhands.observe.table import end_table
+
+    summary = launch(script, arguments or [], workers=workers, strategy=strategy, device=device)
+    for note in summary["notes"]:
+        print(f"manyhands: {note}", file=sys.stderr)
+    if not summary["joined"]:
+        print("manyhands: not every worker called mh.join(), so it trained by itself", file=sys.stderr)
+    if any(row["steps"] for row in summary["per_worker"]):
+        Console(stderr=True).print(end_table(summary))

@@ -1,0 +1,222 @@
+"""From a place to a connected worker: meet the others, and open what the strategy exchanges through.
+
+    one host       shared memory for gradients and for words; links in shared memory where the algorithm needs them
+    several hosts  a link to everyone, in shared memory on this host and over Gloo to others; `hierarchical` by itself,
+                   with the workers of a host as a group
+
+Gloo and torch's store authenticate nobody: several hosts need a network that is trusted. Gloo listens on the one
+address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from manyhands.allreduce.algorithms import ALGORITHMS, grouped
+from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
+from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
+from manyhands.cluster.meeting import Meeting, meet
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.exchange import Exchange, SingleExchange
+from manyhands.link.base import Link
+from manyhands.link.mesh import SharedMesh, attach_mesh
+from manyhands.link.shared import LinkDescriptors
+from manyhands.link.torch_p2p import TorchLink
+from manyhands.loop.place import Place
+from manyhands.loop.words import AloneCollective, Words
+from manyhands.strategy import AllReduce, Mirrored, Single, Strategy
+from manyhands.worker_process import exchange_for, needs_links
+
+__all__ = ["Connection", "choose", "connect"]
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks of each host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """What one worker of a group exchanges through."""
+
+    strategy: Strategy
+    words: Words
+    exchange: Exchange
+    local_rank: int = 0
+    """This worker's place among those of its host."""
+
+    abort: Callable[[], None] = lambda: None
+    """End the waits of the others: this worker has failed."""
+
+    close: Callable[[], None] = lambda: None
+    """Say farewell; before `words` and `exchange` are closed."""
+
+
+def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
+    """The strategy for workers on these hosts: what was asked for if that can be, else what suits them."""
+    world = sum(map(len, hosts))
+    if isinstance(asked, Single) and world > 1:
+        raise UserError(f"strategy=single is one process, but there are {world} workers; leave it out")
+    if len(hosts) == 1:
+        return asked or Mirrored()
+    own = (
+        AllReduce(algorithm="hierarchical", group=len(hosts[0]))
+        if _in_order(hosts)
+        else AllReduce(algorithm="ring")
+    )
+    if asked is None or asked == AllReduce(algorithm="hierarchical"):
+        return own
+    if not isinstance(asked, AllReduce):
+        raise UserError(
+            f"strategy={asked} is for the workers of one host, but there are {len(hosts)} hosts (with the ranks "
+            f"{', '.join(map(str, map(list, hosts)))}); leave it out for {own}"
+        )
+    return asked
+
+
+def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> Connection:
+    """Collective: meet the other workers of the group `name`; every wait lasts at most `timeout_s`."""
+    if place.world == 1:
+        return Connection(strategy=Single(), words=Words(AloneCollective()), exchange=SingleExchange())
+    store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
+    with ExitStack() as stack:
+        stack.enter_context(
+            nullcontext(store)
+        )  # without an agent, rank 0 hosts it: it lives as long as the group
+        meeting = stack.enter_context(
+            meet(
+                PrefixStore("meeting", store),
+                rank=place.rank,
+                world=place.world,
+                name=name,
+                timeout_s=timeout_s,
+            )
+        )
+        strategy = choose(asked, meeting.hosts)
+        if len(meeting.hosts) == 1:
+            connection = _on_one_host(meeting, strategy, timeout_s, stack)
+        else:
+            assert isinstance(strategy, AllReduce)
+            gloo = _open_gloo(PrefixStore("gloo", store), place, timeout_s)
+            connection = _on_several_hosts(meeting, strategy, gloo, timeout_s)
+        return replace(connection, local_rank=meeting.local_rank, close=stack.pop_all().close)
+
+
+def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: ExitStack) -> Connection:
+    groups = [
+        stack.enter_context(_share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
+    ]
+    words, gradients = groups
+    links = _share_links(meeting, timeout_s) if needs_links(strategy) else {}
+
+    def abort(rank: int = meeting.rank) -> None:
+        for group in groups:
+            group.abort(meeting.here.index(rank))
+
+    connection = Connection(
+        strategy=strategy,
+        words=Words(SharedCollective(words)),
+        exchange=exchange_for(strategy, gradients, lambda: links, timeout_s),
+        abort=abort,
+    )
+    meeting.watch(lambda rank, in_peace: None if in_peace else abort(rank))
+    stack.callback(meeting.close)  # before the groups: who watches must not find them closed
+    return connection
+
+
+def _on_several_hosts(
+    meeting: Meeting, strategy: AllReduce, gloo: ProcessGroupGloo, timeout_s: float
+) -> Connection:
+    group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
+    far = [rank for rank in range(meeting.world) if rank not in meeting.here]
+    links: dict[int, Link] = {
+        **_share_links(meeting, timeout_s),
+        **{rank: TorchLink(group, rank) for rank in far},
+    }
+    algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
+    executor = ScheduleExecutor(algorithm, meeting.rank, meeting.world, links, timeout_s)
+    return Connection(
+        strategy=strategy,
+        words=Words(ScheduleCollective(executor, links)),
+        exchange=AllReduceExchange(ScheduleCollective(executor, links), strategy.buckets),
+    )
+
+
+def _share_group(meeting: Meeting, purpose: str, timeout_s: float) -> SharedGroup:
+    """Collective: memory that the workers of this host share."""
+    world = len(meeting.here)
+    with ExitStack() as made:
+
+        def make() -> list[tuple[int, int]]:
+            return [made.enter_context(SharedGroupFiles.create(world)).descriptors] * world
+
+        control, arena = meeting.share(purpose, make, timeout_s)
+    return SharedGroup(
+        control=control, arena=arena, rank=meeting.local_rank, world=world, timeout_s=timeout_s
+    )
+
+
+def _share_links(meeting: Meeting, timeout_s: float) -> Mapping[int, Link]:
+    """Collective: a link to every other worker of this host, by rank."""
+    places = range(len(meeting.here))
+    with ExitStack() as made:
+
+        def make() -> list[list[int]]:
+            mesh = made.enter_context(SharedMesh.create(len(meeting.here)))
+            return [
+                [one for _, link in sorted(mesh.descriptors(place).items()) for one in link]
+                for place in places
+            ]
+
+        descriptors = meeting.share("links", make, timeout_s)
+    peers = [rank for rank in meeting.here if rank != meeting.rank]
+    pairs = zip(descriptors[::2], descriptors[1::2], strict=True)
+    return attach_mesh(
+        meeting.rank, {peer: LinkDescriptors(*pair) for peer, pair in zip(peers, pairs, strict=True)}
+    )
+
+
+def _open_gloo(store: Store, place: Place, timeout_s: float) -> ProcessGroupGloo:
+    """Collective: connections to the workers of other hosts."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    where = {"interface": interface} if interface else {"hostname": _address_towards(place.master)}
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(**where)]
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        return ProcessGroupGloo(store, place.rank, place.world, options)
+    except RuntimeError as error:
+        raise ManyhandsError(
+            f"rank {place.rank} could not connect to the workers of other hosts from {', '.join(where.values())}: "
+            f"{error}; set GLOO_SOCKET_IFNAME to the interface that leads to them"
+        ) from error
+
+
+def _address_towards(master: str | None) -> str:
+    """This host's own address on the way to the master; nothing is sent."""
+    assert master is not None, "workers on several hosts were started by torchrun"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ManyhandsError(f"MASTER_ADDR={master} can not be reached from here: {error}") from error
+
+
+def _in_order(hosts: Hosts) -> bool:
+    """Whether hosts hold equally many ranks one after the other, the last one perhaps fewer."""
+    size = len(hosts[0])
+    world = sum(map(len, hosts))
+    return [list(ranks) for ranks in hosts] == [
+        list(range(begin, min(begin + size, world))) for begin in range(0, world, size)
+    ]

@@ -1,0 +1,167 @@
+"""`mh.join()`: become one worker of a group, however the script was started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+
+from manyhands.cluster.board import State
+from manyhands.cluster.context import RoleContext
+from manyhands.device import check_device, device_of
+from manyhands.errors import UserError
+from manyhands.loop.buffers import check_mode
+from manyhands.loop.connect import connect
+from manyhands.loop.group import Group
+from manyhands.loop.place import Launched, Place, find_place
+from manyhands.loop.rounds import Rounds
+from manyhands.observe.events import EventKind
+from manyhands.observe.ring import EventRing
+from manyhands.strategy import Strategy
+from manyhands.worker import Surroundings
+
+__all__ = ["join", "open_group"]
+
+_open: dict[str, str] = {}
+"""The groups of this process by name, with where each was joined."""
+
+_opening = threading.Lock()
+
+
+def join(
+    name: str = "main",
+    *,
+    strategy: str | Strategy | None = None,
+    device: str | None = None,
+    buffers: str = "broadcast",
+    timeout_s: float = 300.0,
+) -> Group:
+    """Join the group of all workers that run this script, under `manyhands launch` or torchrun; or be its only one.
+
+    Collective: all workers join groups of the same names in the same order. `strategy` is by default that of the
+    launcher, else `mirrored` on one host and `allreduce algorithm=hierarchical` on several. `device` is likewise the
+    launcher's, else `cpu`; `cuda` gives each worker of a host a GPU in turn. `buffers` says how batch-norm statistics
+    and the like are kept alike: `broadcast` from worker 0, their `mean`, or `local`. Waiting for another worker longer
+    than `timeout_s` is an error that names it.
+    """
+    with ExitStack() as stack:
+        _register(name, where=_caller(), stack=stack)
+        group = open_group(
+            find_place(), name, strategy=strategy, device=device, buffers=buffers, timeout_s=timeout_s
+        )
+        group.on_close(stack.pop_all().close)
+        return group
+
+
+def open_group(
+    place: Place,
+    name: str,
+    *,
+    strategy: str | Strategy | None = None,
+    device: str | None = None,
+    buffers: str = "broadcast",
+    timeout_s: float = 300.0,
+) -> Group:
+    """Collective: join from a place that is known; `join` finds it, and minds the names."""
+    check_mode(buffers)
+    if not timeout_s > 0:
+        raise UserError(f"timeout_s={timeout_s} must be above 0")
+    launched = place.launched
+    parsed = Strategy.parse(strategy) if strategy is not None else None
+    asked = _said_once("strategy", parsed, launched.strategy if launched is not None else None)
+    where = check_device(
+        _said_once("device", device, launched.device if launched is not None else None) or "cpu"
+    )
+    with ExitStack() as stack:
+        around = _surroundings(launched, stack)
+        connection = connect(place, name, asked, timeout_s)
+        rounds = Rounds(connection.words, connection.exchange, around)
+        stack.callback(rounds.close)
+        stack.callback(connection.close)
+        own_device = device_of(where, connection.local_rank)
+        if own_device.type == "cuda":
+            torch.cuda.set_device(own_device)
+        group = Group(
+            name,
+            rounds,
+            strategy=connection.strategy,
+            device=own_device,
+            buffers=buffers,
+            on_abort=connection.abort,
+        )
+        group.on_close(stack.pop_all().close)
+        return group
+
+
+def _caller() -> str:
+    """The line that joins."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _register(name: str, where: str, stack: ExitStack) -> None:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UserError(f"name={name!r} must be a word that names the group")
+    with _opening:
+        if name in _open:
+            raise UserError(
+                f"a group named {name!r} is open already: joined at {_open[name]}, and again at {where}; leave the "
+                "first, or give one of them another name"
+            )
+        _open[name] = where
+    stack.callback(_open.pop, name)
+
+
+_T = TypeVar("_T")
+
+
+def _said_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
+    """What the script asks for, or the launcher; not both differently."""
+    if here is not None and launcher is not None and here != launcher:
+        raise UserError(
+            f"the script asks for {what}={here} and the launcher for {launcher}; say it in one place"
+        )
+    return here if here is not None else launcher
+
+
+def _surroundings(launched: Launched | None, stack: ExitStack) -> Surroundings:
+    if launched is None:
+        return _Unwatched()
+    launched.joins += 1
+    ring = stack.enter_context(EventRing.attach(os.dup(launched.context.descriptor("events"))))
+    ring.record(EventKind.JOIN, time.monotonic_ns())
+    stack.callback(lambda: ring.record(EventKind.LEAVE, time.monotonic_ns()))
+    return _Watched(launched.context, ring)
+
+
+class _Watched:
+    """The surroundings of a launched worker: its ring, its line on the board, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record = ring.record
+        self.mark = context.mark
+        self.note = context.send
+        self.stop_requested = context.stop_requested
+
+
+class _Unwatched:
+    """The surroundings of a worker that no launcher of ours looks at."""
+
+    def record(self, *_: Any, **__: Any) -> bool:
+        """Nobody reads it."""
+        return False
+
+    def mark(self, step: int, state: State) -> None:
+        """Nobody looks."""
+
+    def note(self, payload: dict[str, Any]) -> None:
+        """Nobody listens."""
+
+    def stop_requested(self) -> bool:
+        """Nobody asks."""
+        return False

@@ -1,0 +1,321 @@
+"""The user's own loop on many workers ends with what plain PyTorch ends with, written without manyhands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from equality import Awkward, distance, same_bits
+from manyhands.loop.group import Group
+from own_loop import mlp, on_workers, regression, shuffled, weights
+
+WORLDS = (2, 3, 8)  # with 8 workers the last batch of 6 samples leaves two of them without
+STRATEGIES = ("mirrored", "central", "allreduce algorithm=ring", "allreduce algorithm=hierarchical group=2")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> None:
+    torch.set_num_threads(1)
+
+
+class Nobody:
+    """Stands for the group in a loop without manyhands."""
+
+    def prepare(self, model: nn.Module, *others: Any) -> Any:
+        self._model = model
+        return model, *others
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+
+Loop = Callable[[Any], dict[str, torch.Tensor]]
+
+
+def require_equal(loop: Loop, world: int, strategy: str | None) -> None:
+    reference = loop(Nobody())
+    found = on_workers(world, loop, strategy=strategy)
+    assert distance(found[0], reference) < 1e-9
+    for rank, other in enumerate(found):
+        assert same_bits(found[0], other), f"worker {rank} ended with other bits than worker 0"
+
+
+def plain_loop(group: Any) -> dict[str, torch.Tensor]:
+    """Tied weights, weights that no or few samples reach, weight decay, an uneven last batch."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 11, (45, 4), generator=generator)
+    targets = torch.randint(0, 11, (45,), generator=generator)
+    model = Awkward(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model, optimizer, loader = group.prepare(model, optimizer, shuffled(TensorDataset(tokens, targets)))
+    assert len(loader) == 4
+    for _ in range(5):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.never.grad is None
+    return weights(model)
+
+
+def rich_loop(group: Any) -> dict[str, torch.Tensor]:
+    """Accumulation over batches of different sizes, clipping, parameter groups, a schedule per step."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": model[0].parameters(), "lr": 0.02},
+            {"params": model[2].parameters(), "weight_decay": 0.3},
+        ],
+        lr=0.01,
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=12)
+    model, optimizer, loader, scheduler = group.prepare(model, optimizer, shuffled(regression()), scheduler)
+    for _ in range(6):
+        for number, (x, y) in enumerate(loader):
+            whole = number % 2 == 1
+            with nullcontext() if whole else group.no_sync():
+                (nn.functional.mse_loss(model(x), y) / 2).backward()
+            if whole:
+                assert group.clip_grad_norm_(0.1) > 0.1
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    return weights(model)
+
+
+def two_backwards_loop(group: Any) -> dict[str, torch.Tensor]:
+    """Two backwards per step, both exchanged; gradients are zeroed in place, and before the backward."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+    for _ in range(4):
+        for x, y in loader:
+            optimizer.zero_grad(set_to_none=False)
+            nn.functional.mse_loss(model(x), y).backward()
+            (0.1 * nn.functional.l1_loss(model[:1](x), torch.zeros_like(model[0](x)))).backward()
+            optimizer.step()
+    return weights(model)
+
+
+def penalty_loop(group: Any) -> dict[str, torch.Tensor]:
+    """A loss with a term of the parameters alone, and with the whole gradient looked at."""
+    model = mlp()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+    for _ in range(4):
+        for x, y in loader:
+            penalty = sum(parameter.square().sum() for parameter in model.parameters())
+            (nn.functional.mse_loss(model(x), y) + 0.01 * penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+LOOPS = {
+    "plain": plain_loop,
+    "rich": rich_loop,
+    "two-backwards": two_backwards_loop,
+    "penalty": penalty_loop,
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_weights_equal_plain_pytorch(loop: str, strategy: str, world: int) -> None:
+    require_equal(LOOPS[loop], world, strategy)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_alone_the_bits_are_those_of_plain_pytorch(loop: str) -> None:
+    assert same_bits(on_workers(1, LOOPS[loop])[0], LOOPS[loop](Nobody()))
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "allreduce algorithm=ring"])
+def test_two_models_with_an_optimizer_each(strategy: str) -> None:
+    def loop(group: Any) -> dict[str, torch.Tensor]:
+        maker, judge = mlp(), mlp()
+        makes = torch.optim.Adam(maker.parameters(), lr=0.01)
+        judges = torch.optim.SGD(judge.parameters(), lr=0.1)
+        maker, judge, makes, judges, loader = group.prepare(
+            maker, judge, makes, judges, shuffled(regression())
+        )
+        for x, y in loader:
+            judges.zero_grad()
+            wide = maker(x).detach() * torch.ones(6).double()
+            (judge(wide).square().mean() - judge(x).mean()).backward()
+            judges.step()
+            makes.zero_grad()
+            (judge(maker(x) * torch.ones(6).double()) - y).square().mean().backward()
+            makes.step()
+        return {
+            f"{name}.{key}": v for name, m in (("m", maker), ("j", judge)) for key, v in weights(m).items()
+        }
+
+    require_equal(loop, 3, strategy)
+
+
+def test_gradients_after_backward_are_those_of_the_global_batch_and_torch_clips_them() -> None:
+    def loop(group: Any) -> dict[str, torch.Tensor]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        found = {}
+        for number, (x, y) in enumerate(loader):
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            found[f"loss {number}"] = group.mean(loss)
+            found[f"norm {number}"] = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            found |= {f"{name} {number}": p.grad.clone() for name, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    require_equal(loop, 3, "mirrored")
+
+
+def test_a_gradient_that_overflows_on_one_worker_makes_all_skip_the_step() -> None:
+    def loop(group: Any) -> dict[str, torch.Tensor]:
+        model = mlp().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = (column.float() for column in regression().tensors)
+        y[7] = 3e38  # one sample, so one worker
+        loader = DataLoader(TensorDataset(x, y), batch_size=13)
+        model, optimizer, loader = group.prepare(model, optimizer, loader)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        scales = []
+        for _ in range(3):
+            for a, b in loader:
+                scaler.scale(nn.functional.mse_loss(model(a), b)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+        assert set(scales) == {128.0, 256.0}, "it fell where a step was skipped, and grew where not"
+        return {**weights(model), "scales": torch.tensor(scales)}
+
+    reference = loop(Nobody())
+    found = on_workers(3, loop)
+    assert all(same_bits(found[0], other) for other in found)
+    assert distance(found[0], reference) < 1e-5
+    assert torch.equal(found[0]["scales"], reference["scales"])
+
+
+def test_autocast_trains_alike_on_all_workers() -> None:
+    def loop(group: Any) -> dict[str, torch.Tensor]:
+        model = mlp().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = (column.float() for column in regression().tensors)
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(TensorDataset(x, y)))
+        for a, b in loader:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(a)
+            assert out.dtype == torch.bfloat16
+            nn.functional.mse_loss(out.float(), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    found = on_workers(2, loop)
+    assert same_bits(found[0], found[1])
+    assert distance(found[0], loop(Nobody())) < 2e-2  # bfloat16 has 8 bits
+
+
+def normed() -> nn.Module:
+    model = mlp()
+    return nn.Sequential(model[0], nn.BatchNorm1d(8).double(), model[1], model[2])
+
+
+def train_with_batch_norm(group: Group) -> dict[str, torch.Tensor]:
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = group.prepare(model, optimizer, DataLoader(regression(40), batch_size=11))
+    for _ in range(2):
+        for x, y in loader:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def simulate_batch_norm(shares: list[list[slice]], buffers: str) -> list[dict[str, torch.Tensor]]:
+    """What that must give, in one process and plain torch: every share is normalised by itself."""
+    models = [normed() for _ in shares[0]]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    x, y = regression(40).tensors
+    for part in shares * 2:
+        sizes = [s.stop - s.start for s in part]
+        for model, s in zip(models, part, strict=True):
+            nn.functional.mse_loss(model(x[s]), y[s]).backward()
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            gradient = sum(p.grad * n for p, n in zip(parameters, sizes, strict=True)) / sum(sizes)
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for group in zip(*(model.buffers() for model in models), strict=True):
+            mean = sum(b.double() * n for b, n in zip(group, sizes, strict=True)) / sum(sizes)
+            chosen = {"broadcast": group[0].clone(), "mean": mean}
+            for buffer in group if buffers != "local" else ():
+                buffer.copy_(chosen[buffers])
+    return [weights(model) for model in models]
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "mean", "local"])
+def test_batch_norm_statistics_are_kept_as_chosen(buffers: str) -> None:
+    shares = [  # of 11, 11, 11 and 7 rows on three workers
+        [slice(at, at + 4), slice(at + 4, at + 4 + second), slice(at + 4 + second, end)]
+        for at, second, end in ((0, 4, 11), (11, 4, 22), (22, 4, 33))
+    ]
+    shares.append([slice(33, 36), slice(36, 38), slice(38, 40)])
+    expected = simulate_batch_norm(shares, buffers)
+    found = on_workers(3, train_with_batch_norm, buffers=buffers)
+    for rank in range(3):
+        assert distance(found[rank], expected[rank]) < 1e-9
+    assert same_bits(found[1], found[2]) == (buffers != "local")
+
+
+class Remembering(nn.Module):
+    """Replaces a buffer in every forward, and has a large one that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1).double()
+        self.register_buffer("seen", torch.zeros(6).double())
+        self.register_buffer("mask", torch.full((64,), -torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = self.seen * 0.5 + x.detach().mean(0)
+        return self.linear(x) + self.seen.sum()
+
+
+def test_a_buffer_that_is_replaced_comes_from_worker_0() -> None:
+    def loop(group: Group) -> torch.Tensor:
+        model = Remembering()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = group.prepare(model, optimizer, DataLoader(regression(12), batch_size=4))
+        for x, y in loader:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return model.seen.clone()
+
+    x = regression(12).tensors[0]
+    expected = x[8:10].mean(0) + 0.5 * (x[4:6].mean(0) + 0.5 * x[0:2].mean(0))
+    for seen in on_workers(2, loop):
+        assert torch.allclose(seen, expected, atol=1e-12)

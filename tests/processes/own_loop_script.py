@@ -1,0 +1,48 @@
+"""A training script as a user writes it: the same alone, under `manyhands launch` and under torchrun.
+
+own_loop_script.py WEIGHTS    writes what it ends with
+"""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+
+
+def main(path: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(48, 6, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    statistics = nn.BatchNorm1d(6, affine=False).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=13, shuffle=True)
+    with mh.join() as group:
+        torch.rand(group.rank)  # whose random numbers now differ from the others'
+        model, statistics, optimizer, loader = group.prepare(model, statistics, optimizer, loader)
+        for _ in range(3):
+            for number, (a, b) in enumerate(loader):
+                whole = number % 2 == 1
+                with nullcontext() if whole else group.no_sync():
+                    statistics(a)
+                    (nn.functional.mse_loss(model(a), b) / 2).backward()
+                if whole:
+                    group.clip_grad_norm_(0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+        means = group.gather(statistics.running_mean[None])
+        assert len(means) == group.world
+        assert all(torch.equal(mean, means[0]) for mean in means), "batch norm's statistics drifted apart"
+        group.print(f"{group.strategy} on {group.world}")
+        if group.is_main:
+            torch.save(model.state_dict(), path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

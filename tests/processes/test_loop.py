@@ -1,0 +1,216 @@
+"""The user's own script in real processes: alone, launched by us, by torchrun, and by torchrun on two hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from equality import distance
+
+pytestmark = pytest.mark.timeout(180)
+
+BIN = Path(sys.executable).parent
+SCRIPT = Path(__file__).with_name("own_loop_script.py")
+LAUNCH = [str(BIN / "manyhands"), "launch"]
+TORCHRUN = [str(BIN / "torchrun")]
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the script in one process."""
+    path = tmp_path_factory.mktemp("alone") / "weights.pt"
+    done = run(sys.executable, SCRIPT, path)
+    assert done.stdout == "single on 1\n", done.stderr
+    return torch.load(path)
+
+
+@pytest.mark.parametrize(("strategy", "said"), [(None, "mirrored"), ("central", "central")])
+def test_launched_workers_end_with_the_weights_of_one_process(
+    strategy: str | None, said: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    options = ["--workers", "3", *(["--strategy", strategy] if strategy else [])]
+    done = run(*LAUNCH, SCRIPT, *options, tmp_path / "weights.pt")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{said} on 3\n"
+    assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
+    table = [line.split() for line in done.stderr.splitlines() if re.match(r" +[012] ", line)]
+    assert [row[:2] for row in table] == [["0", "6"], ["1", "6"], ["2", "6"]], done.stderr
+
+
+def test_torchrun_workers_end_with_the_weights_of_one_process(
+    tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    done = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, tmp_path / "weights.pt")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "mirrored on 2"
+    assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them, at 10.231.77.1 and 10.231.77.2; gone after the test."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = (f"manyhands-a-{os.getpid()}", f"manyhands-b-{os.getpid()}")
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
+        if done.returncode != 0:
+            pytest.skip(
+                f"network namespaces are not permitted here: ip {' '.join(words)}: {done.stderr.strip()}"
+            )
+
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "address", "add", f"10.231.77.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+
+
+def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_weights(
+    tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: tuple[str, str]
+) -> None:
+    options = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "10.231.77.1",
+        "--master-port",
+        "29517",
+    ]
+    nodes = []
+    for number, host in enumerate(two_hosts):
+        command = [*TORCHRUN, *options, "--node-rank", str(number), SCRIPT, tmp_path / "weights.pt"]
+        nodes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", host, *map(str, command)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        )
+    try:
+        said = [node.communicate(timeout=100) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait(timeout=10)
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert said[0][0].strip() == "allreduce algorithm=hierarchical group=2 on 4"
+    assert said[1][0].strip() == ""
+    assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
+
+
+def launch_text(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(text))
+    return run(*LAUNCH, script, "--workers", "2", *arguments)
+
+
+def test_a_script_that_raises_on_one_worker_is_told_with_its_traceback(tmp_path: Path) -> None:
+    done = launch_text(
+        tmp_path,
+        """
+        import manyhands as mh
+        with mh.join() as group:
+            if group.rank == 1:
+                raise ZeroDivisionError("a batch without labels")
+            group.barrier()
+        """,
+    )
+    assert done.returncode == 1
+    assert re.search(
+        r"worker 1 \(pid \d+\) raised ZeroDivisionError at step \d+: a batch without labels", done.stderr
+    )
+    assert 'raise ZeroDivisionError("a batch without labels")' in done.stderr
+
+
+def test_a_mistake_in_using_the_library_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = launch_text(
+        tmp_path, "import manyhands as mh\nwith mh.join(strategy='allreduce'): pass", "--strategy", "central"
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "manyhands: the script asks for strategy=allreduce and the launcher for central; say it in one place"
+    )
+
+
+def test_a_script_gets_its_own_arguments_and_folder_and_may_join_twice_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("COLOUR = 'green'")
+    done = launch_text(
+        tmp_path,
+        """
+        import sys, beside, manyhands as mh
+        for name in sys.argv[1:]:
+            with mh.join(name) as group:
+                group.print(beside.COLOUR, name, group.gather(__import__("torch").tensor(group.rank)).tolist())
+        sys.exit(0)
+        """,
+        *("a", "--", "--workers", "a"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "green a [0, 1]\ngreen --workers [0, 1]\ngreen a [0, 1]\n"
+    silent = launch_text(tmp_path, "print('hello')")
+    assert silent.returncode == 0
+    assert silent.stdout == "hello\nhello\n"
+    assert "not every worker called mh.join()" in silent.stderr
+
+
+def test_a_worker_of_fit_can_not_join(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch, manyhands as mh
+            def loss(model, batch):
+                mh.join()
+            task = mh.Task(model=lambda: torch.nn.Linear(1, 1), loss=loss, data=torch.ones(4, 1),
+                           optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+            mh.fit(task, "mirrored", workers=2, steps=1)
+            """
+        )
+    )
+    done = run(sys.executable, script)
+    assert "this process is a worker of fit, which has a loop of its own" in done.stderr
