@@ -53,7 +53,9 @@ def wrong_idx(folder: Path) -> Path:
     """A folder of MNIST files of which the training images are cut short."""
     folder.mkdir()
     for part, count in (("train", 10), ("t10k", 4)):
-        images = struct.pack(">4i", 0x803, count, 28, 28) + bytes(28 * 28 * count - (5 if part == "train" else 0))
+        images = struct.pack(">4i", 0x803, count, 28, 28) + bytes(
+            28 * 28 * count - (5 if part == "train" else 0)
+        )
         labels = struct.pack(">2i", 0x801, count) + bytes(count)
         (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
         (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))

@@ -9,14 +9,10 @@ loopback interface, connections that are warm.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,10 +23,11 @@ import torch
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.shared import SharedGroup
 from manyhands.bench.allreduce_worker import GLOO, ITEM_BYTES, WorkerPlan
-from manyhands.errors import ManyhandsError, UserError, format_bytes, nearest
+from manyhands.bench.workers import Workers
+from manyhands.errors import UserError, format_bytes, nearest
 from manyhands.link.mesh import SharedMesh
 
-__all__ = ["DEFAULT_SIZES_BYTES", "format_table", "run_bench"]
+__all__ = ["DEFAULT_SIZES_BYTES", "format_table", "repeats_for", "run_bench", "summaries"]
 
 DEFAULT_SIZES_BYTES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 25 << 20)
 _COLUMN = 21
@@ -49,7 +46,7 @@ def run_bench(
     are microseconds (median, 10th and 90th percentile) and how many times faster than Gloo it is.
     """
     _check(workers, sizes_bytes, repeats, schedules)
-    per_size = tuple(_repeats_for(size, repeats) for size in sizes_bytes)
+    per_size = tuple(repeats_for(size, repeats) for size in sizes_bytes)
     load = os.getloadavg()[0]
     seconds = _run_workers(workers, tuple(sizes_bytes), per_size, tuple(schedules), timeout_s)
     return {
@@ -61,7 +58,7 @@ def run_bench(
         "torch": torch.__version__,
         "load_before": load,
         "results": [
-            {"size_bytes": size, "repeats": per_size[index], "contenders": _summaries(seconds, index)}
+            {"size_bytes": size, "repeats": per_size[index], "contenders": summaries(seconds, index)}
             for index, size in enumerate(sizes_bytes)
         ],
     }
@@ -100,7 +97,7 @@ def _check(workers: int, sizes_bytes: Sequence[int], repeats: int, schedules: Se
             raise UserError(f"schedules: no schedule {name!r}; {nearest(name, ALGORITHMS)}")
 
 
-def _repeats_for(size_bytes: int, repeats: int) -> int:
+def repeats_for(size_bytes: int, repeats: int) -> int:
     """Fewer for large sizes, which take long and vary less."""
     return min(repeats, max(7, repeats * (1 << 20) // max(size_bytes, 1)))
 
@@ -114,7 +111,7 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.{0 if ratio >= 10 else 2}f}×"
 
 
-def _summaries(seconds: Sequence[dict[str, list[list[float]]]], index: int) -> dict[str, dict[str, float]]:
+def summaries(seconds: Sequence[dict[str, list[list[float]]]], index: int) -> dict[str, dict[str, float]]:
     """Each contender at one size; `seconds` is what each rank measured."""
     slowest = {name: 1e6 * np.max([rank[name][index] for rank in seconds], axis=0) for name in seconds[0]}
     gloo = np.median(slowest[GLOO])
@@ -138,11 +135,10 @@ def _run_workers(
     timeout_s: float,
 ) -> list[dict[str, list[list[float]]]]:
     """What each rank measured: contender, size, repetition."""
-    outputs: dict[int, str] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))
         files = stack.enter_context(SharedGroup.create(workers))
-        processes: list[subprocess.Popen[str]] = []
+        processes = stack.enter_context(Workers("manyhands.bench.allreduce_worker"))
         with SharedMesh.create(workers) as mesh:
             for rank in range(workers):
                 plan = WorkerPlan(
@@ -158,37 +154,6 @@ def _run_workers(
                     schedules=schedules,
                     timeout_s=timeout_s,
                 )
-                processes.append(stack.enter_context(_start(plan)))
-                stack.callback(processes[-1].kill)
-        pool = stack.enter_context(ThreadPoolExecutor(workers))
-        for process in processes:
-            stack.callback(process.kill)  # whatever happened: else the pool would wait for them to end
-        ranks = {
-            pool.submit(_output_of, rank, process, timeout_s): rank for rank, process in enumerate(processes)
-        }
-        for future in as_completed(ranks):
-            outputs[ranks[future]] = future.result()
-    return [json.loads(outputs[rank]) for rank in range(workers)]
-
-
-def _start(plan: WorkerPlan) -> subprocess.Popen[str]:
-    links = [descriptor for ends in plan.links.values() for descriptor in ends]
-    return subprocess.Popen(
-        [sys.executable, "-m", "manyhands.bench.allreduce_worker", plan.to_json()],
-        pass_fds=(plan.control, plan.arena, *links),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _output_of(rank: int, process: subprocess.Popen[str], timeout_s: float) -> str:
-    try:
-        output, complaints = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise ManyhandsError(f"rank {rank} of the benchmark did not end within {timeout_s:g} s") from None
-    if process.returncode != 0:
-        raise ManyhandsError(
-            f"rank {rank} of the benchmark ended with status {process.returncode}:\n{complaints.strip()}"
-        )
-    return output
+                links = [descriptor for ends in plan.links.values() for descriptor in ends]
+                processes.start(plan.to_json(), [plan.control, plan.arena, *links])
+        return processes.results(timeout_s)

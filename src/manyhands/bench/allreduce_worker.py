@@ -7,14 +7,12 @@ seconds of each repetition as this rank saw them.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,12 +20,13 @@ import torch.distributed as dist
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.shared import SharedGroup
+from manyhands.bench.workers import joined_gloo
 from manyhands.cluster.entry import die_with_parent
 from manyhands.errors import ManyhandsError
 from manyhands.link.mesh import attach_mesh
 from manyhands.link.shared import LinkDescriptors
 
-__all__ = ["BUCKET", "GLOO", "ITEM_BYTES", "WorkerPlan"]
+__all__ = ["BUCKET", "GLOO", "ITEM_BYTES", "Contender", "WorkerPlan"]
 
 BUCKET, GLOO = "bucket", "gloo"
 ITEM_BYTES = torch.float32.itemsize
@@ -133,7 +132,6 @@ class Worker:
 def main(plan: WorkerPlan) -> None:
     """Join the others, measure, and print the seconds."""
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # its fastest way on one host
     with ExitStack() as stack:
         group = stack.enter_context(
             SharedGroup(
@@ -152,14 +150,7 @@ def main(plan: WorkerPlan) -> None:
             name: ScheduleExecutor(ALGORITHMS[name], plan.rank, plan.world, links, plan.timeout_s)
             for name in plan.schedules
         }
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{plan.store}",
-            rank=plan.rank,
-            world_size=plan.world,
-            timeout=timedelta(seconds=plan.timeout_s),
-        )
-        stack.callback(dist.destroy_process_group)
+        stack.enter_context(joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))
         print(json.dumps(Worker(plan, group, executors).measure()))
         group.barrier()  # nobody leaves while another may still need it
 

@@ -34,7 +34,9 @@ def main() -> int:
         print("this file is run by manyhands.cluster.local.LocalCluster, not by hand", file=sys.stderr)
         return 2
     die_with_parent(json.loads(text)["parent_pid"], signal.SIGKILL)
-    role = importlib.import_module("manyhands.cluster.role")  # imports this file in turn, so only now and by name
+    role = importlib.import_module(
+        "manyhands.cluster.role"
+    )  # imports this file in turn, so only now and by name
     status: int = role.run_role(text)
     return status
 

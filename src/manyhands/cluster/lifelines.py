@@ -43,11 +43,8 @@ class _Watcher:
 
     def forget(self, lifeline: socket.socket) -> None:
         with self._lock:
-            if self._watched.pop(lifeline, None) is None:
-                return
-            thread = self._thread
-            if self._watched:
-                thread = None  # it goes on for the others
+            self._watched.pop(lifeline, None)
+            thread = None if self._watched else self._thread  # it goes on for the others, or ends now
             self._ring()
         if thread is not None and thread is not threading.current_thread():
             thread.join()

@@ -156,10 +156,10 @@ class Meeting:
         try:
             while True:
                 end.settimeout(max(deadline - time.monotonic(), 0.001))
-                frame, received, _, _ = socket.recv_fds(
-                    end, _TEXT_BYTES, _DESCRIPTORS_PER_FRAME, socket.MSG_CMSG_CLOEXEC
-                )
+                frame, received, _, _ = socket.recv_fds(end, _TEXT_BYTES, _DESCRIPTORS_PER_FRAME)
                 descriptors += received
+                for descriptor in received:
+                    os.set_inheritable(descriptor, False)  # Python forgets to ask the kernel for it
                 if len(frame) < _FRAME.size:
                     raise ManyhandsError(
                         f"group {self.name!r}: rank {leader} left before it shared {purpose}"
@@ -206,10 +206,11 @@ def meet(store: Store, *, rank: int, world: int, name: str, timeout_s: float) ->
         else:
             sockets[here[0]] = _knock(table, here[0])
         table.clear([ranks[0] for ranks in hosts])
-    except BaseException:
+    except BaseException as error:
         for end in sockets.values():
             end.close()
-        table.stand_up()
+        if not isinstance(error, UserError):  # a seat that does not fit stays, for the others to see
+            table.stand_up()
         raise
     return Meeting(name=name, rank=rank, hosts=hosts, sockets=sockets)
 
@@ -351,7 +352,7 @@ def _knock(table: _Table, leader: int) -> socket.socket:
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         end.settimeout(table.left_s())
-        end.connect(f"\0{address}")
+        _connect(end, f"\0{address}", table)
         end.send(_HELLO.pack(table.rank, _proof(secret, b"join", table.rank)))
         answer = end.recv(hashlib.sha256().digest_size)
     except TimeoutError:
@@ -370,6 +371,18 @@ def _knock(table: _Table, leader: int) -> socket.socket:
         )
     end.settimeout(None)
     return end
+
+
+def _connect(end: socket.socket, address: str, table: _Table) -> None:
+    """A Unix socket whose queue is full does not let one wait for a place in it: try again."""
+    while True:
+        try:
+            end.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= table.deadline:
+                raise TimeoutError from None
+            time.sleep(_FIRST_PAUSE_S)
 
 
 def _proof(secret: bytes, word: bytes, rank: int) -> bytes:

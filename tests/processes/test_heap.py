@@ -1,0 +1,40 @@
+"""Freed memory that stays with the process: counted in page faults, in a process of its own."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+from manyhands.memory.heap import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def use_and_free():
+    before = faults()
+    for megabytes in (48, 3, 20):
+        bytearray(b"x") * (megabytes << 20)
+    return faults() - before
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+use_and_free()
+print(min(use_and_free() for _ in range(3)))
+"""
+
+
+def faults_per_round(mode: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library, with habits of its own")
+def test_what_is_freed_is_not_faulted_in_again() -> None:
+    assert 4 * faults_per_round("keep") < faults_per_round("plain")
