@@ -100,7 +100,7 @@ class Cnn(Workload):
             model=partial(ImageClassifier, side=self.side, white=1, width=self.width, classes=self.classes),
             loss=classification_loss,
             data=_labelled((1, self.side, self.side), self.classes, _EPOCH_BATCHES * self.batch * workers),
-            optimizer=partial(torch.optim.SGD, lr=0.001, momentum=0.9, fused=True),
+            optimizer=partial(torch.optim.SGD, lr=3e-4, momentum=0.9, fused=True),
             batch_size=self.batch * workers,
         )
 

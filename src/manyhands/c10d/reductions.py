@@ -1,0 +1,76 @@
+"""How values of several ranks become one: by compiled code where there is some, else by torch.
+
+Compiled (see `allreduce.kernels`): sum, mean and maximum of the float types. By torch: everything else that torch can
+do with two tensors; halves are combined in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Final
+
+import torch
+
+from manyhands.allreduce import kernels
+from manyhands.c10d.calls import Reduction
+from manyhands.c10d.rounds import Reducer
+from manyhands.errors import UserError
+
+__all__ = ["check_reduction", "combine", "compiled_reducer"]
+
+_KINDS: Final = {
+    torch.float32: kernels.FLOAT32,
+    torch.float64: kernels.FLOAT64,
+    torch.bfloat16: kernels.BFLOAT16,
+    torch.float16: kernels.FLOAT16,
+}
+_OPERATIONS: Final = {
+    Reduction.SUM: kernels.SUM,
+    Reduction.AVG: kernels.MEAN,
+    Reduction.MAX: kernels.MAX,
+}
+_BY_TORCH: Final[dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
+}
+_BITWISE: Final = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+
+@cache
+def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> Reducer | None:
+    """The compiled reduction, compiled when it is first asked for; None where torch must do it."""
+    kind, operation = _KINDS.get(dtype), _OPERATIONS.get(reduction)
+    if kind is None or operation is None:
+        return None
+    return Reducer(kernels.reducer_address(kind), operation, dtype.itemsize)
+
+
+def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
+    """Raise a UserError for a reduction that makes no sense for a dtype."""
+    fractions = dtype.is_floating_point or dtype.is_complex
+    if reduction is Reduction.AVG and not fractions:
+        raise UserError(
+            f"reduction AVG of {dtype}: the mean of whole numbers is none; sum them, and divide yourself"
+        )
+    if reduction in _BITWISE and fractions:
+        raise UserError(f"reduction {reduction.name} of {dtype}: only whole numbers have bits to combine")
+
+
+def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    """The parts of all ranks, combined in their order into a new tensor."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in _HALVES else dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total = _BY_TORCH[reduction](total, part.to(wide))
+    if reduction is Reduction.AVG:
+        total = total / len(parts)
+    return total.to(dtype)

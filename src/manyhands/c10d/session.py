@@ -1,0 +1,146 @@
+"""Everything that one rank holds open for one process group, from the meeting to the farewell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from torch._C import _distributed_c10d as c10d
+
+from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.c10d.collectives import Collectives
+from manyhands.c10d.options import SHARED, Options
+from manyhands.c10d.post import Post
+from manyhands.c10d.stage import Reason, Stage, create_segment
+from manyhands.c10d.underneath import Underneath
+from manyhands.c10d.works import Conductor
+from manyhands.cluster.meeting import Meeting, meet
+from manyhands.errors import UserError
+from manyhands.link.mesh import SharedMesh, attach_mesh
+from manyhands.link.shared import LinkDescriptors
+
+__all__ = ["Local", "Place", "Session", "open_session"]
+
+_PATIENCE_S: Final = 5.0  # what is under way when a group is closed may take this long to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's place in a group; `global_ranks` is empty for the default group, where they are the same."""
+
+    name: str
+    rank: int
+    world: int
+    global_ranks: tuple[int, ...]
+
+    def label(self, rank: int) -> str:
+        """How a rank of the group is called in a sentence."""
+        known = rank < len(self.global_ranks) and self.global_ranks[rank] != rank
+        return f"{rank} (global {self.global_ranks[rank]})" if known else str(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """What the ranks of one host have: shared memory, the calls on it, and the post."""
+
+    stage: Stage
+    collectives: Collectives
+    post: Post
+
+
+class Session:
+    """One rank's end of a group; `local` is None where the ranks are on several hosts. `close` is idempotent."""
+
+    def __init__(
+        self, place: Place, local: Local | None, underneath: Underneath, resources: ExitStack
+    ) -> None:
+        self.place = place
+        self.local = local
+        self.underneath = underneath
+        self.conductor = Conductor(f"process group {place.name}")
+        self._resources = resources
+
+    def abort(self) -> None:
+        """End every call of the group, on all ranks."""
+        if self.local is not None:
+            self.local.stage.abort(self.place.rank, Reason.ENDED)
+
+    def close(self) -> None:
+        """Let the calls under way end, leave, and free everything."""
+        if self.local is not None:
+            self.conductor.close(self.local.stage.interrupt, _PATIENCE_S)
+        self._resources.close()
+
+
+def open_session(store: c10d.Store, place: Place, options: Options, timeout: timedelta) -> Session:
+    """Collective over the group: meet, and share memory or connect."""
+    timeout_s = timeout.total_seconds()
+    underneath = Underneath(store, place.rank, place.world, timeout)
+    with ExitStack() as resources:
+        meeting = resources.enter_context(
+            meet(
+                c10d.PrefixStore("meeting/", store),
+                rank=place.rank,
+                world=place.world,
+                name=place.name,
+                timeout_s=timeout_s,
+            )
+        )
+        several_hosts = len(meeting.hosts) > 1
+        if several_hosts and options.algorithm != SHARED:
+            raise UserError(
+                f"group {place.name!r}: algorithm={options.algorithm!r} needs all ranks on one host, and they are on "
+                f"{len(meeting.hosts)}: {list(map(list, meeting.hosts))}"
+            )
+        resources.callback(underneath.close)
+        underneath.open(several_hosts=several_hosts)
+        local = None if several_hosts else _open_local(meeting, place, options, timeout_s, resources)
+        return Session(place, local, underneath, resources.pop_all())
+
+
+def _open_local(
+    meeting: Meeting, place: Place, options: Options, timeout_s: float, resources: ExitStack
+) -> Local:
+    """Share memory with the others, and watch over each other."""
+    memory, letters, *ends = _share(meeting, options, timeout_s)
+    peers = [rank for rank in range(place.world) if rank != place.rank]
+    stage = Stage(memory, place.rank, place.world, place.label)
+    resources.callback(stage.close)
+    executor = None
+    if options.algorithm != SHARED:
+        pairs = {peer: LinkDescriptors(*ends[2 * i : 2 * i + 2]) for i, peer in enumerate(peers)}
+        links = attach_mesh(place.rank, pairs)
+        for link in links.values():
+            resources.callback(link.close)
+        executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
+    post = Post(letters, stage, f"process group {place.name}", place.label)
+    resources.callback(post.close)
+
+    def on_end(rank: int, in_peace: bool) -> None:
+        if not in_peace:
+            stage.abort(rank, Reason.DIED)
+
+    meeting.watch(on_end)
+    return Local(stage=stage, collectives=Collectives(stage, executor), post=post)
+
+
+def _share(meeting: Meeting, options: Options, timeout_s: float) -> tuple[int, ...]:
+    """This rank's descriptors: the stage's memory, the post's, and two for the link to each other rank, if any."""
+    with ExitStack() as made:
+
+        def make() -> Sequence[Sequence[int]]:
+            memory = made.enter_context(create_segment(meeting.world)).descriptor
+            letters = os.memfd_create("manyhands:post", os.MFD_CLOEXEC)
+            made.callback(os.close, letters)
+            if options.algorithm == SHARED:
+                return [(memory, letters)] * meeting.world
+            mesh = made.enter_context(SharedMesh.create(meeting.world))
+            ends = [sorted(mesh.descriptors(rank).items()) for rank in range(meeting.world)]
+            return [(memory, letters, *(end for _, pair in pairs for end in pair)) for pairs in ends]
+
+        return meeting.share(f"memory for algorithm={options.algorithm}", make, timeout_s)

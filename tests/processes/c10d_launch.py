@@ -1,0 +1,55 @@
+"""Starts the ranks of a process group under test, and never leaves one behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+PATIENCE_S = 110.0
+
+
+@contextmanager
+def started(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process for each command; they are killed at the end of the block, if they still run."""
+    # torch renames functions between the releases we support, and warns of the names that all of them have
+    environment = {**os.environ, "PYTHONWARNINGS": "error,ignore::FutureWarning", "OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env=environment,
+                    cwd=TESTS,
+                )
+            )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate(timeout=20)
+
+
+def run_checks(module: str, world: int, folder: Path) -> list[dict[str, str]]:
+    """What became of each check of a module of this folder on each of `world` ranks."""
+    files = [folder / f"{module}-{world}-{rank}.json" for rank in range(world)]
+    store = folder / f"store-{module}-{world}"
+    commands = [
+        ["-m", "processes.c10d_worker", f"processes.{module}", *map(str, (rank, world, store, files[rank]))]
+        for rank in range(world)
+    ]
+    with started(commands) as processes:
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, f"rank {rank} of {world}:\n{output}"
+    return [json.loads(file.read_text()) for file in files]
