@@ -13,7 +13,7 @@ import pytest
 
 from manyhands.cli.main import main
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
