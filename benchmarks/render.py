@@ -77,8 +77,58 @@ def allreduce_table(name: str) -> Callable[[], str]:
     return render
 
 
+def step_table(name: str) -> Callable[[], str]:
+    """All contenders of one result of whole training steps."""
+
+    def render() -> str:
+        result = load(name)
+        rows = [["", "step", "10th to 90th percentile", "samples/s", "to DDP", "efficiency"]]
+        for row in result["results"]:
+            about = f"**{row['workload']}**, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}"
+            rows.append([f"{about}, {row['batch_per_worker']} samples per worker", *[""] * 5])
+            for contender, cell in row["contenders"].items():
+                rows.append(
+                    [
+                        contender,
+                        f"{cell['median_ms']:.1f} ms",
+                        f"{cell['p10_ms']:.1f} to {cell['p90_ms']:.1f} ms",
+                        f"{cell['samples_per_s']:.0f}",
+                        f"{cell['times_ddp']:.2f}×",
+                        show_percent(cell.get("efficiency")),
+                    ]
+                )
+        title = f"**{result['workers']} workers on {result['cores']} cores** (torch {result['torch']})"
+        return f"{title}\n\n{markdown(rows)}"
+
+    return render
+
+
+def step_scaling() -> str:
+    """The step of every strategy at several numbers of workers: time, ratio to DDP, efficiency."""
+    results = sorted(
+        (load(path.stem) for path in RESULTS.glob("step-16core-*.json")), key=lambda r: r["workers"]
+    )
+    rows = [["workload", "workers", "ddp", "mirrored", "central"]]
+    for index, workload in enumerate(row["workload"] for row in results[0]["results"]):
+        for result in results:
+            cells = result["results"][index]["contenders"]
+            shown = [
+                f"{cells[name]['median_ms']:.1f} ms, {cells[name]['times_ddp']:.2f}×, "
+                f"{show_percent(cells[name]['efficiency'])}"
+                for name in rows[0][2:]
+            ]
+            rows.append([workload, f"{result['workers']} of {result['threads_per_worker']} threads", *shown])
+    return f"**{results[0]['cores']} cores** (torch {results[0]['torch']})\n\n{markdown(rows)}"
+
+
+def show_percent(part: float | None) -> str:
+    return "" if part is None else f"{100 * part:.0f} %"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce speed": allreduce_speed,
+    "step-2": step_table("step-2"),
+    "step-16core": step_scaling,
     **{
         name: allreduce_table(name)
         for name in (
