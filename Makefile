@@ -42,6 +42,8 @@ test: check $(VENV)/.kernels
 bench: setup $(VENV)/.kernels
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json
 	$(BIN)/manyhands bench allreduce --workers 4 --json benchmarks/results/allreduce-4.json
+	$(BIN)/manyhands bench backend --workers 2 --json benchmarks/results/backend-2.json
+	$(BIN)/manyhands bench backend --workers 4 --json benchmarks/results/backend-4.json
 	$(BIN)/manyhands bench step --workers 2 --json benchmarks/results/step-2.json
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py

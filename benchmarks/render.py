@@ -59,6 +59,30 @@ def allreduce_speed() -> str:
     return markdown(rows)
 
 
+def backend_speed() -> str:
+    """`dist.all_reduce` on the drop-in backend at each size and number of ranks."""
+    names = ["backend-2", "backend-4", *(f"backend-16core-{ranks}" for ranks in (2, 4, 8, 16))]
+    results = [load(name) for name in names]
+    rows = [["ranks on cores", *(format_bytes(row["size_bytes"]) for row in results[0]["results"])]]
+    for result in results:
+        ours = [row["contenders"]["manyhands"] for row in result["results"]]
+        cells = [f"{show_time(cell['median_us'])}, {show_ratio(cell['times_gloo'])}" for cell in ours]
+        rows.append([f"{result['workers']} on {result['cores']}", *cells])
+    return markdown(rows)
+
+
+def links_speed() -> str:
+    """The round trip of one message over each link, and how many times longer TCP takes than shared memory."""
+    rows = load("links")["rows"]
+    trips = {(row["num_bytes"], row["link"]): row["round_trip_s"] * 1e6 for row in rows}
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    table = [["message", *links, "TCP ÷ shared memory"]]
+    for size in dict.fromkeys(row["num_bytes"] for row in rows):
+        ratio = trips[size, "TCP"] / trips[size, "shared memory"]
+        table.append([format_bytes(size), *(show_time(trips[size, link]) for link in links), f"{ratio:.1f}"])
+    return markdown(table)
+
+
 def allreduce_table(name: str) -> Callable[[], str]:
     """All contenders of one result: median time and ratio to Gloo."""
 
@@ -127,6 +151,8 @@ def show_percent(part: float | None) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce speed": allreduce_speed,
+    "backend speed": backend_speed,
+    "links": links_speed,
     "step-2": step_table("step-2"),
     "step-16core": step_scaling,
     **{

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import torch
@@ -41,6 +42,7 @@ def open_group(rank: int, world: int, store: str, timeout_s: float) -> None:
 def killed(rank: int, world: int, store: str) -> None:
     """Rank 1 is killed by the test while all reduce; a child that it has forked lives on and must not hide it."""
     open_group(rank, world, store, 60)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
     if rank == 1 and os.fork() == 0:
         sys.stdin.readline()  # until the test ends
         os._exit(0)

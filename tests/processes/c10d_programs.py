@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -345,6 +347,24 @@ def check_every_algorithm(ranks: Ranks) -> None:
             text = refused(lambda: dist.all_reduce(torch.ones(ranks.rank + 1), group=group))  # noqa: B023
             assert "rank 0 brings float32[1], rank 1 brings float32[2]" in text
         dist.destroy_process_group(group)
+
+
+def check_a_forked_child_can_neither_use_nor_leave_the_group(ranks: Ranks) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which is the point
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for call in (dist.barrier, lambda: ranks.ours.recv_anysource([torch.ones(1)], 0)):
+                with pytest.raises(UserError, match="of the parent process is closed"):
+                    call()
+            atexit._run_exitfuncs()  # as a child does that ends like a program of its own
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(torch.ones(1))
 
 
 def check_names_and_devices(ranks: Ranks) -> None:

@@ -13,11 +13,11 @@ from manyhands.bench.workloads import WORKLOADS, Cnn, Language, Mlp, Workload
 from manyhands.errors import ManyhandsError, UserError
 
 SMALL = (
-    Mlp(inputs=12, width=520, hidden=2, classes=5),  # SGD with momentum, and a gradient of more than 1 MiB
+    Mlp(inputs=12, width=24, hidden=2, classes=5),  # SGD with momentum
     Language(context=8, layers=1, width=16, heads=2, batch=3),  # AdamW
 )
 PARAMETERS = (
-    (12 * 520 + 520) + (520 * 520 + 520) + (520 * 5 + 5),
+    (12 * 24 + 24) + (24 * 24 + 24) + (24 * 5 + 5),
     (256 + 8) * 16 + (12 * 16 * 16 + 9 * 16) + 4 * 16 + 2 * 16,
 )
 

@@ -13,7 +13,7 @@ import pytest
 
 from processes.c10d_launch import started
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 PATIENCE_S = 60.0
 
 

@@ -11,7 +11,6 @@ One more bucket carries what the workers must agree on besides gradients, so tha
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,7 +26,6 @@ from manyhands.exchange import LocalStep, SharedStep
 __all__ = ["Reducer", "gradient_layouts"]
 
 _LOSS, _STOP, _FLAGS = 0, 1, 2
-_LARGE_BYTES = 1024 * 1024  # does not fit in a core's own caches
 _SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -310,21 +308,7 @@ def _put(view: torch.Tensor, gradient: torch.Tensor, weight: float, *, add: bool
             view.zero_()
     elif add:
         view.add_(gradient, alpha=weight)
-    elif weight != 1:
-        torch.mul(gradient, weight, out=view)
-    elif gradient.nbytes >= _LARGE_BYTES and torch.get_num_threads() == 1 and _is_plain(gradient, view.dtype):
-        # On one thread the C library is faster than torch: it does not read what it is about to overwrite.
-        ctypes.memmove(view.data_ptr(), gradient.data_ptr(), gradient.nbytes)
-    else:
+    elif weight == 1:
         view.copy_(gradient)
-
-
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values of `tensor` are the bytes at its address, in order and as `dtype`."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype == dtype
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()
-    )
+    else:
+        torch.mul(gradient, weight, out=view)

@@ -78,15 +78,11 @@ class Letter:
         self._header = np.array(words, np.int64)
         self._done = 0
 
-    def advance(self, address: int, until_ns: int, spins: int) -> tuple[bool, bool]:
-        """Write what fits into the ring at `address`: whether anything moved, and whether all has left.
-
-        Waits for room until `until_ns`, if that is not 0.
-        """
+    def advance(self, address: int) -> tuple[bool, bool]:
+        """Write what fits into the ring at `address`: whether anything moved, and whether all has left."""
         tensor, before = self._tensor, self._done
-        header = self._header.ctypes.data
         self._done = ring.write(
-            address, header, HEADER_BYTES, tensor.data_ptr(), tensor.nbytes, before, until_ns, spins
+            address, self._header.ctypes.data, HEADER_BYTES, tensor.data_ptr(), tensor.nbytes, before, 0, 0
         )
         return self._done > before, self._done == HEADER_BYTES + tensor.nbytes
 
@@ -154,11 +150,10 @@ class Inbox:
                 return True
         return False
 
-    def advance(self, requests: list[Request], settled: Settled, until_ns: int, spins: int) -> bool:
+    def advance(self, requests: list[Request], settled: Settled) -> bool:
         """Read what is there, as long as some request may be served by it; whether anything moved.
 
-        A request that is served is taken from `requests`. Waits for the rest of a message until `until_ns`, if that is
-        not 0.
+        A request that is served is taken from `requests`.
         """
         moved = False
         while self._target is not None or any(request.may_come_from(self.source) for request in requests):
@@ -171,7 +166,7 @@ class Inbox:
                 self._target = self._receiver(requests, settled)
             target = self._target
             payload = target.tensor if isinstance(target, Request) else target.bytes
-            before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes, until_ns, spins)
+            before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)
             moved |= self._read > before
             if self._read < payload.nbytes:
                 break
@@ -184,10 +179,8 @@ class Inbox:
                 self._aside.append(target)
         return moved
 
-    def _take(self, address: int, num_bytes: int, until_ns: int = 0, spins: int = 0) -> int:
-        if num_bytes == 0:
-            return 0
-        return int(ring.read(self._ring, address, num_bytes, self._read, until_ns, spins))
+    def _take(self, address: int, num_bytes: int) -> int:
+        return int(ring.read(self._ring, address, num_bytes, self._read, 0, 0)) if num_bytes else 0
 
     def _receiver(self, requests: list[Request], settled: Settled) -> Request | _Aside:
         """Who gets the message whose header is here."""

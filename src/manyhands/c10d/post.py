@@ -31,7 +31,6 @@ from manyhands.memory.waiting import REACHED, nudge, wait_until
 __all__ = ["Post", "capacity_bytes", "ring_index"]
 
 _SLICE_NS: Final = 250_000_000  # who waits for the bell looks around this often
-_LINGER_NS: Final = 1_000_000
 _GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread step in
 _MOST_BYTES: Final = 16 << 20  # for all rings of a group, as long as each has its least
 _LEAST_RING: Final = 16 << 10
@@ -114,6 +113,12 @@ class Post:
             else:
                 os.close(self._descriptor)
 
+    def disown(self) -> None:
+        """In a forked child: the post is its parent's, and whatever threads the parent has are not here."""
+        self._closed = True
+        self._name += " of the parent process"
+        self._changed = threading.Condition()
+
     def _open(self, work: PostWork, timeout_s: float) -> None:
         """Check that the message can be sent, and map the rings if it is the first."""
         if self._closed:
@@ -165,25 +170,20 @@ class Post:
     def _pending(self) -> bool:
         return bool(self._requests) or any(self._letters.values())
 
-    def _advance(self, linger: bool = False) -> tuple[bool, Settled]:
-        """Move what can be moved now, with the lock held: whether anything did, and what has ended.
-
-        With `linger`, a single message under way may be waited for in the ring itself, where both ends copy at once.
-        """
+    def _advance(self) -> tuple[bool, Settled]:
+        """Move what can be moved now, with the lock held: whether anything did, and what has ended."""
         moved, settled = False, Settled()
-        alone = linger and len(self._requests) + sum(map(len, self._letters.values())) == 1
-        until_ns, spins = time.monotonic_ns() + _LINGER_NS if alone else 0, self._stage.spins
         for peer, letters in self._letters.items():
             gone = True
             while letters and gone:
-                wrote, gone = letters[0].advance(self._ring_to(peer), until_ns, spins)
+                wrote, gone = letters[0].advance(self._ring_to(peer))
                 if wrote:
                     moved = True
                     nudge(self._stage.bell_address(peer))
                 if gone:
                     settled.append((letters.popleft().work, None))
         for source, inbox in self._inboxes.items():
-            if inbox.advance(self._requests, settled, until_ns, spins):
+            if inbox.advance(self._requests, settled):
                 moved = True
                 nudge(self._stage.bell_address(source))
         if settled:
@@ -235,7 +235,7 @@ class Post:
                     if self._closed:
                         return
                     rung = self._stage.bell_count()
-                    moved, settled = self._advance(linger=True)
+                    moved, settled = self._advance()
                 _complete(settled)
                 now_ns = time.monotonic_ns()
                 if moved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Session:
         self.underneath = underneath
         self.conductor = Conductor(f"process group {place.name}")
         self._resources = resources
+        _open_sessions.add(self)
 
     def abort(self) -> None:
         """End every call of the group, on all ranks."""
@@ -75,6 +77,25 @@ class Session:
         if self.local is not None:
             self.conductor.close(self.local.stage.interrupt, _PATIENCE_S)
         self._resources.close()
+
+    def disown(self) -> None:
+        """In a forked child: the group is its parent's, and must not be left or used in its name."""
+        self.conductor = Conductor(f"process group {self.place.name} of the parent process")
+        self.conductor.close(lambda: None, 0)
+        if self.local is not None:
+            self.local.post.disown()
+        self._resources.pop_all()
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for session in list(_open_sessions):
+        session.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def open_session(store: c10d.Store, place: Place, options: Options, timeout: timedelta) -> Session:

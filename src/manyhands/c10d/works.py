@@ -79,8 +79,8 @@ class PendingWork(c10d.Work):
         self._complete.set()
         if error is None:
             self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)
+        else:  # a future takes nothing but an Exception
+            self._future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Wait for the end, and raise what the call raised; TimeoutError after `timeout`, unless that is zero."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from manyhands.bench import backend as backend_bench
 from manyhands.bench import step as step_bench
 from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
 from manyhands.strategy import parse_size
@@ -17,23 +18,30 @@ __all__ = ["bench_app"]
 bench_app = typer.Typer(help="Measure, side by side with peers.", no_args_is_help=True)
 
 Workers = Annotated[int, typer.Option(help="Processes on this host.")]
+Sizes = Annotated[
+    str | None, typer.Option(help="Sizes to measure, as in 1KiB,64KiB,25MiB.", show_default="1KiB and up")
+]
+Repeats = Annotated[int, typer.Option(help="Runs of each contender at each size.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 
 
 @bench_app.command("allreduce")
 def allreduce(
-    workers: Workers = 2,
-    sizes: Annotated[
-        str | None,
-        typer.Option(help="Sizes to measure, as in 1KiB,64KiB,25MiB.", show_default="1KiB to 25MiB"),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each contender at each size.")] = 40,
-    json_file: JsonFile = None,
+    workers: Workers = 2, sizes: Sizes = None, repeats: Repeats = 40, json_file: JsonFile = None
 ) -> None:
     """All-reduce: in a shared bucket, by each schedule over links, and torch's Gloo, interleaved."""
-    sizes_bytes = [parse_size(size) for size in sizes.split(",")] if sizes else DEFAULT_SIZES_BYTES
-    result = run_bench(workers, sizes_bytes, repeats)
+    result = run_bench(workers, _parsed(sizes) or DEFAULT_SIZES_BYTES, repeats)
     print(format_table(result))
+    _write(result, json_file)
+
+
+@bench_app.command("backend")
+def backend(
+    workers: Workers = 2, sizes: Sizes = None, repeats: Repeats = 40, json_file: JsonFile = None
+) -> None:
+    """`dist.all_reduce` on the drop-in backend and on torch's Gloo, interleaved."""
+    result = backend_bench.run_bench(workers, _parsed(sizes) or backend_bench.DEFAULT_SIZES_BYTES, repeats)
+    print(backend_bench.format_table(result))
     _write(result, json_file)
 
 
@@ -48,6 +56,10 @@ def step(
     result = step_bench.run_bench(workers, step_bench.named_workloads(workload), steps)
     print(step_bench.format_table(result))
     _write(result, json_file)
+
+
+def _parsed(sizes: str | None) -> list[int] | None:
+    return [parse_size(size) for size in sizes.split(",")] if sizes else None
 
 
 def _write(result: dict[str, Any], json_file: Path | None) -> None:
