@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.computing import TrainingPlan
 from manyhands.exchange import Exchange, SingleExchange
-from manyhands.worker import Trainer, TrainingPlan
+from manyhands.worker import Trainer
 
 STEPS = 50
 

@@ -19,6 +19,7 @@ from torch import nn
 from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.computing import TrainingPlan
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.device import check_device, sharing_sentence
@@ -36,7 +37,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Single, Strategy
 from manyhands.task import Task
 from manyhands.version import __version__
-from manyhands.worker import Trainer, TrainingPlan
+from manyhands.worker import Trainer
 from manyhands.worker_process import WorkerFiles, WorkerJob, work
 
 __all__ = ["Options", "View", "fit"]

@@ -8,56 +8,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.board import State
-from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
-from manyhands.device import NumberReader, device_of, moved
+from manyhands.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite
 from manyhands.exchange import Exchange, LocalStep, SharedStep
 from manyhands.observe.events import NO_STEP, NOBODY, EventKind
-from manyhands.randomness import mix, seed_all
-from manyhands.slowdown import Slowdown
 from manyhands.store.checkpoint import CheckpointStore, Loaded, Snapshot
 from manyhands.store.optimizer_state import restore_optimizer
-from manyhands.task import Task
 
-__all__ = ["Surroundings", "Trained", "Trainer", "TrainingPlan"]
+__all__ = ["Surroundings", "Trained", "Trainer"]
 
 _ROWS_EVERY_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
-    """Everything that decides what is computed; the same value on every worker."""
-
-    task: Task
-    steps: int
-    seed: int
-    evaluate_every: int
-    """Evaluate after every so many steps, and at the end."""
-
-    checkpoint_every: int
-    """Save after every so many steps and at the end; 0: never."""
-
-    slow: Slowdown | None = None
-    device: str = "cpu"
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
-
-    compile: bool = False
-    """Let torch.compile make the model faster."""
 
 
 class Surroundings(Protocol):
@@ -112,20 +81,16 @@ class Trainer:
         checkpoints: CheckpointStore | None = None,
     ) -> None:
         self._plan = plan
-        self._task = plan.task
         self._exchange = exchange
         self._around = around
         self._checkpoints = checkpoints
-        self._source = BatchSource(plan.task.data, plan.task.collate)
-        self._batches = BatchPlan(len(self._source), plan.task.batch_size, plan.seed)
+        self._computer = Computer(plan, exchange.rank)
         self._rows: list[dict[str, Any]] = []
         self._rows_sent_ns = 0
         self._began_ns = 0
         self._samples = 0
         self._loss = math.nan
         self._evaluated: dict[str, float] = {}
-        self._device = device_of(plan.device, exchange.rank)
-        self._reader = NumberReader(self._device)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
@@ -133,7 +98,8 @@ class Trainer:
         Takes the tensors out of `start`.
         """
         first = start.step if start is not None else 0
-        model, optimizer, scheduler = self._build(first)
+        built = self._computer.build(first)
+        model, optimizer, scheduler = built.model, built.optimizer, built.scheduler
         if start is not None:
             model.load_state_dict(start.model)
             restore_optimizer(optimizer, start.optimizer)
@@ -158,25 +124,14 @@ class Trainer:
         self._around.mark(step, State.FINISHED)
         return self._trained(model, step, stopped)
 
-    def _build(self, first: int) -> tuple[nn.Module, Optimizer, LRScheduler | None]:
-        seed_all(self._plan.seed)
-        model = self._task.model().to(self._device)
-        optimizer = self._task.optimizer(model.parameters())
-        scheduler = self._task.scheduler(optimizer) if self._task.scheduler else None
-        if scheduler is not None:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
-            for _ in range(first):
-                scheduler.step()
-        return model, optimizer, scheduler
-
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
         """Train on global batch `step`, from 0."""
         exchange, around = self._exchange, self._around
         around.mark(step + 1, State.COMPUTING)
         before = exchange.traffic()
         begin = time.monotonic_ns()
-        indices = self._batches.share(step, exchange.rank, exchange.world)
-        local = self._compute(step, indices, model)
+        mine = self._computer.compute(model, step, exchange.rank, exchange.world, exchange.backward)
+        local = LocalStep(loss=mine.loss, share=mine.share, stop=around.stop_requested())
         computed = time.monotonic_ns()
         overlapped = exchange.take_times().exchange_ns
         around.mark(step + 1, State.EXCHANGING)
@@ -204,8 +159,8 @@ class Trainer:
         applied = max(agreed, end - sum(closing.values()))
         around.record(EventKind.COMPUTE, agreed, applied - agreed, step=step)
         self._record_waits(step, applied, closing)
-        around.record(EventKind.STEP, begin, end - begin, step=step, count=len(indices), value=shared.loss)
-        self._samples += self._batches.size(step)
+        around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=shared.loss)
+        self._samples += self._computer.batch_samples(step)
         self._loss = shared.loss
         if not shared.bad_workers:
             at_s = (end - self._began_ns) / 1e9
@@ -220,34 +175,6 @@ class Trainer:
             waited += duration
         return waited
 
-    def _compute(self, step: int, indices: NDArray[np.int64], model: nn.Module) -> LocalStep:
-        exchange, plan = self._exchange, self._plan
-        begin = time.monotonic()
-        seed_all(mix(plan.seed, step, exchange.rank))
-        share = len(indices) / self._batches.size(step)
-        loss_value = 0.0
-        if len(indices):
-            with self._precision():
-                loss = self._task.loss(model, self._fetch(self._source, indices))
-            answer = self._reader.ask(loss)
-            exchange.backward(loss, share)
-            loss_value = answer()
-        if plan.slow is not None:
-            compute_s = time.monotonic() - begin
-            time.sleep(
-                plan.slow.extra_s(seed=plan.seed, step=step, worker_rank=exchange.rank, compute_s=compute_s)
-            )
-        return LocalStep(loss=loss_value, share=share, stop=self._around.stop_requested())
-
-    def _fetch(self, source: BatchSource, indices: Sequence[int] | NDArray[np.int64]) -> Any:
-        batch = source.fetch(indices)
-        return batch if self._device.type == "cpu" else moved(batch, self._device)
-
-    def _precision(self) -> AbstractContextManager[object]:
-        if not self._plan.autocast:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=torch.bfloat16)
-
     def _after_step(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> None:
         plan = self._plan
         if last or (plan.evaluate_every and step % plan.evaluate_every == 0):
@@ -258,31 +185,17 @@ class Trainer:
 
     def _evaluate(self, step: int, model: nn.Module) -> None:
         """Collective: every worker evaluates its share of the evaluation batches; all learn the means."""
-        task, exchange = self._task, self._exchange
-        if task.evaluation is None:
+        exchange = self._exchange
+        if self._plan.task.evaluation is None:
             return
         self._around.mark(step, State.EVALUATING)
         begin = time.monotonic_ns()
-        source = BatchSource(task.evaluation, task.collate)
-        functions = {"evaluation_loss": task.loss, **task.metrics}
-        totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
-        model.eval()
-        with torch.no_grad(), self._precision():
-            for number, first in enumerate(range(0, len(source), task.batch_size)):
-                if number % exchange.world != exchange.rank:
-                    continue
-                indices = range(first, min(first + task.batch_size, len(source)))
-                batch = self._fetch(source, indices)
-                for column, function in enumerate(functions.values()):
-                    totals[column] += float(function(model, batch)) * len(indices)
-                totals[-1] += len(indices)
-        model.train()
-        totals = exchange.total(totals)
+        evaluated = self._computer.evaluate(model, exchange.rank, exchange.world, exchange.total)
+        assert evaluated is not None, "there is evaluation data"
+        self._evaluated, samples = evaluated
         exchange.take_times()
-        means = (totals[:-1] / totals[-1]).tolist()
-        self._evaluated = dict(zip(functions, means, strict=True))
         self._around.record(
-            EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=int(totals[-1])
+            EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=samples
         )
         self._add_row(step=step, metrics=self._evaluated, at_s=(time.monotonic_ns() - self._began_ns) / 1e9)
 

@@ -26,6 +26,7 @@ from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
 from manyhands.central.exchange import CentralExchange
 from manyhands.cluster.context import RoleContext
+from manyhands.computing import TrainingPlan
 from manyhands.exchange import Exchange, SingleExchange
 from manyhands.link.base import Link
 from manyhands.link.mesh import SharedMesh, attach_mesh
@@ -35,7 +36,7 @@ from manyhands.observe.ring import EventRing
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.strategy import AllReduce, Central, Mirrored, Strategy
-from manyhands.worker import Trainer, TrainingPlan
+from manyhands.worker import Trainer
 
 __all__ = ["WorkerFiles", "WorkerJob", "exchange_for", "needs_links", "work"]
 

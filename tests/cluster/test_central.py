@@ -20,10 +20,11 @@ from equality import Silent, distance, make_task, same_bits, train_in_threads, t
 from manyhands.allreduce import progress
 from manyhands.allreduce.shared import SharedGroup
 from manyhands.central.exchange import CentralExchange
+from manyhands.computing import TrainingPlan
 from manyhands.errors import UserError
 from manyhands.exchange import Exchange, LocalStep
 from manyhands.store.checkpoint import CheckpointStore
-from manyhands.worker import Trainer, TrainingPlan
+from manyhands.worker import Trainer
 from ways import BUCKET_BYTES, connect, in_threads, join, with_exchanges
 
 

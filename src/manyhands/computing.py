@@ -1,0 +1,172 @@
+"""One worker's own work, whatever the strategy: its part of a global batch, forward, backward, and evaluation.
+
+What is computed depends on (plan, batch, part, parts) and the weights alone, so that another process, a later run or a
+replay computes the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan
+from manyhands.device import NumberReader, device_of, moved
+from manyhands.randomness import mix, seed_all
+from manyhands.slowdown import Slowdown
+from manyhands.task import Task
+
+__all__ = ["Built", "Computed", "Computer", "TrainingPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """Everything that decides what is computed; the same value on every worker."""
+
+    task: Task
+    steps: int
+    seed: int
+    evaluate_every: int
+    """Evaluate after every so many steps, and at the end."""
+
+    checkpoint_every: int
+    """Save after every so many steps and at the end; 0: never."""
+
+    slow: Slowdown | None = None
+    device: str = "cpu"
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """What a task builds, seeded."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """What became of one part of a batch: its mean loss (0 where it is empty), and what it weighs in the whole."""
+
+    loss: float
+    share: float
+    samples: int
+
+
+class Computer:
+    """Computes for one worker; `worker_rank` chooses its GPU, and is whom a slowdown may mean."""
+
+    def __init__(self, plan: TrainingPlan, worker_rank: int) -> None:
+        self.plan = plan
+        self.device = device_of(plan.device, worker_rank)
+        self._rank = worker_rank
+        self._task = plan.task
+        self._source = BatchSource(plan.task.data, plan.task.collate)
+        self._batches = BatchPlan(len(self._source), plan.task.batch_size, plan.seed)
+        self._reader = NumberReader(self.device)
+
+    def build(self, first_step: int = 0) -> Built:
+        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained."""
+        seed_all(self.plan.seed)
+        model = self._task.model().to(self.device)
+        optimizer = self._task.optimizer(model.parameters())
+        scheduler = self._task.scheduler(optimizer) if self._task.scheduler else None
+        if scheduler is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
+            for _ in range(first_step):
+                scheduler.step()
+        return Built(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    def batch_samples(self, step: int) -> int:
+        """The number of samples in global batch `step`."""
+        return self._batches.size(step)
+
+    def batch(self, step: int, part: int, parts: int) -> Any:
+        """Part `part` of `parts` of global batch `step`, collated and on the device; None where it is empty."""
+        indices = self._batches.share(step, part, parts)
+        return self._fetch(self._source, indices) if len(indices) else None
+
+    def compute(
+        self,
+        model: nn.Module,
+        step: int,
+        part: int,
+        parts: int,
+        backward: Callable[[Tensor, float], None],
+    ) -> Computed:
+        """Forward and backward of part `part` of `parts` of batch `step`; `backward` gets the loss and its share."""
+        begin = time.monotonic()
+        seed_all(mix(self.plan.seed, step, part))
+        indices = self._batches.share(step, part, parts)
+        share = len(indices) / self._batches.size(step)
+        value = 0.0
+        if len(indices):
+            with self._precision():
+                loss = self._task.loss(model, self._fetch(self._source, indices))
+            answer = self._reader.ask(loss)
+            backward(loss, share)
+            value = answer()
+        slow = self.plan.slow
+        if slow is not None:
+            spent_s = time.monotonic() - begin
+            time.sleep(
+                slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
+            )
+        return Computed(loss=value, share=share, samples=len(indices))
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        part: int = 0,
+        parts: int = 1,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[dict[str, float], int] | None:
+        """Means over the evaluation data and the number of samples; None where the task has none.
+
+        With several `parts`, each evaluates its share of the batches and `total` sums over all of them.
+        """
+        task = self._task
+        if task.evaluation is None:
+            return None
+        source = BatchSource(task.evaluation, task.collate)
+        functions = {"evaluation_loss": task.loss, **task.metrics}
+        totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        model.eval()
+        with torch.no_grad(), self._precision():
+            for number, first in enumerate(range(0, len(source), task.batch_size)):
+                if number % parts != part:
+                    continue
+                indices = range(first, min(first + task.batch_size, len(source)))
+                batch = self._fetch(source, indices)
+                for column, function in enumerate(functions.values()):
+                    totals[column] += float(function(model, batch)) * len(indices)
+                totals[-1] += len(indices)
+        model.train()
+        totals = total(totals) if total is not None else totals
+        means = (totals[:-1] / totals[-1]).tolist()
+        return dict(zip(functions, means, strict=True)), int(totals[-1])
+
+    def _fetch(self, source: BatchSource, indices: Sequence[int] | NDArray[np.int64]) -> Any:
+        batch = source.fetch(indices)
+        return batch if self.device.type == "cpu" else moved(batch, self.device)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if not self.plan.autocast:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)

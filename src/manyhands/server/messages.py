@@ -1,0 +1,353 @@
+"""What the roles of a parameter server say to each other: frozen values without tensors, sockets or clocks.
+
+    launcher ──View──► everyone          membership: who serves which shard, who holds which slot
+    worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters, Ack──► worker
+    lead shard ──Chosen──► other shards  who belongs to a group, where arrival decides
+    primary ──Forward──► backup ──Forwarded──► primary
+
+A **slot** is one worker's place in the run, 0 to n-1; a **member** is one process, numbered in the order in which the
+launcher started it, servers and workers alike. A slot passes from a dead member to its successor, whose number is
+higher: that number fences the old one. A **clock** counts a slot's updates; (slot, clock) names an update for ever.
+A **version** counts a shard's optimizer steps.
+
+Payloads (gradients, parameters, snapshots) travel beside these messages and never inside them: a core decides by what
+is here alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = [
+    "LAUNCHER",
+    "Ack",
+    "Chosen",
+    "ChosenKept",
+    "Fenced",
+    "Forward",
+    "Forwarded",
+    "Hello",
+    "Install",
+    "Installed",
+    "Message",
+    "NotPrimary",
+    "Outcome",
+    "Parameters",
+    "Push",
+    "Read",
+    "Refused",
+    "ShardView",
+    "SlotView",
+    "Update",
+    "View",
+    "Welcome",
+    "Work",
+    "WorkKind",
+    "Yield",
+]
+
+LAUNCHER = 0
+"""The launcher's number; members count from 1."""
+
+
+class Outcome(IntEnum):
+    """What became of a push."""
+
+    APPLIED = 1
+    """The optimizer has taken the step it belongs to."""
+    ACCEPTED = 2
+    """It is safe, and waits for the rest of its group."""
+    DUPLICATE = 3
+    """The shard had it already."""
+    LATE = 4
+    """Its group was complete without it (backup workers): it counts for nothing."""
+    SKIPPED = 5
+    """The worker itself said that there is nothing to apply: its gradient was not finite."""
+
+
+class WorkKind(IntEnum):
+    """What the lead shard tells a worker to do."""
+
+    TRAIN = 1
+    FINISHED = 2
+    """Every batch is done or given out."""
+    RETIRED = 3
+    """The slot was removed from the run."""
+    UNKNOWN = 4
+    """This shard does not lead: the answer of another one says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Part `part` of `parts` of global batch `batch`, to be pushed as `clock`."""
+
+    kind: WorkKind
+    clock: int = 0
+    batch: int = 0
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The name of an update."""
+
+    slot: int
+    clock: int
+
+
+# ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardView:
+    """Who serves a shard; `epoch` grows whenever that changes."""
+
+    shard: int
+    epoch: int
+    primary: int
+    """Member; 0 while nobody does."""
+    backup: int = 0
+    """Member that holds, or is about to be given, a copy; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotView:
+    """Who works in a slot; 0 while its successor is being started."""
+
+    slot: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Membership as the launcher has it; a higher epoch replaces a lower one."""
+
+    epoch: int
+    shards: tuple[ShardView, ...]
+    slots: tuple[SlotView, ...]
+    """The active slots, in order; one that is missing here has been removed."""
+
+
+# ── a worker and the primary of a shard ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Worker to primary, before anything else and again after a change of primary: I hold this slot.
+
+    Everything of this slot below clock `settled` was settled at this shard as far as the worker knows (0: it is new).
+    A shard that has less than that was restored from an older snapshot, and reports what was lost.
+    """
+
+    shard: int
+    slot: int
+    member: int
+    settled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The answer: the lowest clock of this slot that the shard lacks."""
+
+    shard: int
+    slot: int
+    next_clock: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Worker to primary: the parameters for my update `clock`, once the consistency allows."""
+
+    shard: int
+    slot: int
+    member: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The answer, with one consistent version as its payload."""
+
+    shard: int
+    slot: int
+    clock: int
+    version: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Worker to primary, with a gradient as its payload: this slot's update `clock`.
+
+    `weight` is the part of its batch that the gradient is of (it is scaled by that already); `batch`, `part` and
+    `parts` are those of its Work. `skip` has no payload: the gradient was not finite, and only the clock moves on.
+    """
+
+    shard: int
+    slot: int
+    member: int
+    clock: int
+    read_version: int
+    batch: int
+    part: int
+    parts: int
+    weight: float
+    skip: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """The push is safe: it survives as many deaths as the run promises."""
+
+    shard: int
+    slot: int
+    clock: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The push can not be taken (its gradient is not finite); nothing changed, the clock still waits for it."""
+
+    shard: int
+    slot: int
+    clock: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """Your slot is held by a later member: stop, and ask the launcher for a place."""
+
+    shard: int
+    slot: int
+    holder: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotPrimary:
+    """This server does not serve the shard (any more, or yet); wait for a view that says who does."""
+
+    shard: int
+    epoch: int
+
+
+# ── between servers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Lead to the primary of another shard: group `number` is made of these updates, in this order."""
+
+    shard: int
+    number: int
+    updates: tuple[Update, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenKept:
+    """The answer: groups up to and including `number` are safe here."""
+
+    shard: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """An entry of the lead's log: this update is of that batch."""
+
+    slot: int
+    clock: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsChanged:
+    """An entry of a shard's log: the active slots from now on."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """An entry of a shard's log: updates of `slot` below clock `until` went with a server that had no replica."""
+
+    slot: int
+    until: int
+
+
+Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | Lost
+"""Whatever changes the state of a shard; applied in the same order by the primary and by its backup."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Primary to backup: entry number `sequence` of the shard's log (a Push with its payload)."""
+
+    shard: int
+    epoch: int
+    sequence: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """The answer: all entries up to and including `sequence` are here."""
+
+    shard: int
+    epoch: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Install:
+    """Primary to a new backup, with the store's state and the pending gradients as payload.
+
+    `state` is the core's own, as JSON text; forwards from `sequence` + 1 on follow.
+    """
+
+    shard: int
+    epoch: int
+    sequence: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Backup to the launcher: the shard has a copy again."""
+
+    shard: int
+    epoch: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yield:
+    """To a primary of an older epoch: somebody else serves this shard now."""
+
+    shard: int
+    epoch: int
+
+
+Message = (
+    View
+    | Hello
+    | Welcome
+    | Read
+    | Parameters
+    | Push
+    | Ack
+    | Refused
+    | Fenced
+    | NotPrimary
+    | Chosen
+    | ChosenKept
+    | Forward
+    | Forwarded
+    | Install
+    | Installed
+    | Yield
+)
