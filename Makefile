@@ -45,6 +45,7 @@ bench: setup $(VENV)/.kernels
 	$(BIN)/manyhands bench backend --workers 2 --json benchmarks/results/backend-2.json
 	$(BIN)/manyhands bench backend --workers 4 --json benchmarks/results/backend-4.json
 	$(BIN)/manyhands bench step --workers 2 --json benchmarks/results/step-2.json
+	$(BIN)/manyhands bench server --json benchmarks/results/server.json
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py
 

@@ -21,17 +21,23 @@ if TYPE_CHECKING:
     from manyhands.fitting import Options, fit
     from manyhands.loop.join import join
     from manyhands.run import History, Run
+    from manyhands.running import Running, start
+    from manyhands.server.replay import Replayed, replay
     from manyhands.slowdown import Slowdown
-    from manyhands.strategy import AllReduce, Mirrored, Single, Strategy
+    from manyhands.strategy import AllReduce, Central, Mirrored, Ps, Single, Strategy
     from manyhands.task import Task
 
 __all__ = [
     "AllReduce",
+    "Central",
     "History",
     "ManyhandsError",
     "Mirrored",
     "Options",
+    "Ps",
+    "Replayed",
     "Run",
+    "Running",
     "Single",
     "Slowdown",
     "Strategy",
@@ -40,15 +46,21 @@ __all__ = [
     "__version__",
     "fit",
     "join",
+    "replay",
+    "start",
 ]
 
 _HOMES = {
     "AllReduce": "strategy",
+    "Central": "strategy",
     "History": "run",
     "ManyhandsError": "errors",
     "Mirrored": "strategy",
     "Options": "fitting",
+    "Ps": "strategy",
+    "Replayed": "server.replay",
     "Run": "run",
+    "Running": "running",
     "Single": "strategy",
     "Slowdown": "slowdown",
     "Strategy": "strategy",
@@ -56,6 +68,8 @@ _HOMES = {
     "UserError": "errors",
     "fit": "fitting",
     "join": "loop.join",
+    "replay": "server.replay",
+    "start": "running",
 }
 
 

@@ -109,16 +109,24 @@ class Computer:
         part: int,
         parts: int,
         backward: Callable[[Tensor, float], None],
+        prepare: Callable[[Any], None] | None = None,
     ) -> Computed:
-        """Forward and backward of part `part` of `parts` of batch `step`; `backward` gets the loss and its share."""
+        """Forward and backward of part `part` of `parts` of batch `step`; `backward` gets the loss and its share.
+
+        `prepare` gets the batch before the model does, unless it is empty; it draws no random numbers.
+        """
         begin = time.monotonic()
         seed_all(mix(self.plan.seed, step, part))
         indices = self._batches.share(step, part, parts)
         share = len(indices) / self._batches.size(step)
         value = 0.0
         if len(indices):
+            batch = self._fetch(self._source, indices)
+            if prepare is not None:
+                prepare(batch)
+                begin = time.monotonic()
             with self._precision():
-                loss = self._task.loss(model, self._fetch(self._source, indices))
+                loss = self._task.loss(model, batch)
             answer = self._reader.ask(loss)
             backward(loss, share)
             value = answer()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
+import queue
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,17 +32,28 @@ from manyhands.observe.ring import EventRing
 from manyhands.observe.totals import Snapshot
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
+from manyhands.server.live.launcher import Command
+from manyhands.server.live.training import (
+    ResumePoint,
+    ServerTraining,
+    TrainingRequest,
+    resume_point,
+    server_summary,
+)
 from manyhands.slowdown import Slowdown
 from manyhands.store.checkpoint import Loaded, NoCheckpoint
 from manyhands.store.fingerprint import fingerprint, parameter_shapes
 from manyhands.store.rundir import RunDirectory
-from manyhands.strategy import Single, Strategy
+from manyhands.strategy import Ps, Single, Strategy
 from manyhands.task import Task
 from manyhands.version import __version__
 from manyhands.worker import Trainer
 from manyhands.worker_process import WorkerFiles, WorkerJob, work
 
 __all__ = ["Options", "View", "fit"]
+
+_log = logging.getLogger("manyhands")
+_MORE_WORKERS = 16  # may be added to a run while it goes on
 
 View = Callable[[int, Callable[[], Snapshot]], AbstractContextManager[object]]
 """Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
@@ -70,6 +83,9 @@ class Options:
 
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
+
+    commands: queue.SimpleQueue[Command] | None = None
+    """Where changes of the workers come from while the run goes on; `start` makes one."""
 
     view: View | None = None
     """Shows the run while it goes on; the command line's progress bar is one."""
@@ -120,10 +136,10 @@ def fit(
     with preserved(), ExitStack() as stack:
         seed_all(seed)
         model = task.model()
-        directory, start = _open_directory(request, model, out, resume)
+        directory, start, point = _open_directory(request, model, out, resume)
         if directory is not None:
             stack.enter_context(directory)
-        session = _Session(request, model, directory, start)
+        session = _Session(request, model, directory, start, point)
         return session.train()
 
 
@@ -183,6 +199,7 @@ class _Request:
         """What config.json holds."""
         return {
             "task": self.plan.task.name,
+            "task_options": self.plan.task.options,
             "strategy": str(self.strategy),
             "workers": self.workers,
             "steps": self.plan.steps,
@@ -213,38 +230,61 @@ def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: i
 
 def _open_directory(
     request: _Request, model: nn.Module, out: str | Path | None, resume: bool
-) -> tuple[RunDirectory | None, Loaded | None]:
+) -> tuple[RunDirectory | None, Loaded | None, ResumePoint | None]:
     if out is None:
-        return None, None
+        return None, None, None
     config = request.config(model)
     if not resume:
-        return RunDirectory.create(out, config), None
+        return RunDirectory.create(out, config), None, None
     directory = RunDirectory.open(out)
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} can not be resumed: {conflict}")
+        if isinstance(request.strategy, Ps):
+            point = _server_resume_point(request.strategy, directory, config)
+            directory.metrics.truncate_after(point.batches if point is not None else 0)
+            return directory, None, point
         try:
             start = directory.checkpoints().load()
         except NoCheckpoint:
             start = None
         directory.metrics.truncate_after(start.step if start is not None else 0)
-        return directory, start
+        return directory, start, None
     except BaseException:
         directory.close()
         raise
+
+
+def _server_resume_point(
+    strategy: Ps, directory: RunDirectory, config: Mapping[str, Any]
+) -> ResumePoint | None:
+    """Shards, slots and clocks only fit the run that wrote them."""
+    for name in ("strategy", "workers"):
+        if directory.config[name] != config[name]:
+            raise UserError(
+                f"{directory.path} can not be resumed: {name} is {config[name]!r}, but its shards were written with "
+                f"{directory.config[name]!r}; resume with that"
+            )
+    return resume_point(directory.path, strategy)
 
 
 class _Session:
     """One run under way: collects what the workers tell, and makes a `Run` of it."""
 
     def __init__(
-        self, request: _Request, model: nn.Module, directory: RunDirectory | None, start: Loaded | None
+        self,
+        request: _Request,
+        model: nn.Module,
+        directory: RunDirectory | None,
+        start: Loaded | None,
+        point: ResumePoint | None,
     ) -> None:
         self._request = request
         self._model = model
         self._directory = directory
         self._start = start
+        self._point = point
         self._history = History(directory.metrics.read() if directory is not None else ())
         self._notes = [f"{damage}" for damage in start.skipped] if start is not None else []
         sharing = sharing_sentence(request.plan.device, request.workers)
@@ -256,6 +296,8 @@ class _Session:
         try:
             if isinstance(self._request.strategy, Single):
                 result, observed = self._train_here()
+            elif isinstance(self._request.strategy, Ps):
+                result, observed = self._train_on_servers(self._request.strategy)
             else:
                 result, observed = self._train_in_processes()
         except NonFinite as error:
@@ -321,6 +363,54 @@ class _Session:
         totals = {key: sum(one[key] for one in finished) for key in ("bytes_sent", "messages_sent")}
         return {**finished[0], **totals}, observed
 
+    def _train_on_servers(self, strategy: Ps) -> tuple[dict[str, Any], dict[str, Any]]:
+        request, options = self._request, self._request.options
+        training = ServerTraining(
+            TrainingRequest(
+                plan=request.plan,
+                strategy=strategy,
+                workers=request.workers,
+                most_workers=request.workers + (_MORE_WORKERS if options.commands is not None else 0),
+                timeout_s=options.timeout_s,
+                run_path=self._directory.path.absolute() if self._directory is not None else None,
+                keep_checkpoints=options.keep_checkpoints,
+                resume_version=self._point.version if self._point is not None else None,
+                fingerprint=fingerprint(request.config(self._model)).digest,
+            )
+        )
+        with (
+            training,
+            self._collector({f"worker-{slot}": r for slot, r in training.rings.items()}) as collector,
+        ):
+            with self._view(collector):
+                outcome = training.run(
+                    on_rows=lambda rows: self._take_note({"rows": rows}),
+                    on_event=self._take_event,
+                    commands=options.commands,
+                )
+            collector.flush()
+            observed = collector.summary()
+            observed["per_worker"] = [
+                w for w in observed["per_worker"] if w["worker"] < request.workers or w["steps"]
+            ]
+            self._model = training.model()
+            metrics = training.evaluate(self._model)
+            if metrics is not None:
+                steps = request.plan.steps
+                self._take_note({"rows": [{"step": steps, "metrics": metrics, "at_s": outcome.seconds}]})
+            if self._directory is not None:
+                snapshot = training.checkpoint((metrics or {}).get("evaluation_loss"))
+                if snapshot is not None:
+                    self._checkpoints().save(snapshot)
+        self._notes += outcome.notes
+        result = {
+            "steps_done": request.plan.steps,
+            "seconds": outcome.seconds,
+            "stopped_early": False,
+            **outcome.totals,
+        }
+        return result, {**observed, **server_summary(outcome)}
+
     def _collector(self, rings: Mapping[str, EventRing]) -> Collector:
         directory = self._directory.events_path if self._directory is not None else None
         return Collector(rings, directory=directory)
@@ -340,6 +430,18 @@ class _Session:
         if self._directory is not None:
             for row in rows:
                 self._directory.metrics.append(row)
+
+    def _resumed_from(self) -> int | None:
+        if self._point is not None:
+            return self._point.batches
+        return self._start.step if self._start is not None else None
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        """Something happened to a member: keep it, and say it where it is more than a start."""
+        if self._directory is not None:
+            self._directory.append_member(event)
+        if "sentence" in event:
+            _log.warning(event["sentence"])
 
     def _last_good(self) -> str:
         if self._directory is None:
@@ -364,7 +466,7 @@ class _Session:
             "workers": request.workers,
             "steps": result["steps_done"],
             "steps_asked": request.plan.steps,
-            "resumed_from_step": self._start.step if self._start is not None else None,
+            "resumed_from_step": self._resumed_from(),
             "seed": request.plan.seed,
             "device": request.plan.device,
             "seconds": seconds,

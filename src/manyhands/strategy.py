@@ -17,9 +17,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.consistency.parse import parse_consistency
+from manyhands.consistency.policy import Policy
+from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError, nearest
 
-__all__ = ["STRATEGIES", "AllReduce", "Central", "Mirrored", "Single", "Strategy", "parse_size", "show_size"]
+__all__ = [
+    "STRATEGIES",
+    "AllReduce",
+    "Central",
+    "Mirrored",
+    "Ps",
+    "Single",
+    "Strategy",
+    "parse_size",
+    "show_size",
+]
 
 MIB = 1024 * 1024
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -187,4 +200,38 @@ class Central(Strategy):
         _check_buckets(self.buckets)
 
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.word: kind for kind in (Single, Mirrored, AllReduce, Central)}
+@dataclass(frozen=True, kw_only=True)
+class Ps(Strategy):
+    """Parameter servers hold the truth, each a shard of it; workers pull, compute and push.
+
+    `consistency` says when replicas must agree, `replicas=1` that every shard is kept by two servers, `link` how
+    processes of one host talk: `shared` memory or `tcp` on loopback.
+    """
+
+    word: ClassVar[str] = "ps"
+    about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
+
+    servers: int = _setting(1, _whole_number)
+    consistency: Policy = _setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
+    replicas: int = _setting(0, _whole_number)
+    link: str = _setting("shared", str)
+
+    def __post_init__(self) -> None:
+        if self.servers < 1:
+            raise UserError(f"servers={self.servers} must be at least 1")
+        if self.replicas not in (0, 1):
+            raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
+        if self.link not in _PS_LINKS:
+            raise UserError(f"unknown link {self.link!r}; {nearest(self.link, _PS_LINKS)}")
+
+    @property
+    def num_server_processes(self) -> int:
+        """One per shard, and at least two where each shard is kept twice."""
+        return max(self.servers, self.replicas + 1)
+
+
+_PS_LINKS = ("shared", "tcp")
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.word: kind for kind in (Single, Mirrored, AllReduce, Central, Ps)
+}

@@ -18,11 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
 
-__all__ = ["Metric", "Task"]
+__all__ = ["Metric", "RowsOf", "Task"]
 
 _RESERVED_METRICS = ("loss", "evaluation_loss")
 
 Metric: TypeAlias = Callable[[nn.Module, Any], Tensor | float]
+RowsOf: TypeAlias = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +52,12 @@ class Task:
     """Makes a batch from a list of samples, in place of torch's default_collate."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds the learning rate's schedule, which advances once per global batch."""
+    sparse: Mapping[str, RowsOf] = field(default_factory=dict)
+    """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
     """What run directories and reports call it."""
+    options: Mapping[str, Any] | None = None
+    """What a built-in task was made of, kept with a run so that a replay can make it again; None for any other."""
 
     def __post_init__(self) -> None:
         _check_builder(
@@ -79,6 +84,7 @@ class Task:
         if self.evaluation is not None:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
+        self._check_sparse()
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):
@@ -99,6 +105,18 @@ class Task:
                 f"metrics are {', '.join(self.metrics)}, but evaluation is None; metrics are measured on "
                 "evaluation data, so give evaluation= as well"
             )
+
+    def _check_sparse(self) -> None:
+        if not isinstance(self.sparse, Mapping):
+            raise UserError(
+                f"sparse is {self.sparse!r}; it must be a dict of parameter name: function (batch) -> rows"
+            )
+        for name, rows_of in self.sparse.items():
+            if not isinstance(name, str) or not callable(rows_of):
+                raise UserError(
+                    f"sparse[{name!r}] is {rows_of!r}; it must be a parameter name: function (batch) -> indices of the "
+                    "rows that the batch reads"
+                )
 
 
 def _check_builder(field_name: str, value: Any, built: type, allowed: str) -> None:

@@ -10,20 +10,15 @@ import pytest
 from manyhands.cluster.board import NOBODY, Board, Line, State, pack_mark, unpack_mark
 from manyhands.cluster.control import Failed, Finished, Note, Started, Stop
 from manyhands.cluster.failure import describe_exit, report
+from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, Kill, Patience
 from manyhands.cluster.watch import (
-    EXIT_S,
     Action,
     Alarm,
     AskToStop,
     Deliver,
     Event,
-    Exited,
-    Garbled,
-    Heard,
     Interrupted,
-    Kill,
     Looked,
-    Patience,
     Watch,
 )
 from manyhands.errors import (
@@ -319,7 +314,7 @@ def test_the_board_shows_to_all_what_one_writes() -> None:
         assert (line.pid, line.step, line.state, line.waiting_for) == (os.getpid(), 17, State.WAITING, 2)
         assert line.doing() == "waiting for role 2 at step 17"
         assert other.read(0) == other.read(2) == Line()
-        with pytest.raises(IndexError, match="rank 3 has no line"):
+        with pytest.raises(IndexError, match="no line 3"):
             board.read(3)
     board.close()
     with pytest.raises(ValueError, match="closed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.control import (
     MAX_FRAME_BYTES,
+    Assigned,
     Channel,
     Decoder,
     Failed,
@@ -24,6 +26,7 @@ from manyhands.cluster.control import (
     ProtocolError,
     Started,
     Stop,
+    Unread,
     encode,
 )
 from manyhands.errors import Aborted, PeerTimeout
@@ -41,6 +44,7 @@ MESSAGES: list[Message] = [
     ),
     Finished(payload={}),
     Stop(),
+    Assigned(role="{}"),
 ]
 
 
@@ -115,7 +119,7 @@ def test_a_channel_carries_messages_both_ways_and_notices_the_end(channels: tupl
     assert launcher.receive() == []
     for message in MESSAGES:
         child.send(message, timeout_s=1.0)
-    assert launcher.offer(Stop())
+    launcher.post(Stop())
     assert launcher.receive() == MESSAGES
     assert child.receive() == [Stop()]
     assert not launcher.ended
@@ -128,7 +132,7 @@ def test_what_was_sent_before_the_end_is_received_though_a_request_went_unread(
     channels: tuple[Channel, Channel],
 ) -> None:
     child, launcher = channels
-    assert launcher.offer(Stop())
+    launcher.post(Stop())
     child.send(Finished(payload={"x": 1}), timeout_s=1.0)
     child.close()
     assert launcher.receive() == [Finished(payload={"x": 1})]
@@ -136,14 +140,54 @@ def test_what_was_sent_before_the_end_is_received_though_a_request_went_unread(
 
 
 def test_sending_to_one_who_does_not_read_ends_with_his_name(channels: tuple[Channel, Channel]) -> None:
-    child, launcher = channels
+    child, _ = channels
     with pytest.raises(PeerTimeout, match=r"the launcher has read nothing for 0\.05 s"):
         child.send(Finished(payload={"x": "y" * 2**23}), timeout_s=0.05)
-    for _ in range(100_000):
-        if not launcher.offer(Stop()):
-            break
-    else:
-        pytest.fail("a socket without a reader took everything")
+
+
+def test_what_is_posted_to_a_slow_reader_waits_within_bounds_and_arrives_in_order(
+    channels: tuple[Channel, Channel],
+) -> None:
+    child, launcher = channels
+    posted: list[Message] = [Note(payload={"number": number, "x": "y" * 2**20}) for number in range(8)]
+    for message in posted:
+        launcher.post(message)
+    launcher.post(Stop())
+    assert launcher.has_more, "a socket without a reader took everything"
+    received: list[Message] = []
+    while launcher.has_more:
+        received += child.receive()
+        launcher.flush()
+    assert received + child.receive() == [*posted, Stop()]
+
+    launcher.post(Note(payload={"x": "y" * (MAX_FRAME_BYTES - 100)}))
+    launcher.post(posted[0])
+    with pytest.raises(Unread, match=r"worker 0 has left 1\d{7} bytes unread"):
+        launcher.post(posted[1])
+    child.close()
+    launcher.flush()
+    assert not launcher.has_more, "nothing is kept for one who is gone"
+
+
+def test_a_message_with_descriptors_arrives_with_copies_of_them(channels: tuple[Channel, Channel]) -> None:
+    child, launcher = channels
+    reading, writing = os.pipe()
+    launcher.hand_over(Assigned(role="server 1"), [writing])
+    launcher.post(Note(payload={"x": 1}))
+    os.close(writing)
+    messages, (passed,) = child.receive_handed()
+    os.write(passed, b"hello")
+    os.close(passed)
+    assert os.read(reading, 10) == b"hello"
+    assert os.read(reading, 10) == b""
+    os.close(reading)
+    assert messages + child.receive() == [Assigned(role="server 1"), Note(payload={"x": 1})]
+    child.close()
+    reading, writing = os.pipe()
+    with pytest.raises(Aborted, match="worker 0 takes no descriptors"):
+        launcher.hand_over(Assigned(role="server 1"), [writing])
+    os.close(reading)
+    os.close(writing)
 
 
 def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel]) -> None:
@@ -151,4 +195,5 @@ def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel
     launcher.close()
     with pytest.raises(Aborted, match="the launcher is gone: Started was not delivered"):
         child.send(Started(pid=1), timeout_s=1.0)
-    assert not child.offer(Stop())
+    child.post(Stop())
+    assert not child.has_more

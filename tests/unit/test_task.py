@@ -33,6 +33,8 @@ def test_the_five_fields_suffice() -> None:
     task = Task(**good(batch_size=2))
     assert (task.batch_size, task.evaluation, dict(task.metrics), task.name) == (2, None, {}, "task")
     assert Task(**good()).batch_size == 64
+    assert Task(**good()).sparse == {}
+    assert list(Task(**good(sparse={"weight": lambda batch: batch})).sparse) == ["weight"]
 
 
 @pytest.mark.parametrize("missing", ["model", "loss", "data", "optimizer"])
@@ -82,6 +84,9 @@ def test_fields_are_given_by_name_and_stay() -> None:
             "'loss', which reports use already",
         ),
         ({"metrics": {"m": accuracy}}, "metrics are m, but evaluation is None"),
+        ({"sparse": ["weight"]}, r"sparse is \['weight'\]; it must be a dict of parameter name"),
+        ({"sparse": {"weight": 3}}, r"sparse\['weight'\] is 3; it must be .*rows that the batch reads"),
+        ({"sparse": {1: len}}, r"sparse\[1\] is"),
     ],
 )
 def test_a_mistake_is_named_with_its_value_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:

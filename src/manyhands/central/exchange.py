@@ -29,12 +29,12 @@ from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.allreduce.shared import SharedGroup
 from manyhands.central.gather import Carrier, gather_state
 from manyhands.central.home import ParameterHome
-from manyhands.central.optimizers import is_elementwise
 from manyhands.central.ownership import cut, keep_whole
-from manyhands.central.slices import SlicedOptimizer
 from manyhands.errors import UserError
 from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.memory.heap import keep_freed_memory
+from manyhands.sharding.optimizers import is_elementwise
+from manyhands.sharding.slices import SlicedOptimizer
 
 __all__ = ["CentralExchange"]
 

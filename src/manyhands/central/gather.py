@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.central.slices import OwnedState
+from manyhands.sharding.slices import OwnedState
 from manyhands.store.state_tree import Json, flatten, unflatten
 
 __all__ = ["Carrier", "gather_state"]

@@ -18,17 +18,9 @@ from dataclasses import dataclass, replace
 
 from manyhands.allreduce.buckets import BucketLayout, Slot, padded
 from manyhands.allreduce.shared import slice_of
+from manyhands.sharding.pieces import Piece
 
-__all__ = ["Ownership", "Piece", "cut", "keep_whole"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Items `begin` to `end` of a parameter, all of them with one owner."""
-
-    parameter: int
-    begin: int
-    end: int
+__all__ = ["Ownership", "cut", "keep_whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

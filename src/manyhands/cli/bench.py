@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from manyhands.bench import backend as backend_bench
+from manyhands.bench import server as server_bench
 from manyhands.bench import step as step_bench
 from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
 from manyhands.strategy import parse_size
@@ -55,6 +56,21 @@ def step(
     """Whole training steps: mirrored, central and torch's DDP on Gloo, interleaved, with equal losses."""
     result = step_bench.run_bench(workers, step_bench.named_workloads(workload), steps)
     print(step_bench.format_table(result))
+    _write(result, json_file)
+
+
+@bench_app.command("server")
+def server(
+    rounds: Annotated[
+        int, typer.Option(help="Turns of each contender at each exchange.")
+    ] = server_bench.DEFAULT_ROUNDS,
+    memory: Annotated[bool, typer.Option(help="Measure the memory of servers too.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """A parameter server's push and pull: ours by shared memory and TCP, a Ray actor, torch's rpc, interleaved."""
+    memory_bytes = server_bench.MEMORY_BYTES if memory else 0
+    result = server_bench.run_bench(rounds=rounds, memory_bytes=memory_bytes)
+    print(server_bench.format_table(result))
     _write(result, json_file)
 
 

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands import __version__
+from manyhands.cli.audit import audit_command
 from manyhands.cli.bench import bench_app
 from manyhands.cli.launch import launch_command
+from manyhands.cli.replay import replay_command
 from manyhands.cli.train import train_app
 from manyhands.doctor import Verdict, examine
 from manyhands.errors import ManyhandsError, UserError
@@ -29,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
+app.command("audit")(audit_command)
+app.command("replay")(replay_command)
 app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
 
 

@@ -77,8 +77,8 @@ class Line:
 class Board:
     """The mapped board; a context manager, `close` is idempotent.
 
-    The launcher calls `create` and hands `descriptor` to its children, which `attach` it. Line `rank` belongs
-    to the role of that rank.
+    The launcher calls `create` and hands `descriptor` to its children, which map it too. Which line is whose is the
+    launcher's to say; the line of one who is gone may be given to another.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -86,39 +86,43 @@ class Board:
         self.descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, 0)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._num_roles = len(self._map) // _LINE_BYTES
+        self._num_lines = len(self._map) // _LINE_BYTES
 
     @classmethod
-    def create(cls, num_roles: int) -> Board:
-        """A fresh board with a line for each of `num_roles` roles."""
+    def create(cls, num_lines: int) -> Board:
+        """A fresh board of `num_lines` lines."""
         descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, num_roles * _LINE_BYTES)
+            os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
             return cls(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
 
-    def line_address(self, rank: int) -> int:
-        """Where the line of `rank` starts in this process, for compiled code."""
+    def line_address(self, line: int) -> int:
+        """Where `line` starts in this process, for compiled code."""
         if self._map is None:
             raise ValueError("the board is closed")
-        if not 0 <= rank < self._num_roles:
-            raise IndexError(f"rank {rank} has no line; the board has {self._num_roles}")
-        return self._address + rank * _LINE_BYTES
+        if not 0 <= line < self._num_lines:
+            raise IndexError(f"there is no line {line}; the board has {self._num_lines}")
+        return self._address + line * _LINE_BYTES
 
-    def sign_on(self, rank: int) -> None:
-        """Write this process's id on the line of `rank`, with a first mark."""
-        _write_pid(self.line_address(rank), os.getpid())
-        self.mark(rank, 0, State.STARTING)
+    def sign_on(self, line: int) -> None:
+        """Write this process's id on its line, with a first mark."""
+        _write_pid(self.line_address(line), os.getpid())
+        self.mark(line, 0, State.STARTING)
 
-    def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        """Say what the role of `rank` is doing; a few microseconds."""
-        _write_mark(self.line_address(rank), pack_mark(step, state, waiting_for))
+    def mark(self, line: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
+        """Say what the owner of the line is doing; a few microseconds."""
+        _write_mark(self.line_address(line), pack_mark(step, state, waiting_for))
 
-    def read(self, rank: int) -> Line:
-        """What the line of `rank` says now."""
-        pid, heartbeat_ns, marked_ns, mark = _read_line(self.line_address(rank))
+    def wipe(self, line: int) -> None:
+        """Make the line of a process that is gone as good as new."""
+        ctypes.memset(self.line_address(line), 0, _LINE_BYTES)
+
+    def read(self, line: int) -> Line:
+        """What the line says now."""
+        pid, heartbeat_ns, marked_ns, mark = _read_line(self.line_address(line))
         step, state, waiting_for = unpack_mark(mark)
         return Line(
             pid=pid,

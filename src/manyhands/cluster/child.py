@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from manyhands.cluster import entry
 from manyhands.cluster.context import RoleSpec
-from manyhands.cluster.control import Channel
+from manyhands.cluster.control import Assigned, Channel
 from manyhands.cluster.output import Output
 
 __all__ = ["Child"]
@@ -34,6 +34,7 @@ class Child:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, spec.name)
         self.rank = spec.rank
+        self.line = spec.line
         try:
             with theirs:
                 spec = replace(spec, control=theirs.fileno())
@@ -59,6 +60,13 @@ class Child:
         except BaseException:
             self.close()
             raise
+
+    def assign(self, spec: RoleSpec) -> None:
+        """Make a process that was started without a job the role `spec`; Aborted if it is gone."""
+        passed = (spec.job, *spec.descriptors.values())
+        self.channel.hand_over(Assigned(role=spec.to_text()), passed)
+        self.channel.peer = spec.name
+        self.rank = spec.rank
 
     def kill(self) -> None:
         """Kill the process and all of its group; harmless once it is reaped."""

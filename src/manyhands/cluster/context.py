@@ -7,12 +7,12 @@ variable. `RoleContext` is what the child's job gets as its only argument.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from manyhands.cluster.board import NOBODY, Board, State
-from manyhands.cluster.control import Channel, Note, Stop
+from manyhands.cluster.control import Channel, Message, Note, Stop
 from manyhands.errors import UserError, nearest
 
 __all__ = ["RoleContext", "RoleSpec"]
@@ -30,11 +30,19 @@ class RoleSpec:
     parent_pid: int
     lifeline: int
     board: int
-    job: int
+    line: int
+    """Its line of the board."""
+
     descriptors: Mapping[str, int]
     path: tuple[str, ...]
     python_path: str | None
     """PYTHONPATH as the user set it; the launcher borrows the variable to start the child."""
+
+    job: int = -1
+    """-1 for a spare: a process that gets its job later, over the control channel."""
+
+    modules: tuple[str, ...] = ()
+    """What a spare imports while it waits for its job."""
 
     control: int = -1
     """The child's end of its control channel; known when the child is started."""
@@ -42,7 +50,12 @@ class RoleSpec:
     def inherited(self) -> tuple[int, ...]:
         """All descriptors that the child must hold."""
         own = (self.control, self.lifeline, self.board, self.job)
-        return (*own, *self.descriptors.values())
+        return (*(descriptor for descriptor in own if descriptor >= 0), *self.descriptors.values())
+
+    def received(self, passed: Sequence[int]) -> RoleSpec:
+        """This, with the numbers that its job and descriptors got on their way to another process."""
+        job, *others = passed
+        return replace(self, job=job, descriptors=dict(zip(self.descriptors, others, strict=True)))
 
     def to_text(self) -> str:
         """The form in the environment variable."""
@@ -52,13 +65,16 @@ class RoleSpec:
     def from_text(cls, text: str) -> RoleSpec:
         """Read what `to_text` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "path": tuple(fields["path"])})
+        return cls(**{**fields, "path": tuple(fields["path"]), "modules": tuple(fields["modules"])})
 
 
 class RoleContext:
     """A role's view of its run; `send` may be called from any thread, the rest from the thread of the job."""
 
-    def __init__(self, spec: RoleSpec, channel: Channel, board: Board) -> None:
+    def __init__(
+        self, spec: RoleSpec, channel: Channel, board: Board, arrived: Iterable[Message] = ()
+    ) -> None:
+        """`arrived` are messages of the launcher that came before there was a context."""
         self.name = spec.name
         self.rank = spec.rank
         self.world = spec.world
@@ -66,7 +82,10 @@ class RoleContext:
         self._descriptors = spec.descriptors
         self._channel = channel
         self._board = board
+        self._line = spec.line
+        self._told: list[Mapping[str, Any]] = []
         self._stop_requested = False
+        self._sort(arrived)
 
     def descriptor(self, name: str) -> int:
         """The inherited descriptor that the launcher's `Role` calls `name`."""
@@ -86,10 +105,35 @@ class RoleContext:
     def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
         """Show on the board what this role is doing; costs a few microseconds, so do it often."""
         self.step = step
-        self._board.mark(self.rank, step, state, waiting_for)
+        self._board.mark(self._line, step, state, waiting_for)
 
     def stop_requested(self) -> bool:
         """Whether the launcher asked to leave; a role that does not is killed after the launcher's grace."""
-        if any(isinstance(message, Stop) for message in self._channel.receive()):
-            self._stop_requested = True
+        self._sort(self._channel.receive())
         return self._stop_requested or self._channel.ended
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a request to leave is among what was read so far; unlike `stop_requested`, reads nothing."""
+        return self._stop_requested or self._channel.ended
+
+    def told(self) -> list[Mapping[str, Any]]:
+        """What the launcher told this role since the last call, in order; does not wait."""
+        self._sort(self._channel.receive())
+        told, self._told = self._told, []
+        return told
+
+    def control_fileno(self) -> int:
+        """A descriptor for a selector, readable when the launcher said something (or is gone).
+
+        Both `stop_requested` and `told` read what came, so look at both before waiting for more.
+        """
+        return self._channel.fileno()
+
+    def _sort(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            match message:
+                case Stop():
+                    self._stop_requested = True
+                case Note(payload=payload):
+                    self._told.append(payload)

@@ -2,7 +2,8 @@
 
 A frame is a 4-byte big-endian length and that many bytes of one JSON object; the length is checked before
 anything is read, and nothing on the channel can carry code. Child to launcher: `Started`, `Note`..., then
-`Failed` or `Finished`. Launcher to child: `Stop`.
+`Failed` or `Finished`. Launcher to child: `Note`..., `Stop`; to a process that waits for something to do, first of
+all `Assigned`, with descriptors.
 
 `encode` and `Decoder` are pure; `Channel` is the thin socket around them.
 """
@@ -15,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 
 __all__ = [
     "MAX_FRAME_BYTES",
+    "Assigned",
     "Channel",
     "Decoder",
     "Failed",
@@ -32,17 +34,23 @@ __all__ = [
     "ProtocolError",
     "Started",
     "Stop",
+    "Unread",
     "encode",
 ]
 
 MAX_FRAME_BYTES = 16 * 2**20
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 64 * 2**10
+_MAX_PASSED = 253  # descriptors with one message: the kernel's own bound
 _T = TypeVar("_T")
 
 
 class ProtocolError(ManyhandsError):
     """The other end sent something that is not a message of this channel."""
+
+
+class Unread(ManyhandsError):
+    """The other end reads so little that nothing more is kept for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +62,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something the application tells the launcher while it runs, such as metrics."""
+    """Something the application tells the other end while it runs, such as metrics."""
 
     payload: Mapping[str, Any]
 
@@ -83,7 +91,17 @@ class Stop:
     """The launcher asks the child to leave."""
 
 
-Message = Started | Note | Failed | Finished | Stop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The launcher tells a waiting process what it is from now on: `role` is the text of a `RoleSpec`.
+
+    Its job and then its descriptors, in the order of the text, come with the message.
+    """
+
+    role: str
+
+
+Message = Started | Note | Failed | Finished | Stop | Assigned
 
 
 def encode(message: Message) -> bytes:
@@ -125,15 +143,19 @@ class Decoder:
 
 
 class Channel:
-    """One end of the socket pair; `send` may be called from any thread, `receive` from one."""
+    """One end of the socket pair; messages go out and come in whole and in order.
+
+    `send` and `post` may be called from any thread, `receive` from one.
+    """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         """Own `connection`; `peer` names the other end in errors."""
         connection.setblocking(False)
         self._connection = connection
-        self._peer = peer
         self._decoder = Decoder()
         self._sending = threading.Lock()
+        self._queue = bytearray()  # what the socket had no room for
+        self.peer = peer
         self.ended = False
 
     def fileno(self) -> int:
@@ -142,26 +164,62 @@ class Channel:
 
     def send(self, message: Message, timeout_s: float) -> None:
         """Hand the whole message over; PeerTimeout after `timeout_s`, Aborted when the other end is gone."""
-        remaining = memoryview(encode(message))
+        frame = encode(message)
         deadline = time.monotonic() + timeout_s
         with self._sending:
-            while remaining:
-                try:
-                    remaining = remaining[self._connection.send(remaining) :]
-                except BlockingIOError:
+            self._queue += frame
+            try:
+                while not self._push():
                     self._await_room(deadline, timeout_s)
-                except (BrokenPipeError, ConnectionResetError) as error:
-                    raise Aborted(
-                        f"{self._peer} is gone: {type(message).__name__} was not delivered"
-                    ) from error
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise Aborted(f"{self.peer} is gone: {type(message).__name__} was not delivered") from error
 
-    def offer(self, message: Message) -> bool:
-        """Send without waiting; whether it went out whole (a peer that reads nothing may have no room)."""
+    def post(self, message: Message) -> None:
+        """Send without waiting; if `has_more` then, `flush` when the socket has room.
+
+        What is meant for one who is gone is dropped. Unread when more than a frame's bound waits already.
+        """
         frame = encode(message)
-        try:
-            return self._connection.send(frame) == len(frame)
-        except OSError:
-            return False
+        with self._sending:
+            if len(self._queue) > MAX_FRAME_BYTES:
+                raise Unread(f"{self.peer} has left {len(self._queue)} bytes unread: it is stuck")
+            self._queue += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket has room."""
+        with self._sending:
+            try:
+                self._push()
+            except OSError:  # it is gone; whoever watches its process says so
+                self._queue.clear()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return bool(self._queue)
+
+    def hand_over(self, message: Message, descriptors: Sequence[int]) -> None:
+        """Post the first message of all with copies of `descriptors`; Aborted if the other end is gone."""
+        frame = encode(message)
+        with self._sending:
+            try:
+                sent = socket.send_fds(self._connection, [frame], descriptors)
+            except OSError as error:
+                raise Aborted(f"{self.peer} takes no descriptors: {error}") from error
+            self._queue += frame[sent:]
+
+    def receive_handed(self) -> tuple[list[Message], list[int]]:
+        """Wait for what `hand_over` sent, or for the other end's end: whole messages, and their descriptors.
+
+        Meant for a process that has nothing else to do, and that does not outlive the other end.
+        """
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        poll.poll()
+        data, descriptors, _, _ = socket.recv_fds(self._connection, _READ_BYTES, _MAX_PASSED)
+        self.ended = not data
+        return self._decoder.feed(data), descriptors
 
     def receive(self) -> list[Message]:
         """All messages that have arrived, without waiting; `ended` is set once the other end has closed."""
@@ -182,12 +240,21 @@ class Channel:
         """Close this end."""
         self._connection.close()
 
+    def _push(self) -> bool:
+        """Send as much of the queue as the socket takes; called with the lock held."""
+        while self._queue:
+            try:
+                del self._queue[: self._connection.send(self._queue)]
+            except BlockingIOError:
+                return False
+        return True
+
     def _await_room(self, deadline: float, timeout_s: float) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLOUT)
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise PeerTimeout(f"{self._peer} has read nothing for {timeout_s:g} s", peer=-1)
+            raise PeerTimeout(f"{self.peer} has read nothing for {timeout_s:g} s", peer=-1)
 
 
 def _decode(body: bytes) -> Message:
@@ -237,4 +304,5 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Message]] = {
     ),
     "Finished": lambda fields: Finished(payload=_object(fields, "payload")),
     "Stop": lambda _: Stop(),
+    "Assigned": lambda fields: Assigned(role=_text(fields, "role")),
 }

@@ -31,7 +31,7 @@ def main() -> int:
     """Run the role that the environment describes; its exit status, or 2 if this is no launcher's child."""
     text = os.environ.pop(SPEC_VARIABLE, None)
     if text is None:
-        print("this file is run by manyhands.cluster.local.LocalCluster, not by hand", file=sys.stderr)
+        print("this file is run by the launchers of manyhands.cluster, not by hand", file=sys.stderr)
         return 2
     die_with_parent(json.loads(text)["parent_pid"], signal.SIGKILL)
     role = importlib.import_module(

@@ -3,44 +3,33 @@
     with LocalCluster([Role(name=f"worker {rank}", target=job) for rank in range(4)]) as cluster:
         results = cluster.run()
 
-One thread, the caller's, waits on everything at once: control channels, output pipes, process descriptors and
-a tick. What to do is decided in `watch`; this file does it.
+What to do is decided in `watch` and done here, on the processes of a `crew`. For processes that come and go, see
+`supervisor`.
 """
 
 from __future__ import annotations
 
 import os
-import selectors
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from manyhands.cluster.board import Board
-from manyhands.cluster.child import Child
-from manyhands.cluster.context import RoleContext, RoleSpec
-from manyhands.cluster.control import Channel, Finished, ProtocolError, Stop
+from manyhands.cluster.control import Finished, Stop
+from manyhands.cluster.crew import Crew, Role, threads_per_role
 from manyhands.cluster.job import pack
-from manyhands.cluster.output import Output
-from manyhands.cluster.sentinel import BEAT_S
+from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, Kill, Patience
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.cluster.watch import (
-    TICK_S,
     Action,
     Alarm,
     AskToStop,
     Deliver,
     Event,
-    Exited,
-    Garbled,
-    Heard,
     Interrupted,
-    Kill,
     Looked,
-    Patience,
     Watch,
 )
 from manyhands.errors import UserError
@@ -49,34 +38,6 @@ __all__ = ["LocalCluster", "OnFailure", "OnNote", "Role", "threads_per_role"]
 
 OnNote = Callable[[int, Mapping[str, Any]], None]
 OnFailure = Callable[[int], None]
-
-_LEAST_SILENCE_S = 5 * BEAT_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """One child: its name, what it runs, and what it inherits."""
-
-    name: str
-    target: Callable[[RoleContext], Mapping[str, Any] | None]
-    """Called in the child; what it returns (plain numbers and text) is the payload of its `Finished`."""
-
-    descriptors: Mapping[str, int] = field(default_factory=dict)
-    """Open descriptors of this process that the child inherits, by the name it asks for."""
-
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the launcher's environment."""
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise UserError("name='' must name the role, such as 'worker 0'")
-        if not callable(self.target):
-            raise UserError(f"target={self.target!r} must be a function of one RoleContext")
-
-
-def threads_per_role(num_roles: int) -> int:
-    """How many threads torch gets in each of `num_roles` processes: an equal share of the cores, or 1."""
-    return max(1, len(os.sched_getaffinity(0)) // num_roles)
 
 
 class LocalCluster:
@@ -101,12 +62,6 @@ class LocalCluster:
     ) -> None:
         if not roles:
             raise UserError("roles=[] must hold at least one role")
-        if silent_after_s < _LEAST_SILENCE_S:
-            raise UserError(
-                f"silent_after_s={silent_after_s:g} must be at least {_LEAST_SILENCE_S:g}: five heartbeats"
-            )
-        if grace_s < 0 or start_timeout_s <= 0:
-            raise UserError(f"{grace_s=:g} must not be negative and {start_timeout_s=:g} must be positive")
         self._roles = tuple(roles)
         self._on_note = on_note
         self._on_failure = on_failure
@@ -114,12 +69,15 @@ class LocalCluster:
             silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
         )
         self._stack = ExitStack()
-        self._shared: _Shared | None = None
+        self._prepared: tuple[Crew, int] | None = None
 
     def __enter__(self) -> LocalCluster:
         """Pack the job and make what all roles share; no process is started yet."""
         with ExitStack() as stack:
-            self._shared = _Shared.make(stack, self._roles)
+            job = pack([role.target for role in self._roles])
+            stack.callback(os.close, job)
+            crew = stack.enter_context(Crew(capacity=len(self._roles), world=len(self._roles)))
+            self._prepared = crew, job
             self._stack = stack.pop_all()
         return self
 
@@ -133,7 +91,7 @@ class LocalCluster:
 
     def close(self) -> None:
         """Release what `__enter__` made; the processes are gone when `run` returns or raises."""
-        self._shared = None
+        self._prepared = None
         self._stack.close()
 
     def run(self) -> list[Finished]:
@@ -144,10 +102,10 @@ class LocalCluster:
         first; then KeyboardInterrupt or SystemExit(143) is raised. When this returns or raises, every process
         is gone.
         """
-        if self._shared is None:
+        if self._prepared is None:
             raise RuntimeError("a cluster runs once, as a context manager: with LocalCluster(...) as cluster")
-        shared, self._shared = self._shared, None
-        with counted_signals() as signals, _Run(shared, self._roles, self._patience) as run:
+        (crew, job), self._prepared = self._prepared, None
+        with counted_signals() as signals, _Run(crew, job, self._roles, self._patience) as run:
             try:
                 run.until_over(signals, self._on_note, self._on_failure)
             except BaseException as error:  # from a callback, or from a signal handler of the user's own
@@ -163,47 +121,27 @@ class LocalCluster:
         return run.watch.results()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What all roles of a run share, as descriptors of this process."""
-
-    board: Board
-    job: int
-    lifeline: int
-    """The children's reading end: it ends when this process, which alone holds the writing end, is gone."""
-
-    @classmethod
-    def make(cls, stack: ExitStack, roles: Sequence[Role]) -> _Shared:
-        job = pack([role.target for role in roles])
-        stack.callback(os.close, job)
-        board = stack.enter_context(Board.create(len(roles)))
-        lifeline, held = os.pipe()
-        stack.callback(os.close, lifeline)
-        stack.callback(os.close, held)
-        return cls(board, job, lifeline)
-
-
 class _Run:
     """The processes of one run and the loop around them; entering starts them, leaving leaves none."""
 
-    def __init__(self, shared: _Shared, roles: Sequence[Role], patience: Patience) -> None:
-        self._shared = shared
+    def __init__(self, crew: Crew, job: int, roles: Sequence[Role], patience: Patience) -> None:
+        self._crew = crew
+        self._job = job
         self._roles = roles
         self._patience = patience
-        self._children: list[Child] = []
+        self._arrived: deque[Heard | Garbled | Exited] = deque()
         self._signals_handled = 0
         self._on_note: OnNote | None = None
         self._on_failure: OnFailure | None = None
 
     def __enter__(self) -> _Run:
-        self._selector = selectors.DefaultSelector()
         try:
-            for rank, role in enumerate(self._roles):
-                self._start(rank, role)
+            started = [
+                (role.name, self._crew.start(rank, role, self._job)) for rank, role in enumerate(self._roles)
+            ]
         except BaseException:
-            self._end()
+            self._crew.end()
             raise
-        started = [(self._roles[child.rank].name, child.process.pid) for child in self._children]
         self.watch = Watch(started, self._patience, time.monotonic_ns())
         return self
 
@@ -213,7 +151,7 @@ class _Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end()
+        self._crew.end()
 
     def until_over(
         self, signals: Sequence[int], on_note: OnNote | None = None, on_failure: OnFailure | None = None
@@ -221,66 +159,18 @@ class _Run:
         """Watch until every process has ended."""
         self._on_note, self._on_failure = on_note, on_failure
         while not self.watch.over:
-            ready = self._selector.select(TICK_S)
-            self.handle(Looked([self._shared.board.read(rank) for rank in range(len(self._roles))]))
+            self._arrived.extend(self._crew.wait(TICK_S))
+            self.handle(Looked([self._crew.line(rank) for rank in range(len(self._roles))]))
             for _ in signals[self._signals_handled :]:
                 self._signals_handled += 1
                 self.handle(Interrupted())
-            ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
-            for child in {key.data for key, _ in ready}:
-                self._attend(child)
-                if child in ended:
-                    self._bury(child)
+            while self._arrived:  # one by one: what a callback's error leaves is for the taking down
+                self.handle(self._arrived.popleft())
 
     def handle(self, event: Event) -> None:
         """Let the watch decide about `event`, and do what it says."""
         for action in self.watch.handle(event, time.monotonic_ns()):
             self._do(action)
-
-    def _start(self, rank: int, role: Role) -> None:
-        spec = RoleSpec(
-            name=role.name,
-            rank=rank,
-            world=len(self._roles),
-            parent_pid=os.getpid(),
-            lifeline=self._shared.lifeline,
-            board=self._shared.board.descriptor,
-            job=self._shared.job,
-            descriptors=dict(role.descriptors),
-            path=tuple(sys.path),
-            python_path=role.env.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
-        )
-        child = Child(spec, _environment(role, len(self._roles)))
-        self._children.append(child)
-        for source in (child.channel, child.stdout, child.stderr, child.pidfd):
-            self._selector.register(source, selectors.EVENT_READ, child)
-
-    def _attend(self, child: Child) -> None:
-        """Pass on its output and hear what it says, as far as that has arrived."""
-        for output in (child.stdout, child.stderr):
-            if not output.pump():
-                self._ignore(output)
-        try:
-            messages = child.channel.receive()
-        except ProtocolError as error:
-            self._ignore(child.channel)
-            self.handle(Garbled(child.rank, str(error)))
-            return
-        if child.channel.ended:
-            self._ignore(child.channel)
-        for message in messages:
-            self.handle(Heard(child.rank, message))
-
-    def _bury(self, child: Child) -> None:
-        for source in (child.channel, child.stdout, child.stderr, child.pidfd):
-            self._ignore(source)
-        status = child.bury()
-        child.close()
-        self.handle(Exited(child.rank, status, child.stderr.last_words))
-
-    def _ignore(self, source: Channel | Output | int) -> None:
-        if source in self._selector.get_map():
-            self._selector.unregister(source)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -291,24 +181,6 @@ class _Run:
                 if self._on_failure is not None:
                     self._on_failure(rank)
             case AskToStop(rank):
-                self._children[rank].channel.offer(Stop())
+                self._crew.post(rank, Stop())
             case Kill(rank):
-                self._children[rank].kill()
-
-    def _end(self) -> None:
-        for child in self._children:
-            child.kill()  # all of them first: closing waits for the end
-        for child in self._children:
-            child.close()
-        self._selector.close()
-
-
-def _environment(role: Role, num_roles: int) -> dict[str, str]:
-    """The launcher's environment and the role's own; cores are shared out unless either says otherwise."""
-    return {
-        "OMP_NUM_THREADS": str(threads_per_role(num_roles)),
-        **os.environ,
-        **role.env,
-        # The child must find this package where the launcher did; the role then takes over the exact path.
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-    }
+                self._crew.kill(rank)

@@ -2,10 +2,13 @@
 
 In order: start the sentinel, take the launcher's module search path, load the job, run it, report. Only what
 is imported here stands between the launcher and the job, so none of it imports torch.
+
+A spare has no job at first. It imports what a job will need, and waits for one to come over its control channel.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -13,7 +16,7 @@ from collections.abc import Mapping
 
 from manyhands.cluster.board import Board
 from manyhands.cluster.context import RoleContext, RoleSpec
-from manyhands.cluster.control import Channel, Finished, Started
+from manyhands.cluster.control import Assigned, Channel, Finished, Message, ProtocolError, Started
 from manyhands.cluster.failure import report
 from manyhands.cluster.job import load
 from manyhands.cluster.sentinel import start_sentinel
@@ -29,11 +32,17 @@ def run_role(text: str) -> int:
     for descriptor in spec.inherited():
         os.set_inheritable(descriptor, False)
     board = Board(spec.board)
-    board.sign_on(spec.rank)
-    start_sentinel(board, spec.rank, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
+    board.sign_on(spec.line)
+    start_sentinel(board, spec.line, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
     _restore_surroundings(spec)
     channel = Channel(socket.socket(fileno=spec.control), "the launcher")
-    return _run(spec, channel, RoleContext(spec, channel, board))
+    arrived: list[Message] = []
+    if spec.job < 0:
+        for module in spec.modules:
+            importlib.import_module(module)
+        spec, arrived = _await_assignment(channel)
+        _restore_surroundings(spec)
+    return _run(spec, channel, RoleContext(spec, channel, board, arrived))
 
 
 def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
@@ -49,6 +58,24 @@ def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
         channel.send(report(error, context.step), _REPORT_TIMEOUT_S)
         return 1
     return 0
+
+
+def _await_assignment(channel: Channel) -> tuple[RoleSpec, list[Message]]:
+    """What this spare is from now on, and what the launcher has said after that."""
+    messages: list[Message] = []
+    passed: list[int] = []
+    while not messages:
+        if channel.ended:
+            raise SystemExit(0)  # nobody will ever need it
+        more, descriptors = channel.receive_handed()
+        messages += more
+        passed += descriptors
+    for descriptor in passed:
+        os.set_inheritable(descriptor, False)
+    first, *others = messages
+    if not isinstance(first, Assigned):
+        raise ProtocolError(f"a spare was sent {type(first).__name__} before it had a job")
+    return RoleSpec.from_text(first.role).received(passed), others
 
 
 def _restore_surroundings(spec: RoleSpec) -> None:

@@ -9,41 +9,20 @@
 - A role whose heart has not beaten for `silent_after_s` has failed and is killed at once: it can not leave.
 - What fails after an interruption is not told: it is part of the taking down.
 - A role that has reported gets `EXIT_S` to leave, then it is killed; its result stands.
-- Silence counts while the launcher watches: if it was itself paused, nobody is blamed for that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
 
 from manyhands.cluster.board import Line
-from manyhands.cluster.control import Failed, Finished, Message, Note, Started, Stop
-from manyhands.cluster.failure import Failure, describe_exit, describe_line
+from manyhands.cluster.control import Assigned, Failed, Finished, Message, Note, Started, Stop
+from manyhands.cluster.failure import Failure
+from manyhands.cluster.member import Exited, Garbled, Heard, Kill, Member, Patience, Phase, watched_s
 from manyhands.errors import ManyhandsError
 
-__all__ = [
-    "EXIT_S",
-    "TICK_S",
-    "Action",
-    "Alarm",
-    "AskToStop",
-    "Deliver",
-    "Event",
-    "Exited",
-    "Garbled",
-    "Heard",
-    "Interrupted",
-    "Kill",
-    "Looked",
-    "Patience",
-    "Watch",
-]
-
-TICK_S = 0.2
-EXIT_S = 10.0
-_PAUSE_S = 1.0  # more than this between two looks, and the launcher itself did not run
+__all__ = ["Action", "Alarm", "AskToStop", "Deliver", "Event", "Interrupted", "Looked", "Watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +30,6 @@ class Looked:
     """The board, as it is now; the first event of every turn."""
 
     lines: Sequence[Line]
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A role sent a message."""
-
-    rank: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Garbled:
-    """A role sent something that is no message."""
-
-    rank: int
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """A role's process ended, after everything it sent was heard."""
-
-    rank: int
-    status: int
-    last_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,46 +59,8 @@ class AskToStop:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill a role's process group."""
-
-    rank: int
-
-
 Event = Looked | Heard | Garbled | Exited | Interrupted
 Action = Deliver | Alarm | AskToStop | Kill
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long the launcher waits for what, in seconds."""
-
-    silent_after_s: float
-    grace_s: float
-    start_timeout_s: float
-
-
-class _Phase(Enum):
-    STARTING = auto()  # spawned; its job is not loaded yet
-    RUNNING = auto()  # in its job
-    REPORTED = auto()  # its job returned or raised; the process is leaving
-    GONE = auto()  # the process has ended
-
-
-@dataclass(slots=True)
-class _Role:
-    name: str
-    pid: int
-    since_ns: int
-    phase: _Phase = _Phase.STARTING
-    line: Line = field(default_factory=Line)
-    finished: Finished | None = None
-    killed_ns: int = 0
-    silent_s: float = 0.0  # how long we have watched without seeing its heart beat
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid})"
 
 
 class Watch:
@@ -152,18 +68,18 @@ class Watch:
 
     def __init__(self, roles: Sequence[tuple[str, int]], patience: Patience, now_ns: int) -> None:
         """Watch the just spawned `roles`, given as name and process id by rank."""
-        self._roles = [_Role(name, pid, now_ns) for name, pid in roles]
+        self._roles = [Member(name, pid, now_ns) for name, pid in roles]
         self._patience = patience
         self._failure: Failure | None = None
         self._alarmed = False
         self._interrupted = False
-        self._kill_at_ns: int | None = None
+        self._taking_down = False
         self._looked_ns = now_ns
 
     @property
     def over(self) -> bool:
         """Whether every process has ended."""
-        return all(role.phase is _Phase.GONE for role in self._roles)
+        return all(role.phase is Phase.GONE for role in self._roles)
 
     @property
     def failure(self) -> ManyhandsError | None:
@@ -189,14 +105,12 @@ class Watch:
                 return self._interrupt(now_ns)
 
     def _look(self, lines: Sequence[Line], now_ns: int) -> list[Action]:
-        watched_s = min((now_ns - self._looked_ns) / 1e9, _PAUSE_S)
+        seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         actions: list[Action] = []
         for rank, (role, line) in enumerate(zip(self._roles, lines, strict=True)):
-            beats = line.heartbeat_ns != role.line.heartbeat_ns
-            role.silent_s = 0.0 if beats or not line.heartbeat_ns else role.silent_s + watched_s
-            role.line = line
-            if role.phase is _Phase.GONE:
+            role.look(line, seconds)
+            if role.phase is Phase.GONE:
                 continue
             if role.killed_ns:
                 self._give_up_on(rank, now_ns)
@@ -204,7 +118,7 @@ class Watch:
             complaint = self._complaint(role, now_ns)
             if complaint is not None:
                 actions += self._fail(Failure(rank=rank, sentence=complaint), now_ns)
-            if complaint is not None or self._is_overdue(role, now_ns):
+            if complaint is not None or role.is_overdue(now_ns):
                 role.killed_ns = now_ns
                 actions.append(Kill(rank))
         return actions
@@ -212,60 +126,49 @@ class Watch:
     def _give_up_on(self, rank: int, now_ns: int) -> None:
         """Wait no longer for a process that is stuck in the kernel and so can not die."""
         role = self._roles[rank]
-        if now_ns - role.killed_ns > EXIT_S * 1e9:
-            role.phase = _Phase.GONE
-            sentence = f"{role} did not end within {EXIT_S:g} s of being killed"
-            self._failure = self._failure or Failure(rank=rank, sentence=sentence)
+        if role.is_stuck(now_ns):
+            role.phase = Phase.GONE
+            self._failure = self._failure or Failure(rank=rank, sentence=role.stuck())
 
-    def _complaint(self, role: _Role, now_ns: int) -> str | None:
+    def _complaint(self, role: Member, now_ns: int) -> str | None:
         """What is wrong with a role that should be at work, if anything."""
-        if role.phase is _Phase.REPORTED:
-            return None
-        waited_s = (now_ns - role.since_ns) / 1e9
-        if role.phase is _Phase.STARTING and waited_s > self._patience.start_timeout_s:
-            seen = describe_line(role.line, now_ns)
-            return f"{role} did not start within {self._patience.start_timeout_s:g} s; {seen}"
-        if role.silent_s > self._patience.silent_after_s - 2 * TICK_S:  # the next look may come too late
-            seen = describe_line(role.line, now_ns)
-            return f"{role} fell silent (stopped, or starved of processor time); {seen}"
+        if role.is_late(self._patience, now_ns):
+            return role.late(self._patience, now_ns)
+        if role.is_silent(self._patience):
+            return role.silent(now_ns)
         return None
-
-    def _is_overdue(self, role: _Role, now_ns: int) -> bool:
-        if self._kill_at_ns is not None and now_ns >= self._kill_at_ns:
-            return True
-        return role.phase is _Phase.REPORTED and now_ns - role.since_ns > EXIT_S * 1e9
 
     def _hear(self, rank: int, message: Message, now_ns: int) -> list[Action]:
         role = self._roles[rank]
         match message:
             case Started():
-                role.phase, role.since_ns = _Phase.RUNNING, now_ns
+                role.enter(Phase.RUNNING, now_ns)
             case Note():
                 return [Deliver(rank, message)]
             case Finished():
-                role.phase, role.since_ns, role.finished = _Phase.REPORTED, now_ns, message
+                role.enter(Phase.REPORTED, now_ns)
+                role.finished = message
             case Failed():
-                role.phase, role.since_ns = _Phase.REPORTED, now_ns
-                sentence = f"{role} raised {message.error} at step {message.step}: {message.message}"
-                if 0 <= role.line.waiting_for < len(self._roles):
-                    peer = self._roles[role.line.waiting_for]
-                    sentence += f" (waiting for {peer}, {describe_line(peer.line, now_ns)})"
+                role.enter(Phase.REPORTED, now_ns)
+                sentence = role.raised(message, self._peer_of, now_ns)
                 return self._fail(Failure(rank=rank, sentence=sentence, reported=message), now_ns)
-            case Stop():
-                return self._refuse(rank, "a child may not ask its launcher to stop", now_ns)
+            case Stop() | Assigned():
+                return self._refuse(rank, f"a child may not send {type(message).__name__}", now_ns)
         return []
 
+    def _peer_of(self, rank: int) -> Member | None:
+        return self._roles[rank] if 0 <= rank < len(self._roles) else None
+
     def _refuse(self, rank: int, problem: str, now_ns: int) -> list[Action]:
-        sentence = f"{self._roles[rank]} broke the control channel's rules: {problem}"
-        return self._fail(Failure(rank=rank, sentence=sentence), now_ns)
+        return self._fail(Failure(rank=rank, sentence=self._roles[rank].refused(problem)), now_ns)
 
     def _bury(self, rank: int, status: int, last_words: str, now_ns: int) -> list[Action]:
         role = self._roles[rank]
-        left_early = role.phase in (_Phase.STARTING, _Phase.RUNNING) and not role.killed_ns
-        role.phase = _Phase.GONE
+        left_early = role.at_work and not role.killed_ns
+        role.phase = Phase.GONE
         if not left_early:
             return []
-        sentence = f"{role} {describe_exit(status)}; {describe_line(role.line, now_ns)}"
+        sentence = role.died(status, now_ns)
         return self._fail(Failure(rank=rank, sentence=sentence, last_words=last_words), now_ns)
 
     def _fail(self, failure: Failure, now_ns: int) -> list[Action]:
@@ -278,16 +181,17 @@ class Watch:
 
     def _interrupt(self, now_ns: int) -> list[Action]:
         self._interrupted = True
-        if self._kill_at_ns is not None:
-            self._kill_at_ns = now_ns
+        if self._taking_down:
+            self._kill_at(now_ns)
         return self._take_down(now_ns)
 
     def _take_down(self, now_ns: int) -> list[Action]:
-        if self._kill_at_ns is not None:
+        if self._taking_down:
             return []
-        self._kill_at_ns = now_ns + round(self._patience.grace_s * 1e9)
-        return [
-            AskToStop(rank)
-            for rank, role in enumerate(self._roles)
-            if role.phase in (_Phase.STARTING, _Phase.RUNNING)
-        ]
+        self._taking_down = True
+        self._kill_at(now_ns + round(self._patience.grace_s * 1e9))
+        return [AskToStop(rank) for rank, role in enumerate(self._roles) if role.at_work]
+
+    def _kill_at(self, moment_ns: int) -> None:
+        for role in self._roles:
+            role.kill_at_ns = moment_ns

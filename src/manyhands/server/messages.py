@@ -2,6 +2,7 @@
 
     launcher ──View──► everyone          membership: who serves which shard, who holds which slot
     worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters, Ack──► worker
+    worker ──ReadRows──► the primary of a shard ──RowValues──► worker     tables, once the batch is known
     lead shard ──Chosen──► other shards  who belongs to a group, where arrival decides
     primary ──Forward──► backup ──Forwarded──► primary
 
@@ -21,24 +22,33 @@ from enum import IntEnum
 
 __all__ = [
     "LAUNCHER",
+    "LEAD",
     "Ack",
+    "Assigned",
     "Chosen",
     "ChosenKept",
+    "Entry",
     "Fenced",
     "Forward",
     "Forwarded",
+    "Generation",
     "Hello",
     "Install",
     "Installed",
+    "Lost",
     "Message",
     "NotPrimary",
     "Outcome",
     "Parameters",
     "Push",
     "Read",
+    "ReadRows",
     "Refused",
+    "RowValues",
+    "RowsUnknown",
     "ShardView",
     "SlotView",
+    "SlotsChanged",
     "Update",
     "View",
     "Welcome",
@@ -49,6 +59,9 @@ __all__ = [
 
 LAUNCHER = 0
 """The launcher's number; members count from 1."""
+
+LEAD = 0
+"""The shard that decides for all: which batch is whose, who belongs to a group, from which clock on a slot counts."""
 
 
 class Outcome(IntEnum):
@@ -127,7 +140,15 @@ class View:
     epoch: int
     shards: tuple[ShardView, ...]
     slots: tuple[SlotView, ...]
-    """The active slots, in order; one that is missing here has been removed."""
+    """The active slots, in order; one that is missing here has been removed, and its number is never given again.
+
+    Its worker (or a successor of that) still finishes the updates that it owes, until it is told RETIRED.
+    """
+    gone: tuple[Update, ...] = ()
+    """Slots whose worker has left for good, FINISHED or RETIRED: every shard had settled all below this clock.
+
+    A shard that has less was restored from an older snapshot, and nobody is left to tell it so.
+    """
 
 
 # ── a worker and the primary of a shard ───────────────────────────────────────────────────────────────────────────────
@@ -176,6 +197,46 @@ class Parameters:
     clock: int
     version: int
     work: Work
+    waited_for: int = -1
+    """The slot whose update the Read had to wait for; -1 if it was answered at once, or for another reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRows:
+    """Worker to primary, once it knows its batch: the values of rows of tables, for my update `clock`.
+
+    The payload says which rows, `whole` without a payload that all of them are meant. Never held back: what the
+    consistency wants included is there since the Read was answered.
+    """
+
+    shard: int
+    slot: int
+    member: int
+    clock: int
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowValues:
+    """The answer, with the rows' values of one version as its payload."""
+
+    shard: int
+    slot: int
+    clock: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsUnknown:
+    """The answer to a ReadRows or a Push that names row sets which are not known here: send it again with their rows.
+
+    Nothing changed; `names` are SHA-256 in hexadecimal.
+    """
+
+    shard: int
+    slot: int
+    clock: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +257,8 @@ class Push:
     parts: int
     weight: float
     skip: bool = False
+    rows_version: int = -1
+    """The version at which rows of tables were read here; -1 where none were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,34 +302,63 @@ class NotPrimary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """From clock `start` on the active slots are these; `base` is the first batch that they share out."""
+
+    start: int
+    base: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Lead to the primary of another shard: group `number` is made of these updates, in this order."""
+    """Lead to the primary of another shard: decision `number`, either a group of updates or a new table of slots.
+
+    As far as the lead knows, the shard keeps everything up to `kept` already: a shard that does not was restored from
+    an older snapshot. A lead that was itself restored counts on in a higher `term`. A message whose `number` is `kept`
+    decides nothing: it greets a new primary.
+    """
 
     shard: int
+    term: int
     number: int
-    updates: tuple[Update, ...]
+    kept: int
+    generations: tuple[Generation, ...]
+    """All of them, so that nobody who missed one stays behind; empty while the lead asks the others for theirs."""
+    step: int
+    """The clock whose group this is, where groups go by clock; all before it are decided."""
+    updates: tuple[Update, ...] | None = None
+    """The group, in the order of its sum; None where there is no group in this decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKept:
-    """The answer: groups up to and including `number` are safe here."""
+    """The answer, to the lead: decisions up to and including `number` are safe at `shard`.
+
+    The rest is for a lead that was restored: the slots, the highest clock and the highest batch that the shard knows.
+    A new primary of the shard `asks`: it may have missed what it was told before it knew that it serves.
+    """
 
     shard: int
+    term: int
     number: int
+    generations: tuple[Generation, ...]
+    top_clock: int
+    top_batch: int
+    asks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """An entry of the lead's log: this update is of that batch."""
+    """An entry of the lead's log: this update is of the next batch that is free."""
 
     slot: int
     clock: int
-    batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsChanged:
-    """An entry of a shard's log: the active slots from now on."""
+    """An entry of the lead's log: the active slots, from a clock on that nobody has begun yet."""
 
     slots: tuple[int, ...]
 
@@ -338,6 +430,9 @@ Message = (
     | Welcome
     | Read
     | Parameters
+    | ReadRows
+    | RowValues
+    | RowsUnknown
     | Push
     | Ack
     | Refused

@@ -7,6 +7,8 @@ how long it goes on (steps) may change.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,13 @@ class Fingerprint:
     batch_size: int
     samples: int
     parameters: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """One word that stands for all of it."""
+        fields = [getattr(self, name) for name in _PLAIN_FIELDS]
+        text = json.dumps([*fields, sorted(self.parameters.items())])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def conflict(self, current: Fingerprint) -> str | None:
         """Why `current` can not continue a run of this fingerprint, as a sentence; None if it can."""

@@ -6,6 +6,9 @@ runs/digits/
   events/         what each process did when
   checkpoints/    step-00000050/ ...
   summary.json    what came out
+  members.jsonl   processes that came and went, where that is no failure (parameter servers)
+  shards/         each shard's snapshots
+  updates/        every update that each shard applied
   run.lock        held by the live run
 """
 
@@ -27,6 +30,7 @@ from manyhands.store.metrics import MetricsLog
 __all__ = ["RunDirectory"]
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
+_MEMBERS = "members.jsonl"
 _FORMAT = "manyhands run"
 _VERSION = 1
 # What a `create` that died before the configuration was written may have left: still an empty directory to
@@ -98,6 +102,11 @@ class RunDirectory:
     def checkpoints(self, keep: int = 3) -> CheckpointStore:
         """The run's checkpoints, of which the last `keep` and the best stay."""
         return CheckpointStore(self.checkpoints_path, keep)
+
+    def append_member(self, event: Mapping[str, Any]) -> None:
+        """Add what happened to a process of the run to members.jsonl."""
+        with (self.path / _MEMBERS).open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Put what came out into summary.json, in the place of an earlier one."""

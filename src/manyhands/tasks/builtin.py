@@ -114,7 +114,14 @@ class BuiltinTask(Generic[Options]):
         for option in self.options:
             if option.required and option.name not in options:
                 raise UserError(f"task {self.name!r} needs {option.name}: {option.help}")
-        return self.make(self.options_type(**options))
+        chosen = self.options_type(**options)
+        recorded = {option.name: _recorded(getattr(chosen, option.name)) for option in self.options}
+        return dataclasses.replace(self.make(chosen), options=recorded)
+
+
+def _recorded(value: Any) -> Any:
+    """An option as a run's configuration keeps it: a path means the same from everywhere."""
+    return str(value.absolute()) if isinstance(value, Path) else value
 
 
 def check_options(options: Any) -> None:

@@ -1,12 +1,12 @@
-"""The user's optimizer, run on the pieces of the parameters that one worker owns.
+"""The user's optimizer, run on the pieces of the parameters that one owner has: a worker, or a shard of a server.
 
-No second optimizer is built. For the length of a step the user's own one sees other parameters: pieces of the shared
-copy, whose gradients are this worker's part of the buckets, and their state. So its settings, schedulers that change
-them, hooks and whatever else it keeps are simply the user's. Between steps it lists the model's parameters as always,
-and its `state` is empty: each worker keeps that of its pieces here.
+No second optimizer is built. For the length of a step the user's own one sees other parameters: pieces of the owner's
+values, with their gradients and their state. So its settings, schedulers that change them, hooks and whatever else it
+keeps are simply the user's. Between steps it lists the model's parameters as always, and its `state` is empty: each
+owner keeps that of its pieces here.
 
 A state that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step:
-cut to this worker's pieces, the rest let go.
+cut to the owner's pieces, the rest let go.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.central.optimizers import may_fuse
-from manyhands.central.ownership import Piece
 from manyhands.errors import UserError
+from manyhands.sharding.optimizers import may_fuse, positions
+from manyhands.sharding.pieces import Piece
 
 __all__ = ["OwnedState", "SlicedOptimizer"]
+
+_SHOWN = ("params", "fused", "lr")  # what a group holds in another way during a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnedState:
-    """The state that one worker keeps for one parameter, or for items `begin` to `end` of it."""
+    """The state that one owner keeps for one parameter, or for items `begin` to `end` of it."""
 
     position: int
     """The parameter's number in the optimizer's `state_dict()`."""
@@ -46,12 +48,11 @@ class OwnedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Owned:
-    """A piece as the optimizer sees it: `proxy` shares the memory of the shared copy."""
+    """A piece as the optimizer sees it: `proxy` shares the memory of the owner's values."""
 
     piece: Piece
     parameter: nn.Parameter
     proxy: nn.Parameter
-    gradient: Tensor
 
     @property
     def is_whole(self) -> bool:
@@ -61,7 +62,7 @@ class _Owned:
         """This piece's part of a value of the state: a tensor of the parameter's shape is cut as the parameter is."""
         if not isinstance(value, Tensor):
             return value
-        value = value.to(self.proxy.device)  # the state of a model on a GPU stays with the shared copy
+        value = value.to(self.proxy.device)  # the state of a model on a GPU stays with the values
         if self.is_whole:
             return value
         if value.shape == self.parameter.shape:
@@ -70,9 +71,11 @@ class _Owned:
 
 
 class SlicedOptimizer:
-    """Steps the pieces of one worker; `parameters`, `values` and `gradients` are numbered as the pieces are.
+    """Steps the pieces of one owner; `parameters`, `values` and `gradients` are numbered as the pieces are.
 
-    `values` are the shared copies of the parameters, `gradients` this worker's parts of the gradients.
+    `values` and `gradients` have the shapes of the parameters, and only the owner's pieces of them are touched; an
+    owner that has no more than its pieces gives these.
+    Without `gradients`, `step` is not for this owner: each call of `step_with` brings its own.
     """
 
     def __init__(
@@ -80,14 +83,19 @@ class SlicedOptimizer:
         optimizer: Optimizer,
         pieces: Sequence[Piece],
         parameters: Sequence[nn.Parameter],
-        values: Sequence[Tensor],
-        gradients: Sequence[Tensor],
+        values: Sequence[Tensor] | Mapping[int, Tensor],
+        gradients: Sequence[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
         self._owned = [
-            _own(piece, parameters[piece.parameter], values[piece.parameter], gradients[piece.parameter])
+            _Owned(
+                piece=piece,
+                parameter=parameters[piece.parameter],
+                proxy=nn.Parameter(_part(piece, values[piece.parameter])),
+            )
             for piece in pieces
         ]
+        self._gradients = [_part(piece, gradients[piece.parameter]) for piece in pieces] if gradients else []
         _require_known(optimizer, parameters)
         by_parameter = {id(owned.parameter): owned for owned in self._owned}
         self._groups = [
@@ -100,27 +108,32 @@ class SlicedOptimizer:
         self._refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
     def reached(self) -> list[Tensor]:
-        """The gradients of this worker's pieces of parameters that some worker reached."""
-        return [owned.gradient for owned in self._owned if owned.parameter.grad is not None]
+        """The gradients of the owner's pieces of parameters that have one."""
+        return [gradient for gradient in self._present() if gradient is not None]
 
     def step(self) -> None:
-        """Update this worker's pieces of the shared copy; pieces that no worker reached stay as they are."""
+        """Update the owner's pieces; those of parameters without a gradient stay as they are."""
+        self.step_with(self._present())
+
+    def step_with(self, gradients: Sequence[Tensor | None], rate: float = 1.0) -> None:
+        """Update the owner's pieces by a gradient each, or None, with learning rates times `rate` for this once."""
         self._adopt()
-        for owned in self._owned:
-            owned.proxy.grad = owned.gradient if owned.parameter.grad is not None else None
-        with self._in_charge():
-            self._optimizer.step()
+        for owned, gradient in zip(self._owned, gradients, strict=True):
+            owned.proxy.grad = gradient
+        try:
+            with self._in_charge(rate):
+                self._optimizer.step()
+        finally:
+            for owned in self._owned:  # or the memory of a gradient would be held beyond its step
+                owned.proxy.grad = None
 
     def state(self) -> list[OwnedState]:
-        """What this worker keeps, in the order of the optimizer's parameters."""
+        """What the owner keeps, in the order of the optimizer's parameters."""
         self._adopt()
-        positions: dict[int, int] = {}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                positions[id(parameter)] = len(positions)
+        position_of = positions(self._optimizer)
         owned_states = [
             OwnedState(
-                position=positions[id(owned.parameter)],
+                position=position_of[id(owned.parameter)],
                 begin=owned.piece.begin,
                 end=owned.piece.end,
                 shape=owned.proxy.shape,
@@ -144,11 +157,31 @@ class SlicedOptimizer:
             self._optimizer.state = outer
             self._refusal = self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
+    def restore(self, settings: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on from what `settings` and `state` gave: the state of the owner's own pieces, by position.
+
+        The tensors of `states` become the owner's.
+        """
+        self._optimizer.load_state_dict(dict(settings))
+        self._state = defaultdict(dict, _of_no_parameter(self._optimizer.state))
+        self._optimizer.state.clear()
+        position_of = positions(self._optimizer)
+        for owned in (one for group in self._groups for one in group):
+            state = states.get(position_of[id(owned.parameter)])
+            if state:
+                self._state[owned.proxy] = dict(state)
+
     def close(self) -> None:
         """Let go of the pieces; the optimizer is an ordinary one again, without state."""
         self._refusal.remove()
-        self._owned, self._groups = [], []
+        self._owned, self._groups, self._gradients = [], [], []
         self._state.clear()
+
+    def _present(self) -> list[Tensor | None]:
+        return [
+            gradient if owned.parameter.grad is not None else None
+            for owned, gradient in zip(self._owned, self._gradients, strict=True)
+        ]
 
     def _adopt(self) -> None:
         """Take over what the optimizer holds; nothing, mostly."""
@@ -163,7 +196,7 @@ class SlicedOptimizer:
         given.clear()
 
     @contextmanager
-    def _in_charge(self) -> Iterator[None]:
+    def _in_charge(self, rate: float) -> Iterator[None]:
         """Show the optimizer its pieces and their state in place of the parameters, and the fused step if it may."""
         groups = self._optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
@@ -172,27 +205,33 @@ class SlicedOptimizer:
                 f"the optimizer's groups now hold {sizes} parameters and held {self._sizes} when training began; "
                 "add all parameter groups before"
             )
-        shown = [(group["params"], group.get("fused")) for group in groups]
+        shown = [{key: group[key] for key in _SHOWN if key in group} for group in groups]
         outer, self._optimizer.state = self._optimizer.state, self._state
         try:
             for group, owned in zip(groups, self._groups, strict=True):
                 group["params"] = [one.proxy for one in owned]
                 if may_fuse(self._optimizer, group, group["params"], self._state):
                     group["fused"] = True
+                if rate != 1:
+                    group["lr"] = self._scaled(group, rate)
             yield
         finally:
             self._state, self._optimizer.state = self._optimizer.state, outer
-            for group, (parameters, fused) in zip(groups, shown, strict=True):
-                group["params"] = parameters
-                if "fused" in group:
-                    group["fused"] = fused
+            for group, settings in zip(groups, shown, strict=True):
+                group.update(settings)
+
+    def _scaled(self, group: Mapping[str, Any], rate: float) -> Any:
+        if "lr" not in group:
+            raise UserError(
+                f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps can not be scaled; use "
+                "one that has, such as SGD or AdamW"
+            )
+        return group["lr"] * rate
 
 
-def _own(piece: Piece, parameter: nn.Parameter, value: Tensor, gradient: Tensor) -> _Owned:
-    if piece.end - piece.begin < value.numel():
-        value = value.view(-1)[piece.begin : piece.end]
-        gradient = gradient.view(-1)[piece.begin : piece.end]
-    return _Owned(piece=piece, parameter=parameter, proxy=nn.Parameter(value), gradient=gradient)
+def _part(piece: Piece, values: Tensor) -> Tensor:
+    is_whole = piece.end - piece.begin == values.numel()
+    return values if is_whole else values.view(-1)[piece.begin : piece.end]
 
 
 def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -212,6 +251,6 @@ def _require_known(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> 
 
 def _refuse_state_dict(_optimizer: Optimizer) -> NoReturn:
     raise UserError(
-        "under central the optimizer's state lies in pieces with the workers, and state_dict() would miss it; save a "
-        "checkpoint through manyhands, which gathers them"
+        "the optimizer's state lies in pieces with their owners, and state_dict() would miss it; save a checkpoint "
+        "through manyhands, which gathers them"
     )

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from manyhands.central.optimizers import is_elementwise, may_fuse
-from manyhands.central.ownership import Piece
-from manyhands.central.slices import SlicedOptimizer
 from manyhands.errors import UserError
+from manyhands.sharding.optimizers import is_elementwise, may_fuse
+from manyhands.sharding.pieces import Piece
+from manyhands.sharding.slices import SlicedOptimizer
 
 ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
@@ -216,3 +216,29 @@ def test_steps_counted_in_float64_are_left_to_the_plain_path() -> None:
         workers.assert_equal(1e-12)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Rateless(optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("not reached")
+
+
+def test_an_optimizer_without_a_learning_rate_can_not_be_scaled() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    sliced = SlicedOptimizer(Rateless([parameter]), [Piece(0, 0, 3)], [parameter], [parameter.data])
+    with pytest.raises(UserError, match="optimizer Rateless has no setting 'lr'"):
+        sliced.step_with([torch.ones(3)], rate=0.5)
+
+
+def test_gradients_that_are_brought_are_let_go_after_the_step() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    values = torch.ones(4)
+    sliced = SlicedOptimizer(optim.SGD([parameter], lr=0.5), [Piece(0, 1, 3)], [parameter], [values])
+    sliced.step_with([torch.ones(2)], rate=0.5)
+    assert values.tolist() == [1, 0.75, 0.75, 1]
+    sliced.step_with([None])
+    assert values.tolist() == [1, 0.75, 0.75, 1]
+    assert all(owned.proxy.grad is None for owned in sliced._owned)

@@ -1,4 +1,4 @@
-"""What `central` knows about optimizers: which may be cut anywhere, which need whole tensors, and which can not work.
+"""What is known about optimizers in pieces: which may be cut anywhere, which need whole tensors, which can not work.
 
 Torch's own are known by their exact type, because a subclass may do anything. An optimizer of your own says so itself,
 with a class attribute `elementwise = True`, if each item of a parameter is updated from that item of the gradient and
@@ -29,7 +29,7 @@ from torch.optim import (
 
 from manyhands.errors import UserError
 
-__all__ = ["is_elementwise", "may_fuse"]
+__all__ = ["is_elementwise", "may_fuse", "positions"]
 
 _ELEMENTWISE = frozenset(
     {SGD, Adagrad, Adam, AdamW, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD},
@@ -60,9 +60,15 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     for base in kind.__mro__:
         if base.__name__ in _REFUSED:
             raise UserError(
-                f"optimizer {kind.__name__} can not be spread over workers, as central does: {_REFUSED[base.__name__]}"
+                f"optimizer {kind.__name__} can not be shared out among several owners: {_REFUSED[base.__name__]}"
             )
     return kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True
+
+
+def positions(optimizer: Optimizer) -> dict[int, int]:
+    """By the identity of a parameter: its number in the optimizer's `state_dict()`."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): position for position, parameter in enumerate(parameters)}
 
 
 def may_fuse(

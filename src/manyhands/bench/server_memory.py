@@ -1,0 +1,67 @@
+"""What a server process keeps: parameters, optimizer state, and per worker no more than a gradient or two.
+
+Measured by the kernel, after every worker has pushed and pulled: the resident memory of a server with a large model,
+less that of one with a model of next to nothing. Private memory is the server's own; shared memory is the workers',
+which the server maps to read and write in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.bench.server_ours import OurServer
+from manyhands.bench.server_work import Flat
+
+__all__ = ["WORKERS", "measure_memory"]
+
+WORKERS = (2, 4)
+_EXCHANGES = 3
+_LEAST_BYTES = 1024
+_STATE_TENSORS = 2  # of Adam, each as large as the parameters
+
+
+def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
+    """One row for each link and number of workers, in bytes."""
+    rows = []
+    for link in ("shared", "tcp"):
+        for workers in WORKERS:
+            private, shared = (
+                large - small
+                for large, small in zip(
+                    _resident(num_bytes, link, workers, timeout_s),
+                    _resident(_LEAST_BYTES, link, workers, timeout_s),
+                    strict=True,
+                )
+            )
+            rows.append(
+                {
+                    "link": link,
+                    "workers": workers,
+                    "parameters_bytes": num_bytes,
+                    "state_bytes": _STATE_TENSORS * num_bytes,
+                    "private_bytes": private,
+                    "shared_bytes": shared,
+                    "private_per_worker_bytes": (private - (1 + _STATE_TENSORS) * num_bytes) / workers,
+                }
+            )
+    return rows
+
+
+def _resident(num_bytes: int, link: str, workers: int, timeout_s: float) -> tuple[int, int]:
+    """Private and shared memory of a server that all its workers have used."""
+    flat = Flat(name="memory", num_bytes=num_bytes)
+    task = replace(flat.task(), optimizer=partial(torch.optim.Adam, lr=flat.rate))
+    with OurServer(task, link, workers, timeout_s) as server:
+        for _ in range(_EXCHANGES):
+            for end in server.ends:
+                end.exchange()
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{server.pid}/status").read_text().splitlines()
+        )
+    private, shared = (1024 * int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return private, shared

@@ -1,0 +1,278 @@
+"""What the server benchmark exchanges: a gradient goes to a server, its optimizer steps, parameters come back.
+
+Each is a value that travels as JSON. It knows three things: the task that our own server is given, what a user would
+write to hold the parameters (`Served`), and what must come back after any number of steps, computed by numpy alone. The
+sizes are fields, so a test can have small ones.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.task import Task
+
+__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Exchange", "Flat", "Rows", "Served"]
+
+ITEM_BYTES = np.dtype(np.float32).itemsize
+PARAMETER = "parameter"
+_PARTS = 1024  # of 1: with rates and gradients of whole such parts, float32 adds exactly
+
+Array = NDArray[np.float32]
+
+
+class Served(Protocol):
+    """What a server of the user's own holds."""
+
+    def push_pull(self, *pushed: Tensor) -> Tensor:
+        """Apply what came, in place, and give what goes back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange(ABC):
+    """Something to push and to pull, again and again; steps count from 1."""
+
+    kind: ClassVar[str]
+    name: str
+
+    @property
+    @abstractmethod
+    def gradient_bytes(self) -> int:
+        """The size of one gradient, and of what comes back."""
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """Some words for the table."""
+
+    @property
+    @abstractmethod
+    def period(self) -> int:
+        """After how many steps the same is pushed again."""
+
+    @abstractmethod
+    def task(self) -> Task:
+        """For our own server: a model of nothing but the parameters, and the optimizer."""
+
+    @abstractmethod
+    def served(self) -> Served:
+        """For a server of the user's own."""
+
+    @abstractmethod
+    def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
+        """What a worker sends in a step: the gradient, after the rows that it is of where it is not of all."""
+
+    @abstractmethod
+    def expected(self, steps: int) -> Array:
+        """What comes back from the last of so many steps."""
+
+    def agrees(self, pulled: Array, steps: int) -> bool:
+        """Whether what came back from the last of so many steps is right."""
+        return np.array_equal(pulled, self.expected(steps))
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads."""
+        return json.dumps({"kind": self.kind, **asdict(self)})
+
+    @staticmethod
+    def from_json(text: str) -> Exchange:
+        """What `to_json` gave."""
+        fields = json.loads(text)
+        kinds: dict[str, type[Exchange]] = {one.kind: one for one in (Flat, Rows)}
+        return kinds[fields.pop("kind")](**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat(Exchange):
+    """All parameters, by plain SGD; the result is known to the bit."""
+
+    kind: ClassVar[str] = "flat"
+    rate: ClassVar[float] = 1 / _PARTS
+
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < ITEM_BYTES or self.num_bytes % ITEM_BYTES:
+            raise UserError(
+                f"{self.name}: {self.num_bytes} is not a multiple of {ITEM_BYTES}, the bytes of a float32"
+            )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """All of it."""
+        return self.num_bytes
+
+    @property
+    def about(self) -> str:
+        """The optimizer."""
+        return "SGD"
+
+    @property
+    def period(self) -> int:
+        """The same gradient in every step."""
+        return 1
+
+    def initial(self) -> Array:
+        """The parameters before the first step."""
+        return self._pattern(13, 0)
+
+    def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
+        """One gradient, of all parameters."""
+        del step
+        return (self._pattern(12, 1),)
+
+    def expected(self, steps: int) -> Array:
+        """All parameters."""
+        gradient = self._pattern(12, 1)
+        return self.initial() - np.float32(steps / _PARTS) * gradient
+
+    def task(self) -> Task:
+        """One parameter, SGD without momentum."""
+        return _task(lambda: torch.from_numpy(self.initial()), partial(torch.optim.SGD, lr=self.rate))
+
+    def served(self) -> Served:
+        """One tensor."""
+        return _FlatServed(self)
+
+    def _pattern(self, period: int, least: int) -> Array:
+        return np.resize(np.arange(least, least + period, dtype=np.float32), self.num_bytes // ITEM_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(Exchange):
+    """Some rows of a large table, by AdaGrad: in turn one of a few sets of rows, as epochs bring them again."""
+
+    kind: ClassVar[str] = "rows"
+    rate: ClassVar[float] = 1 / 16
+    epsilon: ClassVar[float] = 1e-10
+
+    table_rows: int
+    width: int
+    rows: int
+    sets: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rows <= self.table_rows or self.width < 1 or self.sets < 1:
+            raise UserError(
+                f"{self.name}: {self.sets} sets of {self.rows} rows of {self.width} are not of a table of "
+                f"{self.table_rows} rows"
+            )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the rows alone."""
+        return self.rows * self.width * ITEM_BYTES
+
+    @property
+    def about(self) -> str:
+        """Of how large a table, and the optimizer."""
+        return f"{self.rows:,} rows × {self.width} of {self.table_rows:,}, AdaGrad"
+
+    @property
+    def period(self) -> int:
+        """All sets, in turn."""
+        return self.sets
+
+    def row_set(self, step: int) -> NDArray[np.int64]:
+        """The rows of a step, ascending."""
+        draw = np.random.default_rng(step % self.sets)
+        return np.sort(draw.choice(self.table_rows, self.rows, replace=False))
+
+    def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
+        """Rows, and a gradient for each."""
+        rows = self.row_set(step)
+        return rows, self._gradient(rows)
+
+    def expected(self, steps: int) -> Array:
+        """The rows of the last step."""
+        sums = np.zeros((self.table_rows, 1), dtype=np.float32)
+        moved = np.zeros((self.table_rows, 1), dtype=np.float32)
+        row_sets = [self.row_set(step) for step in range(self.sets)]
+        last = row_sets[steps % self.sets]
+        for step in range(1, steps + 1):  # a row has one gradient, in all its items and always
+            rows = row_sets[step % self.sets]
+            gradient = self._gradient(rows)[:, :1]
+            sums[rows] += gradient**2
+            moved[rows] -= np.float32(self.rate) * gradient / (np.sqrt(sums[rows]) + np.float32(self.epsilon))
+        return np.broadcast_to(moved[last], (self.rows, self.width))
+
+    def agrees(self, pulled: Array, steps: int) -> bool:
+        """Up to rounding."""
+        return np.allclose(pulled, self.expected(steps), rtol=1e-4, atol=1e-6)
+
+    def task(self) -> Task:
+        """One table, declared sparse."""
+        optimizer = partial(torch.optim.Adagrad, lr=self.rate, eps=self.epsilon)
+        return _task(self._zeros, optimizer, {PARAMETER: lambda rows: rows})
+
+    def served(self) -> Served:
+        """Two tensors: values and sums of squares."""
+        return _RowsServed(self)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.table_rows, self.width)
+
+    def _gradient(self, rows: NDArray[np.int64]) -> Array:
+        return np.repeat((rows % 7 + 1).astype(np.float32)[:, None], self.width, axis=1)
+
+
+class _FlatServed:
+    """All parameters as a user would hold them."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._values = torch.from_numpy(flat.initial())
+        self._rate = flat.rate
+
+    def push_pull(self, *pushed: Tensor) -> Tensor:
+        """SGD in one pass."""
+        (gradient,) = pushed
+        return self._values.sub_(gradient, alpha=self._rate)
+
+
+class _RowsServed:
+    """A table as a user would hold it who knows that only some rows change."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._values = torch.zeros(rows.table_rows, rows.width)
+        self._sums = torch.zeros(rows.table_rows, rows.width)
+        self._rows = rows
+
+    def push_pull(self, *pushed: Tensor) -> Tensor:
+        """AdaGrad on the rows that came."""
+        rows, gradient = pushed
+        values, sums = self._values[rows], self._sums[rows]
+        sums.addcmul_(gradient, gradient)
+        values.addcdiv_(gradient, sums.sqrt().add_(self._rows.epsilon), value=-self._rows.rate)
+        self._values[rows], self._sums[rows] = values, sums
+        return values
+
+
+class _Holder(nn.Module):
+    """A model that is one parameter."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.register_parameter(PARAMETER, nn.Parameter(values))
+
+
+def _task(values: Callable[[], Tensor], optimizer: Any, sparse: Any = None) -> Task:
+    """A task whose gradients are made by the benchmark: its loss is never computed."""
+    return Task(
+        name="server-benchmark",
+        model=lambda: _Holder(values()),
+        loss=lambda model, _: model.get_parameter(PARAMETER).sum(),
+        data=torch.zeros(1),
+        optimizer=optimizer,
+        batch_size=1,
+        sparse=sparse or {},
+    )

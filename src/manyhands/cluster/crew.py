@@ -1,0 +1,280 @@
+"""The crew: child processes of this one, and the one place where all of them are waited for.
+
+One thread, the caller's, waits on everything at once: control channels, output pipes and process descriptors. What
+follows from what they do is decided elsewhere: `local` runs a fixed set of roles on a crew, `supervisor` members
+that come and go.
+
+A *spare* is a process without a job: it has imported what takes seconds to import, and becomes whatever role is
+started next.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from manyhands.cluster.board import NOBODY, Board, Line
+from manyhands.cluster.child import Child
+from manyhands.cluster.context import RoleContext, RoleSpec
+from manyhands.cluster.control import Channel, Message, ProtocolError
+from manyhands.cluster.member import Exited, Garbled, Heard
+from manyhands.cluster.output import Output
+from manyhands.errors import Aborted, ManyhandsError, UserError
+
+__all__ = ["Crew", "Role", "threads_per_role"]
+
+_MAX_PASSED = 250  # descriptors that fit into one message to a spare, short of the kernel's 253
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One child: its name, what it runs, and what it inherits."""
+
+    name: str
+    target: Callable[[RoleContext], Mapping[str, Any] | None]
+    """Called in the child; what it returns (plain numbers and text) is the payload of its `Finished`."""
+
+    descriptors: Mapping[str, int] = field(default_factory=dict)
+    """Open descriptors of this process that the child inherits, by the name it asks for."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables on top of the launcher's environment."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise UserError("name='' must name the role, such as 'worker 0'")
+        if not callable(self.target):
+            raise UserError(f"target={self.target!r} must be a function of one RoleContext")
+
+
+def threads_per_role(num_roles: int) -> int:
+    """How many threads torch gets in each of `num_roles` processes: an equal share of the cores, or 1."""
+    return max(1, len(os.sched_getaffinity(0)) // num_roles)
+
+
+class Crew:
+    """The processes; entering makes what they share, leaving leaves none of them.
+
+    At most `capacity` are there at once, `world` is what their contexts say and what the cores are shared out by.
+    All calls come from one thread: the kernel ties the lives of the processes to it.
+    """
+
+    def __init__(self, *, capacity: int, world: int) -> None:
+        self._capacity = capacity
+        self._world = world
+        self._stack = ExitStack()
+        self._processes: set[Child] = set()
+        self._children: dict[int, Child] = {}
+        self._spares: list[_Spare] = []
+        self._lines: dict[int, int] = {}
+        self._free_lines = deque(range(capacity))
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._board = stack.enter_context(Board.create(self._capacity))
+            # The reading end is the children's: it ends when this process, which alone can write, is gone.
+            self._lifeline, held = os.pipe()
+            stack.callback(os.close, self._lifeline)
+            stack.callback(os.close, held)
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(self.end)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def start(self, rank: int, role: Role, job: int) -> int:
+        """Start `role` as `rank`, its target being item `rank` of the packed `job`; the process id.
+
+        A spare is used if there is one with the environment and the folder that the role would get. `job` and the
+        role's descriptors stay the caller's.
+        """
+        surroundings = _Surroundings.of(role.env, self._world)
+        child = self._assigned_spare(rank, role, job, surroundings)
+        if child is None:
+            spec = self._spec(role.name, role.env, self._free_line())
+            child = self._spawn(_with_job(spec, rank, role, job), surroundings)
+        self._children[rank] = child
+        self._lines[rank] = child.line
+        return child.process.pid
+
+    def prepare(self, count: int, env: Mapping[str, str], modules: Sequence[str]) -> None:
+        """Start spares that import `modules` until there are `count` that a role with `env` can use."""
+        surroundings = _Surroundings.of(env, self._world)
+        fitting = sum(spare.surroundings == surroundings for spare in self._spares)
+        for _ in range(count - fitting):
+            spec = replace(self._spec("spare", env, self._free_line()), modules=tuple(modules))
+            self._spares.append(_Spare(self._spawn(spec, surroundings), surroundings))
+
+    def wait(self, timeout_s: float) -> list[Heard | Garbled | Exited]:
+        """What members said and did, waiting up to `timeout_s` for anything; their output is passed on."""
+        ready = self._selector.select(timeout_s)
+        ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
+        events: list[Heard | Garbled | Exited] = []
+        for child in dict.fromkeys(key.data for key, _ in ready):
+            said = self._attend(child)
+            if child in ended:
+                said += self._bury(child)
+            events += said if child.rank != NOBODY else []
+        return events
+
+    def line(self, rank: int) -> Line:
+        """What the line of `rank` says; also after its end, until the line is given to another."""
+        return self._board.read(self._lines[rank])
+
+    def post(self, rank: int, message: Message) -> None:
+        """Send `message` without waiting, the rest of it in `wait`; nothing happens if `rank` is gone."""
+        child = self._children.get(rank)
+        if child is not None:
+            child.channel.post(message)
+            self._await_room(child)
+
+    def kill(self, rank: int) -> None:
+        """Kill the process group of `rank`; nothing happens if it is gone."""
+        if rank in self._children:
+            self._children[rank].kill()
+
+    def end(self) -> None:
+        """Kill everyone and wait until they are gone; idempotent."""
+        for child in self._processes:
+            child.kill()  # all of them first: closing waits for the end
+        for child in list(self._processes):
+            self._release(child)
+
+    def _assigned_spare(self, rank: int, role: Role, job: int, surroundings: _Surroundings) -> Child | None:
+        """The oldest fitting spare, told what it is now; None if there is none."""
+        if len(role.descriptors) > _MAX_PASSED:
+            return None
+        for spare in [spare for spare in self._spares if spare.surroundings == surroundings]:
+            child = spare.child
+            spec = self._spec(role.name, role.env, child.line)
+            try:
+                child.assign(_with_job(spec, rank, role, job))
+            except Aborted:  # it has just died
+                self._release(child)
+                continue
+            self._spares.remove(spare)
+            self._await_room(child)
+            return child
+        return None
+
+    def _spec(self, name: str, env: Mapping[str, str], line: int) -> RoleSpec:
+        return RoleSpec(
+            name=name,
+            rank=NOBODY,
+            world=self._world,
+            parent_pid=os.getpid(),
+            lifeline=self._lifeline,
+            board=self._board.descriptor,
+            line=line,
+            descriptors={},
+            path=tuple(sys.path),
+            python_path=env.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
+        )
+
+    def _free_line(self) -> int:
+        if not self._free_lines:
+            raise ManyhandsError(
+                f"{self._capacity} processes are there already, and no more are allowed at once"
+            )
+        return self._free_lines[0]
+
+    def _spawn(self, spec: RoleSpec, surroundings: _Surroundings) -> Child:
+        self._board.wipe(spec.line)
+        self._lines = {rank: line for rank, line in self._lines.items() if line != spec.line}
+        child = Child(spec, surroundings.environment)
+        self._processes.add(child)
+        self._free_lines.remove(spec.line)
+        for source in _sources(child):
+            self._selector.register(source, selectors.EVENT_READ, child)
+        return child
+
+    def _attend(self, child: Child) -> list[Heard | Garbled | Exited]:
+        """Pass on its output and hear what it says, as far as that has arrived."""
+        for output in (child.stdout, child.stderr):
+            if not output.pump():
+                self._ignore(output)
+        child.channel.flush()
+        self._await_room(child)
+        try:
+            messages = child.channel.receive()
+        except ProtocolError as error:
+            self._ignore(child.channel)
+            return [Garbled(child.rank, str(error))]
+        if child.channel.ended:
+            self._ignore(child.channel)
+        return [Heard(child.rank, message) for message in messages]
+
+    def _await_room(self, child: Child) -> None:
+        """Wake up when its channel has room, if something waits to be sent."""
+        if child.channel in self._selector.get_map():
+            waits = selectors.EVENT_WRITE if child.channel.has_more else 0
+            self._selector.modify(child.channel, selectors.EVENT_READ | waits, child)
+
+    def _bury(self, child: Child) -> list[Heard | Garbled | Exited]:
+        status = child.bury()
+        self._release(child)
+        return [Exited(child.rank, status, child.stderr.last_words)]
+
+    def _release(self, child: Child) -> None:
+        for source in _sources(child):
+            self._ignore(source)
+        child.close()
+        self._processes.discard(child)
+        self._children.pop(child.rank, None)
+        self._spares = [spare for spare in self._spares if spare.child is not child]
+        if (
+            child.process.returncode is not None
+        ):  # else it is stuck in the kernel, and may write to its line yet
+            self._free_lines.append(child.line)
+
+    def _ignore(self, source: Channel | Output | int) -> None:
+        if source in self._selector.get_map():
+            self._selector.unregister(source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a process is born into and can not shed later."""
+
+    environment: Mapping[str, str]
+    folder: str
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], world: int) -> _Surroundings:
+        """The launcher's environment and the role's own; cores are shared out unless either says otherwise."""
+        environment = {
+            "OMP_NUM_THREADS": str(threads_per_role(world)),
+            **os.environ,
+            **env,
+            # The child must find this package where the launcher did; the role then takes over the exact path.
+            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        }
+        return cls(environment, os.readlink("/proc/self/cwd"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    child: Child
+    surroundings: _Surroundings
+
+
+def _sources(child: Child) -> tuple[Channel, Output, Output, int]:
+    return child.channel, child.stdout, child.stderr, child.pidfd
+
+
+def _with_job(spec: RoleSpec, rank: int, role: Role, job: int) -> RoleSpec:
+    return replace(spec, rank=rank, job=job, descriptors=dict(role.descriptors))

@@ -1,0 +1,74 @@
+"""Consistency as text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`, `aware:async`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manyhands.consistency.asynchronous import Async
+from manyhands.consistency.bounded import Bounded
+from manyhands.consistency.policy import Policy
+from manyhands.consistency.rates import StalenessAware
+from manyhands.consistency.softsync import SoftSync
+from manyhands.consistency.sync import Sync
+from manyhands.errors import UserError, nearest
+
+__all__ = ["parse_consistency"]
+
+
+def parse_consistency(text: str) -> Policy:
+    """The policy that `text` names; a UserError names what is wrong with it and what is allowed."""
+    word, colon, rest = text.partition(":")
+    if word not in _FORMS:
+        raise UserError(f"consistency={text!r}: {word!r} is not a policy; {nearest(word, _FORMS)}")
+    if word == "async" and colon:
+        raise UserError(f"consistency={text!r}: async takes no number")
+    if colon and not rest:
+        raise UserError(f"consistency={text!r}: nothing follows the colon")
+    return _FORMS[word](text, rest)
+
+
+def _sync(text: str, rest: str) -> Policy:
+    return Sync(_number(text, rest)) if rest else Sync()
+
+
+def _bounded(text: str, rest: str) -> Policy:
+    bound = _number(text, rest)
+    return Bounded(bound) if bound else Sync()
+
+
+def _async(text: str, rest: str) -> Policy:
+    del text, rest
+    return Async()
+
+
+def _softsync(text: str, rest: str) -> Policy:
+    return SoftSync(_number(text, rest))
+
+
+def _aware(text: str, rest: str) -> Policy:
+    if not rest:
+        raise UserError(f"consistency={text!r}: name the policy whose rates it changes, as in aware:async")
+    if rest.partition(":")[0] == "aware":
+        raise UserError(f"consistency={text!r}: aware may be said once only")
+    return StalenessAware(parse_consistency(rest))
+
+
+def _number(text: str, rest: str) -> int:
+    if not (rest.isascii() and rest.isdigit()) or len(rest) > 9:
+        raise UserError(
+            f"consistency={text!r}: {rest!r} is not a whole number; write one, as in {_example(text)}"
+        )
+    return int(rest)
+
+
+def _example(text: str) -> str:
+    return f"{text.partition(':')[0]}:3"
+
+
+_FORMS: dict[str, Callable[[str, str], Policy]] = {
+    "sync": _sync,
+    "bounded": _bounded,
+    "async": _async,
+    "softsync": _softsync,
+    "aware": _aware,
+}

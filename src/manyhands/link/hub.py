@@ -1,0 +1,500 @@
+"""One process' end of all its connections to other processes of the host: messages, payloads, and who is there.
+
+    with Hub(Credentials(member=1, role="server", token=token, fingerprint=fingerprint), codec) as hub:
+        address = hub.listen("unix")             # or "tcp"; tell others, who call hub.connect(1, address)
+        for event in hub.poll(timeout_s=1.0):    # Joined, Received, Shared, Ready, TurnedAway, Lost
+            ...
+        hub.send(2, Read(...), payload=[gradient])
+
+One thread uses a hub; nothing it calls waits, except `poll` and `flush`, which have deadlines. A thread of the hub's
+own sends heartbeats while the application computes. Whatever a peer does (garbage, a cut frame, a wrong token, silence)
+ends that connection with a reason in an event, and nothing else.
+
+One of two processes connects to the other, never both; roles agree which. If a member connects anew, the older
+connection is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, Self
+
+from manyhands.errors import OutOfSharedMemory, UserError
+from manyhands.link import doors
+from manyhands.link.areas import Arenas
+from manyhands.link.arrivals import HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.link.codec import Codec
+from manyhands.link.connection import Connection
+from manyhands.link.frames import IN_ARENA, OF_TRANSPORT, Frame, Header
+from manyhands.link.handshake import (
+    CONTROL,
+    Credentials,
+    Goodbye,
+    Handshake,
+    Heartbeat,
+    Proof,
+    Refusal,
+    Refused,
+    ShareSegment,
+)
+from manyhands.link.message import ProtocolError
+from manyhands.link.settings import Settings
+from manyhands.link.silence import Vigil
+from manyhands.memory.segment import Segment
+
+__all__ = [
+    "Destination",
+    "Hub",
+    "HubEvent",
+    "Joined",
+    "Lost",
+    "Ready",
+    "Received",
+    "Settings",
+    "Shared",
+    "TurnedAway",
+]
+
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+_STRANGERS: Final = 64  # that may be in the handshake at once
+_PATIENCE: Final = 4  # times the silence: heartbeats prove that a process lives that is too busy to read
+
+Destination = Callable[[int, Any, int], memoryview | None]
+"""(member, message, payload bytes) -> where the payload goes, or None for memory of its own.
+
+Called while a message arrives, before the events that lie before it are handed out. A view must have exactly that many
+bytes and stay untouched until the message is received. Raise ProtocolError to end the connection.
+"""
+
+
+class Hub:
+    """All connections of one process; a context manager, `close` is idempotent."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        codec: Codec,
+        *,
+        destination: Destination | None = None,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without connections; `clock` alone says when a peer has been silent for too long."""
+        self.credentials = credentials
+        self.settings = settings or Settings()
+        self._codec = codec
+        self._destination = destination
+        self._clock = clock
+        self._vigil: Vigil[int] = Vigil(self.settings.silence, clock())
+        self._epoll = select.epoll()
+        self._doors: dict[int, socket.socket] = {}
+        self._connections: dict[int, Connection] = {}  # by descriptor
+        self._members: dict[int, Connection] = {}
+        self._registered: set[int] = set()
+        self._holding = False
+        self._held_back: set[Connection] = set()
+        self._events: list[HubEvent] = []
+        self._progress = 0
+        self._beating: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._closed = False
+        _open_hubs.add(self)
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def listen(self, address: str = "unix") -> str:
+        """Let others connect; the address to tell them. UserError for an address off this host's loopback."""
+        door, reached_at = doors.listen(address)
+        self._doors[door.fileno()] = door
+        self._epoll.register(door, _IN)
+        return reached_at
+
+    def connect(self, member: int, address: str) -> None:
+        """Begin to connect to `member`; Joined or Lost tells how it went."""
+        begun = [c.handshake.claimed for c in self._connections.values() if c.handshake.outgoing]
+        if member in self._members or member in begun:
+            raise UserError(f"member {member} is connected, or about to be")
+        try:
+            end = doors.dial(address)
+        except OSError as error:
+            self._events.append(Lost(member, f"nobody can be reached at {address}: {error}"))
+            return
+        connection = self._new(end, expected=member)
+        connection.connecting = True  # it greets once the kernel says that it is connected
+        self._epoll.modify(end, _IN | _OUT)
+
+    def members(self) -> tuple[int, ...]:
+        """Who is connected."""
+        return tuple(self._members)
+
+    def role(self, member: int) -> str:
+        """What a connected member said it is."""
+        return self._members[member].role
+
+    def progress(self, member: int) -> int:
+        """The mark that came with a connected member's last heartbeat."""
+        return self._members[member].progress
+
+    def mark(self, progress: int) -> None:
+        """How far this process has come, for its heartbeats."""
+        self._progress = progress
+
+    def disconnect(self, member: int, reason: str) -> None:
+        """End the connection to a member, which is told the reason; no event follows."""
+        connection = self._members.get(member)
+        if connection is not None:
+            connection.send_control(Refusal(field="member", reason=reason))
+            self._forget(connection)
+
+    def register(self, descriptor: int) -> None:
+        """Let `poll` also wake for a descriptor of the caller's, as Ready."""
+        self._epoll.register(descriptor, _IN)
+        self._registered.add(descriptor)
+
+    def unregister(self, descriptor: int) -> None:
+        """Forget a registered descriptor; before it is closed."""
+        self._registered.remove(descriptor)
+        self._epoll.unregister(descriptor)
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, member: int, message: object, payload: Sequence[Any] = ()) -> bool:
+        """Take a message for a member, with a payload of one or more contiguous buffers; False if nothing was taken.
+
+        It is False when the member is not connected (see `members`) or its queue is full. Messages to one member
+        arrive in order. A payload is not copied where that can be helped: it must stay unchanged until `sent` or
+        `flush` says so.
+        """
+        connection = self._members.get(member)
+        if connection is None:
+            return False
+        kind, body = self._codec.encode(message)
+        views = [view.cast("B") for part in payload if (view := memoryview(part)).nbytes]  # empty: no cast
+        if not self._holding:
+            return connection.send(kind, body, views)
+        self._held_back.add(connection)
+        return connection.send(kind, body, views, later=True)
+
+    def hold_back(self) -> None:
+        """Keep what is sent from now on until `send_off`, or `poll` or `flush`: waking a peer costs more than sending.
+
+        For messages that follow each other at once, as a push and the read behind it do.
+        """
+        self._holding = True
+
+    def send_off(self) -> None:
+        """Let go what was held back: all for one member together."""
+        self._holding = False
+        for connection in self._held_back:
+            connection.outbox.pump()
+        self._held_back.clear()
+
+    def share(self, member: int, segment: Segment, tag: int = 0) -> bool:
+        """Let a member map `segment`, in order with messages; False if nothing was taken. Unix connections only."""
+        connection = self._members.get(member)
+        if connection is None:
+            return False
+        if not connection.local:
+            raise UserError(f"member {member} is connected by TCP, which can not pass memory")
+        return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
+
+    def sent(self, member: int) -> bool:
+        """Whether everything for a member has left, so that payloads may be changed; also if it is not connected.
+
+        But for what is held back (see `hold_back`).
+        """
+        connection = self._members.get(member)
+        return connection is None or connection.outbox.pending_bytes == 0
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything for everyone has left; False at the deadline.
+
+        What arrives meanwhile is kept for the next `poll`, so that two hubs may flush to each other.
+        """
+        self.send_off()
+        deadline_s = time.monotonic() + timeout_s
+        while not all(map(self.sent, self._members)):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._turn(left_s)
+        return True
+
+    def poll(self, timeout_s: float) -> list[HubEvent]:
+        """What happened, in order per member; waits at most `timeout_s` for the first of it."""
+        if self._holding:
+            self.send_off()
+        deadline_s = time.monotonic() + timeout_s if timeout_s > 0 else 0.0
+        left_s = 0.0 if self._events else timeout_s
+        while True:
+            self._turn(left_s)
+            if self._events or left_s <= 0:
+                break
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Say goodbye to everyone and leave; what is still queued is dropped (see `flush`)."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop.set()
+        if self._beating is not None:
+            self._beating.join()
+        for connection in self._members.values():
+            connection.send_control(Goodbye())
+        for connection in tuple(self._connections.values()):
+            self._forget(connection)
+        for event in self._events:
+            if isinstance(event, Shared):
+                event.segment.close()
+        self._events.clear()
+        self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── one look at everything ────────────────────────────────────────────────────────────────────────────────────
+
+    def _turn(self, timeout_s: float) -> None:
+        """Wait for something to be ready, at most so long, and deal with all that is."""
+        ready = self._wait(timeout_s)
+        now_s = self._clock()
+        for descriptor, mask in ready:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                self._serve(connection, mask, now_s)
+            elif descriptor in self._doors:
+                self._open(self._doors[descriptor])
+            elif descriptor in self._registered:
+                self._events.append(Ready(descriptor))
+        if now_s >= self._vigil.next_look_s:
+            for descriptor, reason in self._vigil.look(now_s):
+                self._drop(self._connections[descriptor], reason)
+
+    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        poll = self._epoll.poll
+        if self.settings.spin_s and timeout_s > 0:
+            until_s = time.perf_counter() + self.settings.spin_s
+            while True:
+                ready = poll(0)
+                if ready:
+                    return ready
+                if time.perf_counter() >= until_s:
+                    break
+        if timeout_s <= 0:
+            return poll(0)
+        until_look_s = max(self._vigil.next_look_s - self._clock(), 0.0)
+        return poll(min(timeout_s, until_look_s))
+
+    def _serve(self, connection: Connection, mask: int, now_s: float) -> None:
+        if connection.connecting:
+            connection.connecting = False
+            self._epoll.modify(connection.end, _IN)
+            connection.send_control(connection.handshake.greeting())
+        elif mask & _OUT:
+            connection.outbox.pump()
+        if not mask & ~_OUT:
+            return
+        if connection.member is not None:
+            self._vigil.heard(connection.descriptor, now_s)
+        try:
+            if not connection.receive(self._take):
+                self._drop(connection, connection.why_ended())
+        except ProtocolError as error:
+            connection.send_control(Refusal(field=error.field, reason=str(error)))
+            self._drop(connection, str(error))
+        except OSError as error:
+            self._drop(connection, connection.farewell or f"the connection broke: {error}")
+
+    def _open(self, door: socket.socket) -> None:
+        """Let in everyone who knocks, as far as the handshake."""
+        while True:
+            try:
+                end, _ = door.accept()
+            except OSError:  # nobody else, or nobody any more
+                return
+            strangers = len(self._connections) - len(self._members)
+            if strangers >= _STRANGERS or not doors.same_user(end):
+                end.close()
+                self._events.append(TurnedAway("another user's process, or too many knock at once"))
+                continue
+            end.setblocking(False)
+            self._new(end, expected=None)
+
+    def _new(self, end: socket.socket, expected: int | None) -> Connection:
+        doors.tune(end, _PATIENCE * self.settings.silence.silence_s)
+        epoll, descriptor = self._epoll, end.fileno()
+        connection = Connection(
+            end,
+            Handshake(self.credentials, expected),
+            interpret=self._interpret,
+            place=lambda message, num_bytes: self._place(connection, message, num_bytes),
+            queue_bytes=self.settings.queue_bytes,
+            on_pending=lambda pending: epoll.modify(descriptor, _IN | _OUT if pending else _IN),
+        )
+        self._connections[descriptor] = connection
+        self._vigil.arrived(descriptor, self._clock())
+        epoll.register(end, _IN)
+        return connection
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        """End a connection, and say so."""
+        claimed, member = connection.handshake.claimed, connection.member
+        self._forget(connection)
+        if member is not None:
+            self._events.append(Lost(member, reason, connection.in_peace))
+        elif connection.handshake.outgoing and claimed is not None:
+            self._events.append(Lost(claimed, reason))
+        else:
+            self._events.append(TurnedAway(reason, claimed))
+
+    def _forget(self, connection: Connection) -> None:
+        self._vigil.left(connection.descriptor)
+        self._held_back.discard(connection)
+        del self._connections[connection.descriptor]
+        if connection.member is not None:
+            del self._members[connection.member]
+        connection.outbox.close()  # first: the other thread must not wake for it any more
+        self._epoll.unregister(connection.end)
+        connection.close()
+
+    # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _interpret(self, header: Header, body: memoryview) -> Any:
+        if not header.flags & OF_TRANSPORT:
+            return self._codec.decode(header.kind, body)
+        if header.payload_bytes:
+            raise ProtocolError("payload_bytes", "a message of the transport has no payload")
+        return CONTROL.decode(header.kind, body)
+
+    def _place(self, connection: Connection, message: Any, num_bytes: int) -> memoryview | None:
+        if self._destination is None or connection.member is None:
+            return None
+        return self._destination(connection.member, message, num_bytes)
+
+    def _take(self, connection: Connection, frame: Frame[Any]) -> None:
+        header, message, payload = frame
+        if header.flags & OF_TRANSPORT:
+            self._control(connection, message)
+            return
+        member = connection.member
+        if member is None:
+            raise ProtocolError("handshake", f"{type(message).__name__} before the handshake")
+        if not header.flags & IN_ARENA:
+            self._events.append(Received(member, message, payload))
+            return
+        payload, reader = connection.payload_in_arena(header)
+        wanted = self._place(connection, message, len(payload))
+        if wanted is None:
+            self._events.append(Received(member, message, payload, reader, header.position))
+            return
+        if wanted.nbytes != len(payload):
+            raise ProtocolError("payload_bytes", f"{len(payload)} bytes where {wanted.nbytes} are expected")
+        wanted.cast("B")[:] = payload
+        reader.release(header.position)
+        self._events.append(Received(member, message, wanted))
+
+    def _control(self, connection: Connection, message: Any) -> None:
+        if connection.member is None:
+            self._shake_hands(connection, message)
+            return
+        match message:
+            case Heartbeat():
+                connection.progress = message.progress
+            case ShareSegment():
+                segment = connection.take_segment()
+                self._events.append(Shared(connection.member, segment, message.tag))
+            case Goodbye():
+                connection.in_peace = True
+                connection.farewell = "it left in peace"
+            case Refusal():
+                connection.farewell = f"it ended the connection: {message.reason}"
+            case _:
+                raise ProtocolError("handshake", f"{type(message).__name__} comes out of turn")
+
+    def _shake_hands(self, connection: Connection, message: Any) -> None:
+        try:
+            reply = connection.handshake.handle(message)
+        except Refused as refused:
+            connection.farewell = str(refused)
+            return
+        if isinstance(message, Proof) and message.arena:
+            connection.use_arenas(connection.take_segment(), end=1)
+        if isinstance(reply, Proof) and connection.local and self.settings.arena_bytes:
+            self._offer_arena(connection, reply)
+        elif reply is not None:
+            connection.send_control(reply)
+        peer = connection.handshake.peer
+        if peer is None:
+            return
+        if peer.member in self._members:
+            self._drop(self._members[peer.member], "it connected anew")
+        connection.admit(peer.member, peer.role, self.settings.limits)
+        self._members[peer.member] = connection
+        self._vigil.heard(connection.descriptor, self._clock())
+        self._events.append(Joined(peer.member, peer.role))
+        if self._beating is None:
+            self._beating = threading.Thread(target=self._beat, name="manyhands hub heartbeat", daemon=True)
+            self._beating.start()
+
+    def _offer_arena(self, connection: Connection, reply: Proof) -> None:
+        """Send the proof with memory for payloads, or alone if there is no memory to be had."""
+        try:
+            segment = Arenas.create(self.settings.arena_bytes)
+        except OutOfSharedMemory:
+            connection.send_control(reply)
+            return
+        connection.send_control(replace(reply, arena=True), segment.descriptor)
+        connection.use_arenas(segment, end=0)
+
+    # ── the other thread ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _beat(self) -> None:
+        """Keep idle connections alive, and those with something queued moving, while the application computes."""
+        seen: dict[Connection, int] = {}
+        while not self._stop.wait(self.settings.silence.beat_s / 2):
+            writes: dict[Connection, int] = {}
+            for connection in tuple(self._members.values()):
+                if connection.outbox.pending_bytes:
+                    connection.outbox.pump()
+                elif seen.get(connection) == connection.outbox.writes:
+                    connection.send_control(Heartbeat(progress=self._progress))
+                writes[connection] = connection.outbox.writes
+            seen = writes
+
+    def _let_go(self) -> None:
+        for door in self._doors.values():
+            door.close()
+        self._doors.clear()
+        self._epoll.close()
+
+    def let_go_in_child(self) -> None:
+        """Close a parent's sockets in its forked child (a data loader's, say): they would hide its death."""
+        if not self._closed:
+            self._closed = True
+            for connection in self._connections.values():
+                connection.end.close()
+            self._let_go()
+
+
+_open_hubs: weakref.WeakSet[Hub] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for hub in list(_open_hubs):
+        hub.let_go_in_child()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,164 @@
+"""What happens to the members of a run, and what the launcher is to do about it: the words of `membership`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.server.client import Reason
+from manyhands.server.messages import Installed, View
+
+__all__ = [
+    "AddSlot",
+    "Assign",
+    "Died",
+    "Fail",
+    "Finished",
+    "Joined",
+    "Kill",
+    "Lost",
+    "MembershipAction",
+    "MembershipEvent",
+    "Over",
+    "Progressed",
+    "Publish",
+    "Recovered",
+    "Rejoin",
+    "RemoveSlot",
+    "Silent",
+    "StartServer",
+    "StartWorker",
+]
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A process that was asked for has started, and can be spoken to."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """A member's process has ended."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """A member's heart has not beaten for too long: paused, starved, or cut off."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """A worker has come to this clock."""
+
+    member: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejoin:
+    """A worker was told that its slot is somebody else's, and asks for a place."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A worker has left its slot: everything is done (FINISHED), or the slot was removed (RETIRED)."""
+
+    member: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddSlot:
+    """One more worker, please."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveSlot:
+    """This slot is to be retired."""
+
+    slot: int
+
+
+MembershipEvent = Joined | Died | Silent | Installed | Progressed | Rejoin | Finished | AddSlot | RemoveSlot
+
+
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Send this view to every server and worker that has joined."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartServer:
+    """Start a server process under this number."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    """Start a worker process under this number, for this slot; an Assign follows when it has joined."""
+
+    member: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assign:
+    """Tell the worker known as `member` that it is `as_member` from now on, and works in `slot`, as if new."""
+
+    member: int
+    as_member: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kill this member's process; its Died follows."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """No replica of this shard is left: `member` is its primary in the next view, and must restore a snapshot."""
+
+    shard: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What a death took is there again: `what` is `slot 3` or `every shard`, `member` the one that took it over."""
+
+    what: str
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The run can not go on."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """Every active slot has finished: stop the servers and whoever else is left."""
+
+
+MembershipAction = Publish | StartServer | StartWorker | Assign | Kill | Lost | Recovered | Fail | Over

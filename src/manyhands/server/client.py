@@ -1,0 +1,385 @@
+"""What a worker of the parameter server decides: a pure state machine between the shards and the model.
+
+    Hello ─► Welcome (every shard) ─► Read c ─► Parameters (every shard; the lead's says which batch) ─► Compute
+                                        ▲                                                                  │
+                                        └──────────── Push c, and right behind it Read c+1 ◄───────────────┘
+
+Rows of tables are read in between: the batch, which the lead named, says which. `read_rows` asks for them after
+Compute, and `awaits_rows` says when all are here.
+
+A shard holds Read c+1 until push c is settled there, so its answer is all that the worker waits for. What a shard has
+not answered is kept, and told again to the next primary of that shard, after a Hello of its own.
+
+`handle`, `view`, `computed` and `again` return what to do, in order. No socket, clock or tensor is in here; payloads
+are the driver's: the gradient that shard j was sent must not change until shard j has answered the Read behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from manyhands.errors import ManyhandsError
+from manyhands.server.actions import Send
+from manyhands.server.messages import (
+    LEAD,
+    Ack,
+    Fenced,
+    Hello,
+    Message,
+    NotPrimary,
+    Parameters,
+    Push,
+    Read,
+    ReadRows,
+    Refused,
+    RowsUnknown,
+    RowValues,
+    ShardView,
+    View,
+    Welcome,
+    Work,
+    WorkKind,
+)
+
+__all__ = ["ClientAction", "ClientCore", "Compute", "Leave", "Reason", "Wait"]
+
+_UNKNOWN = Work(kind=WorkKind.UNKNOWN)
+
+
+class Reason(Enum):
+    """Why a worker leaves its slot."""
+
+    FINISHED = auto()
+    """Every batch is done or given out, and all that this worker pushed is settled."""
+    RETIRED = auto()
+    """The slot was removed from the run, and all that this worker pushed is settled."""
+    FENCED = auto()
+    """A later member holds the slot: ask the launcher for a place."""
+    REFUSED = auto()
+    """A shard refused a gradient that is not finite, and the run is to stop at that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """The parameters are here: compute this work, then call `ClientCore.computed`."""
+
+    work: Work
+    versions: tuple[int, ...]
+    """The version that was read, by shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The server that should serve this shard does not know so yet: call `ClientCore.again` a moment later."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """This worker is done in its slot; every later call returns nothing."""
+
+    reason: Reason
+    sentence: str
+
+
+ClientAction = Send | Compute | Wait | Leave
+
+
+@dataclass(slots=True)
+class _Shard:
+    """What a worker knows of one shard."""
+
+    index: int
+    primary: int = 0
+    greeted: bool = False  # this primary was sent a Hello that it has not refused
+    welcome: bool = False  # and has answered it
+    next_clock: int = 0  # the lowest clock of ours that it lacked when it answered
+    settled: int = 0  # everything of ours below this clock was settled here
+    version: int = 0
+    work: Work = field(default=_UNKNOWN)
+    push: Push | None = None  # sent or to be sent, and not known to be settled
+    read: Read | None = None  # sent or to be sent, and not answered
+    rows: ReadRows | None = None  # the same
+    rows_version: int = -1  # of the rows that were read for the update under way
+
+
+class ClientCore:
+    """One worker: member `member` in slot `slot`, before `num_shards` shards.
+
+    With `skip_nonfinite`, a gradient that a shard refuses because it is not finite is replaced by a push that only
+    moves the clock on; without it, the worker leaves.
+    """
+
+    def __init__(self, *, slot: int, member: int, num_shards: int, skip_nonfinite: bool = False) -> None:
+        self.slot = slot
+        self.member = member
+        self._skip_nonfinite = skip_nonfinite
+        self._shards = [_Shard(index) for index in range(num_shards)]
+        self._view_epoch = -1
+        self._clock: int | None = None  # the update we read for, compute or push; none before the first Read
+        self._computing: Work | None = None
+        self._left = False
+
+    @property
+    def clock(self) -> int | None:
+        """The clock of the update under way; None until every shard has welcomed this worker."""
+        return self._clock
+
+    @property
+    def waiting_for(self) -> tuple[int, ...]:
+        """The shards whose answer is awaited, for whoever must say why nothing happens."""
+        if self._left:
+            return ()
+        if self._computing is not None:
+            return tuple(shard.index for shard in self._shards if shard.rows is not None)
+        return tuple(shard.index for shard in self._shards if not shard.welcome or shard.read is not None)
+
+    @property
+    def awaits_rows(self) -> bool:
+        """Whether rows that were asked for are still to come."""
+        return not self._left and any(shard.rows is not None for shard in self._shards)
+
+    @property
+    def rows_versions(self) -> tuple[int, ...]:
+        """By shard: the version of the rows that were read for the update under way; -1 for none."""
+        return tuple(shard.rows_version for shard in self._shards)
+
+    def holds(self, shard: int) -> bool:
+        """Whether the gradient last pushed to `shard` may still have to be sent again."""
+        return self._shards[shard].push is not None
+
+    def awaits(self, message: Parameters | RowValues, source: int) -> bool:
+        """Whether this answer is the one that is awaited: the payload of any other must not replace what was read."""
+        shard = self._shards[message.shard]
+        asked = shard.rows if isinstance(message, RowValues) else shard.read
+        answers = asked is not None and message.clock == asked.clock
+        return answers and shard.welcome and source == shard.primary and not self._left
+
+    def view(self, view: View) -> list[ClientAction]:
+        """Membership changed: greet every primary that is new to us."""
+        if self._left or view.epoch <= self._view_epoch:
+            return []
+        self._view_epoch = view.epoch
+        for place in view.slots:
+            if place.slot == self.slot and place.member > self.member:
+                return self._fenced(place.member)
+        actions: list[ClientAction] = []
+        for serving in view.shards:
+            actions += self._follow(self._shards[serving.shard], serving)
+        return actions
+
+    def handle(self, message: Message, source: int) -> list[ClientAction]:
+        """A message of member `source` arrived; what a former primary still says counts for nothing."""
+        if self._left:
+            return []
+        if isinstance(message, Fenced):
+            return self._fenced(message.holder) if message.holder > self.member else []
+        if not isinstance(
+            message, Welcome | Parameters | RowValues | RowsUnknown | Ack | Refused | NotPrimary
+        ):
+            raise ManyhandsError(
+                f"worker {self.slot} was sent {type(message).__name__}, which no worker is sent"
+            )
+        shard = self._shards[message.shard]
+        if source != shard.primary:
+            return []
+        match message:
+            case Welcome():
+                return self._welcomed(shard, message)
+            case Parameters():
+                return self._parameters(shard, message) if self.awaits(message, source) else []
+            case RowValues():
+                if self.awaits(message, source):
+                    shard.rows, shard.rows_version = None, message.version
+                return []
+            case RowsUnknown():
+                return self._name_again(shard, message)
+            case Refused():
+                return self._refused(shard, message)
+            case NotPrimary():
+                return self._not_primary(shard)
+            case Ack():
+                return []  # the answer to the Read behind the push says as much
+
+    def read_rows(self, shards: Collection[int], whole: bool = False) -> list[ClientAction]:
+        """Between Compute and `computed`: ask these shards for rows of their tables, of all others for none.
+
+        Which rows, the payload says; with `whole` it is all of them.
+        """
+        work = self._computing
+        if self._left:
+            return []
+        if work is None:
+            raise ManyhandsError(f"worker {self.slot} reads rows for nothing that it was asked to compute")
+        actions: list[ClientAction] = []
+        for shard in self._shards:
+            shard.rows, shard.rows_version = None, -1
+            if shard.index in shards:
+                shard.rows = ReadRows(
+                    shard=shard.index, slot=self.slot, member=self.member, clock=work.clock, whole=whole
+                )
+                actions += self._send_rows(shard)
+        return actions
+
+    def computed(self, *, weight: float, skip: bool = False) -> list[ClientAction]:
+        """The gradient of the last Compute is there; `weight` is the part of the batch that it is of.
+
+        `skip`: it is not finite, and only the clock moves on.
+        """
+        work, self._computing = self._computing, None
+        if self._left:
+            return []
+        if work is None:
+            raise ManyhandsError(f"worker {self.slot} computed something that it was not asked for")
+        self._clock = work.clock + 1
+        actions: list[ClientAction] = []
+        for shard in self._shards:
+            shard.push = Push(
+                shard=shard.index,
+                slot=self.slot,
+                member=self.member,
+                clock=work.clock,
+                read_version=shard.version,
+                batch=work.batch,
+                part=work.part,
+                parts=work.parts,
+                weight=weight,
+                skip=skip,
+                rows_version=shard.rows_version,
+            )
+            shard.rows_version = -1
+            actions += self._send_push(shard)
+            actions += self._ask(shard, work.clock + 1)
+        return actions
+
+    def again(self, shard: int) -> list[ClientAction]:
+        """A moment has passed since Wait: greet the primary of `shard` again, unless a view made us do so already."""
+        place = self._shards[shard]
+        return [] if self._left or place.greeted or not place.primary else self._greet(place)
+
+    # ── shards come and go ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _follow(self, shard: _Shard, serving: ShardView) -> list[ClientAction]:
+        if serving.primary == shard.primary:
+            return []
+        shard.primary, shard.greeted, shard.welcome = serving.primary, False, False
+        return self._greet(shard) if shard.primary else []
+
+    def _greet(self, shard: _Shard) -> list[ClientAction]:
+        shard.greeted = True
+        hello = Hello(shard=shard.index, slot=self.slot, member=self.member, settled=shard.settled)
+        return [Send(to=shard.primary, message=hello)]
+
+    def _not_primary(self, shard: _Shard) -> list[ClientAction]:
+        if not shard.greeted:
+            return []  # one of several answers to one mistake
+        shard.greeted, shard.welcome = False, False
+        return [Wait(shard=shard.index)]
+
+    def _welcomed(self, shard: _Shard, message: Welcome) -> list[ClientAction]:
+        if shard.welcome or not shard.greeted:
+            return []
+        if message.next_clock < shard.settled:
+            raise ManyhandsError(
+                f"shard {shard.index} welcomed slot {self.slot} at clock {message.next_clock}, although everything "
+                f"below {shard.settled} was settled there"
+            )
+        shard.welcome, shard.next_clock = True, message.next_clock
+        if self._clock is None:
+            return self._start() if all(place.welcome for place in self._shards) else []
+        return [*self._send_push(shard), *self._send_read(shard), *self._send_rows(shard)]
+
+    def _start(self) -> list[ClientAction]:
+        """Every shard has welcomed us: begin at the lowest clock that any of them lacks."""
+        self._clock = min(shard.next_clock for shard in self._shards)
+        actions: list[ClientAction] = []
+        for shard in self._shards:
+            shard.settled = self._clock
+            actions += self._ask(shard, self._clock)
+        return actions
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, shard: _Shard, clock: int) -> list[ClientAction]:
+        shard.read = Read(shard=shard.index, slot=self.slot, member=self.member, clock=clock)
+        return self._send_read(shard)
+
+    def _send_read(self, shard: _Shard) -> list[ClientAction]:
+        if shard.read is None or not shard.welcome:
+            return []
+        return [Send(to=shard.primary, message=shard.read)]
+
+    def _send_rows(self, shard: _Shard) -> list[ClientAction]:
+        if shard.rows is None or not shard.welcome:
+            return []
+        return [Send(to=shard.primary, message=shard.rows)]
+
+    def _name_again(self, shard: _Shard, message: RowsUnknown) -> list[ClientAction]:
+        """The shard does not know a row set by its name: what named it is sent once more."""
+        if shard.rows is not None and shard.rows.clock == message.clock:
+            return self._send_rows(shard)
+        if shard.push is not None and shard.push.clock == message.clock:
+            return self._send_push(shard)  # the Read behind it still waits there
+        return []
+
+    def _send_push(self, shard: _Shard) -> list[ClientAction]:
+        if shard.push is None or not shard.welcome:
+            return []
+        return [Send(to=shard.primary, message=shard.push)]
+
+    def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:
+        shard.settled = max(shard.settled, message.clock)
+        shard.version, shard.work = message.version, message.work
+        shard.push = shard.read = None
+        actions = self._go_ahead(message.work) if shard.index == LEAD else []
+        if any(place.read is not None for place in self._shards):
+            return actions
+        return [*actions, *self._begin(self._shards[LEAD].work)]
+
+    def _go_ahead(self, work: Work) -> list[ClientAction]:
+        """The lead says that we came too late for the clock we asked for: read what the others have at its own.
+
+        Each of the others has heard, or will hear, from the lead that it goes on without us, and answers then.
+        """
+        if work.kind is not WorkKind.TRAIN or work.clock == self._clock:
+            return []
+        self._clock = self._shards[LEAD].settled = work.clock
+        actions: list[ClientAction] = []
+        for shard in self._shards[1:]:
+            actions += self._ask(shard, work.clock)
+        return actions
+
+    def _begin(self, work: Work) -> list[ClientAction]:
+        match work.kind:
+            case WorkKind.TRAIN:
+                self._computing = work
+                return [Compute(work=work, versions=tuple(shard.version for shard in self._shards))]
+            case WorkKind.FINISHED:
+                return self._leave(Reason.FINISHED, f"slot {self.slot} has nothing more to do")
+            case WorkKind.RETIRED:
+                return self._leave(Reason.RETIRED, f"slot {self.slot} was removed from the run")
+            case WorkKind.UNKNOWN:
+                raise ManyhandsError("the lead shard answered a Read without saying what to do")
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _refused(self, shard: _Shard, message: Refused) -> list[ClientAction]:
+        if shard.push is None or message.clock != shard.push.clock or shard.push.skip:
+            return []
+        if not self._skip_nonfinite:
+            where = f"update {message.clock} of worker {self.slot} (batch {shard.push.batch})"
+            return self._leave(Reason.REFUSED, f"shard {shard.index} refused {where}: {message.reason}")
+        shard.push = replace(shard.push, skip=True)
+        return self._send_push(shard)  # the Read behind the refused push still waits there
+
+    def _fenced(self, holder: int) -> list[ClientAction]:
+        return self._leave(
+            Reason.FENCED, f"slot {self.slot} is held by member {holder}; this one is {self.member}"
+        )
+
+    def _leave(self, reason: Reason, sentence: str) -> list[ClientAction]:
+        self._left = True
+        return [Leave(reason=reason, sentence=sentence)]

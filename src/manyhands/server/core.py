@@ -1,0 +1,357 @@
+"""One shard's state: a deterministic machine over the entries of its log.
+
+`commit(entry)` is all that changes it. A primary and its backup commit the same entries in the same order and so hold
+the same state; a snapshot is `state()`, and the entries after it lead to the same place again. The machine knows
+nothing of who is primary: messages, replication and held reads are `ShardReplica`'s.
+
+    Push ──► waiting updates ──policy──► optimizer step (Apply, a row of the log), version + 1
+                                 ▲
+         groups chosen by the lead (where arrival decides), committed here as Chosen
+
+Shards agree on slots in this way: the lead fixes the clock from which a new table counts, one that nobody has begun,
+and answers no read from that clock on until all other shards keep the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from manyhands.consistency.policy import Group
+from manyhands.server.actions import Action, Log
+from manyhands.server.decisions import Decision, Decisions
+from manyhands.server.log import RestoredRow, SlotsRow
+from manyhands.server.messages import (
+    LEAD,
+    Assigned,
+    Chosen,
+    ChosenKept,
+    Entry,
+    Generation,
+    Lost,
+    Outcome,
+    Push,
+    SlotsChanged,
+    Update,
+    Work,
+    WorkKind,
+)
+from manyhands.server.slots import SlotRecord, SlotTable
+from manyhands.server.steps import Change, ShardConfig, Steps
+
+__all__ = ["Held", "Hold", "ShardConfig", "ShardCore"]
+
+
+class Hold(Enum):
+    """Why a read can not be answered yet."""
+
+    OWN = auto()
+    """The slot's own updates before it are not settled here."""
+    OTHERS = auto()
+    """Updates of other slots are missing that the consistency wants included."""
+    TABLE = auto()
+    """Slots change at or before its clock, and not every shard knows yet."""
+    BATCH = auto()
+    """No batch has been given out for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A read that has to wait; `clock` is the one to work on when it is answered, its own or a later one."""
+
+    reason: Hold
+    clock: int
+
+
+class ShardCore:
+    """The state of one shard."""
+
+    def __init__(self, config: ShardConfig) -> None:
+        self.config = config
+        self.sequence = 0
+        self.term = 0
+        self.table = SlotTable(config.slots)
+        self.steps = Steps(config, self.table)
+        self.decisions = Decisions(range(1, config.num_shards) if config.leads else ())
+        """At the lead: what it decided for all."""
+        self.awaiting: set[int] = set()
+        """Shards to hear from after a restore, before anything new may happen here."""
+        self._decided = (0, 0)  # at another shard: the term and number of the last decision that it has
+        self._next_batch = 0
+        self._open: set[int] = set()  # slots that were given a batch and have not settled it
+
+    # ── what a replica asks ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def version(self) -> int:
+        """How many optimizer steps were taken."""
+        return self.steps.version
+
+    @property
+    def mark(self) -> int:
+        """How far everybody has come; reads wait for it."""
+        return self.steps.step if self.config.policy.stepwise else self.table.floor
+
+    def next_clock(self, slot: int) -> int | None:
+        """The lowest clock that the slot has not settled here; None for one that is not known (yet)."""
+        record = self.table.records.get(slot)
+        if record is not None:
+            return record.next_clock
+        return None if self.config.policy.by_clock or self.config.leads else 0
+
+    def outcome_of(self, slot: int, clock: int) -> Outcome | None:
+        """What became of an update that is settled; None if it is not."""
+        record = self.table.records.get(slot)
+        if record is None or clock >= record.next_clock:
+            return None
+        late = clock <= record.late and clock not in record.recent
+        return Outcome.LATE if late else Outcome.DUPLICATE
+
+    def answer(self, slot: int, clock: int) -> Work | Held:
+        """The work that a read of a known slot is answered with, or why it has to wait."""
+        record = self.table.records.get(slot)
+        if (record.next_clock if record is not None else 0) < clock:
+            return Held(Hold.OWN, clock)
+        if self.config.policy.by_clock:
+            return self._answer_by_clock(slot, clock)
+        if record is None or not self.config.leads:
+            return Work(kind=WorkKind.UNKNOWN)
+        return self._answer_in_turn(slot, record, self._ahead(record, clock))
+
+    def _ahead(self, record: SlotRecord, clock: int) -> int:
+        """The clock to work on: a later one where nobody needs this one (any more)."""
+        return clock if clock >= record.next_clock or clock in record.recent else record.next_clock
+
+    def _answer_by_clock(self, slot: int, clock: int) -> Work | Held:
+        lag = self.config.policy.lag
+        if self.config.leads:
+            clock = self._ahead(self.table.records[slot], clock)
+        work = self._place(slot, clock)
+        if work.kind is WorkKind.TRAIN:
+            if lag is not None and self.mark < clock - lag:
+                return Held(Hold.OTHERS, clock)
+            newest = self.table.generations[-1].start
+            if self.config.leads and clock >= newest and not self.decisions.table_is_kept:
+                return Held(Hold.TABLE, clock)
+        return work if self.config.leads else Work(kind=WorkKind.UNKNOWN)
+
+    def _place(self, slot: int, clock: int) -> Work:
+        rank = self.table.rank_at(slot, clock)
+        if rank is None:
+            return Work(kind=WorkKind.RETIRED)
+        generation = self.table.generation_at(clock)
+        first = (generation.start, generation.base)
+        place = self.config.policy.place(rank, len(generation.slots), clock, first)
+        if place.batch >= self.config.steps:
+            return Work(kind=WorkKind.FINISHED)
+        return Work(kind=WorkKind.TRAIN, clock=clock, batch=place.batch, part=place.part, parts=place.parts)
+
+    def _answer_in_turn(self, slot: int, record: SlotRecord, clock: int) -> Work | Held:
+        if clock in record.recent:
+            return Work(kind=WorkKind.TRAIN, clock=clock, batch=record.recent[clock])
+        if not self.table.is_active(slot):
+            return Work(kind=WorkKind.RETIRED)
+        if self._next_batch >= self.config.steps:
+            return Work(kind=WorkKind.FINISHED)
+        return Held(Hold.BATCH, clock)
+
+    # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
+
+    def messages_to(self, shard: int, decisions: list[Decision]) -> list[Chosen]:
+        """What tells another shard of these decisions of the lead."""
+        table = self._told_table()
+        return [self.decisions.message(shard, decision, self.term, table) for decision in decisions]
+
+    def greetings_to(self, shard: int) -> list[Chosen]:
+        """What tells a new primary of another shard everything that it may lack."""
+        greeting = self.decisions.greeting(shard, self.steps.step, self.term, self._told_table())
+        return [greeting, *self.messages_to(shard, self.decisions.missing_at(shard))]
+
+    def _told_table(self) -> tuple[Generation, ...]:
+        return () if self.awaiting else tuple(self.table.generations)
+
+    def kept_answer(self, asks: bool = False) -> ChosenKept:
+        """What tells the lead which decisions are safe here, and asks for those that are not."""
+        term, number = self._decided
+        return ChosenKept(
+            shard=self.config.shard,
+            term=term,
+            number=number,
+            generations=tuple(self.table.generations),
+            top_clock=self.table.top,
+            top_batch=self._next_batch,
+            asks=asks,
+        )
+
+    def is_old(self, chosen: Chosen) -> bool:
+        """Whether a message of the lead is about what is committed here already."""
+        newer_table = len(chosen.generations) > len(self.table.generations)
+        return (chosen.term, chosen.number) <= self._decided and not newer_table and LEAD not in self.awaiting
+
+    # ── what changes it ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open_log(self) -> list[Action]:
+        """The rows that the log of a new shard begins with."""
+        return [self._slots_row(generation) for generation in self.table.generations]
+
+    def restore(self, term: int) -> list[Action]:
+        """Go on from a snapshot in a new term: what other shards know better has to be heard first."""
+        self.term = max(term, self.term + 1)
+        self.awaiting = set(self.decisions.kept) if self.config.leads else {LEAD}
+        shard, sequence = self.config.shard, self.sequence
+        row = RestoredRow(shard=shard, term=self.term, sequence=sequence, version=self.version)
+        return [Log(row=row)]
+
+    def commit(self, entry: Entry) -> Change:
+        """Take the next entry of the log."""
+        self.sequence += 1
+        change = Change(shard=self.config.shard, term=self.term, sequence=self.sequence)
+        match entry:
+            case Push():
+                self._push(entry, change)
+            case Chosen():
+                self._follow(entry, change)
+            case ChosenKept():
+                self._hear(entry, change)
+            case Assigned():
+                self._assign(entry, change)
+            case SlotsChanged():
+                self._change_slots(entry, change)
+            case Lost():
+                self._lose(entry, change)
+        self._take_steps(change)
+        return change
+
+    def _take_steps(self, change: Change) -> None:
+        self.steps.drained = self._next_batch >= self.config.steps and not self._open
+        self.steps.skip_lost_steps(change)
+        while (group := self.steps.next_group()) is not None:
+            if self.config.policy.chosen_by_lead and self.config.leads:
+                updates = tuple(Update(slot=slot, clock=clock) for slot, clock in group.updates)
+                change.decisions.append(self.decisions.take(group.step, updates))
+            self.steps.take(group, change)
+            self.steps.skip_lost_steps(change)
+
+    def _push(self, push: Push, change: Change) -> None:
+        settled = self.outcome_of(push.slot, push.clock)
+        if settled is not None:
+            change.outcome = settled  # its step was completed while it was on its way to the backup
+            change.drop(push)
+            return
+        record = self.table.record(push.slot)
+        self._next_batch = max(self._next_batch, push.batch + 1)
+        record.remember(push.clock, push.batch)
+        self._settle(push.slot, record, push.clock + 1, change)
+        self.steps.wait(push, record, change)
+
+    def _settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
+        self.steps.settle(slot, record, until, change)
+        if slot in self._open and not any(clock >= until for clock in record.recent):
+            self._open.discard(slot)
+
+    def _lose(self, lost: Lost, change: Change) -> None:
+        record = self.table.record(lost.slot)
+        first, until = record.next_clock, min(lost.until, record.end)
+        if lost.until > first:
+            self._settle(lost.slot, record, lost.until, change)
+        if (
+            until > first and not self.config.policy.stepwise
+        ):  # a step that wanted them says so when it closes
+            change.log_lost(lost.slot, first, until)
+
+    def _assign(self, assigned: Assigned, change: Change) -> None:
+        record = self.table.record(assigned.slot)
+        change.moved.append(assigned.slot)
+        if assigned.clock in record.recent or self._next_batch >= self.config.steps:
+            return
+        if not self.table.is_active(assigned.slot):
+            return  # removed while this was on its way to the backup
+        record.remember(assigned.clock, self._next_batch)
+        self._next_batch += 1
+        self._open.add(assigned.slot)
+
+    def _change_slots(self, entry: SlotsChanged, change: Change) -> None:
+        last = self.table.generations[-1]
+        slots = tuple(sorted(entry.slots))
+        if slots == last.slots:
+            return
+        start = 1 + self.table.top if self.config.policy.by_clock else 0
+        base = last.base + (start - last.start) * len(last.slots)
+        self._adopt((*self.table.generations, Generation(start=start, base=base, slots=slots)), change)
+        change.decisions.append(self.decisions.take(self.steps.step, None))
+
+    def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
+        """Take over what a longer table of slots adds."""
+        for generation in generations[len(self.table.generations) :]:
+            change.moved.extend(self.table.active)
+            self.table.append(generation)
+            change.moved.extend(generation.slots)
+            change.actions.append(self._slots_row(generation))
+
+    def _slots_row(self, generation: Generation) -> Log:
+        return Log(
+            row=SlotsRow(
+                shard=self.config.shard,
+                term=self.term,
+                sequence=self.sequence,
+                start=generation.start,
+                base=generation.base,
+                slots=generation.slots,
+            )
+        )
+
+    def _hear(self, kept: ChosenKept, change: Change) -> None:
+        """At the lead: another shard said what it keeps."""
+        self.awaiting.discard(kept.shard)
+        self.table.top = max(self.table.top, kept.top_clock)
+        self._next_batch = max(self._next_batch, kept.top_batch)
+        self._adopt(kept.generations, change)
+        if kept.term == self.term:
+            self.decisions.hear(kept.shard, kept.number)
+
+    def _follow(self, chosen: Chosen, change: Change) -> None:
+        """At another shard: the lead decided."""
+        if chosen.term < self._decided[0]:
+            return
+        if (chosen.term, chosen.kept) > self._decided:
+            self._decided = (chosen.term, chosen.kept)
+            self.steps.resume = max(self.steps.resume, chosen.step)
+        if chosen.generations:
+            self.awaiting.discard(LEAD)
+            self._adopt(chosen.generations, change)
+        if chosen.number == self._decided[1] + 1:
+            self._decided = (chosen.term, chosen.number)
+            if chosen.updates is not None:
+                self.steps.follow(Group(chosen.step, tuple((u.slot, u.clock) for u in chosen.updates)))
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON can say it."""
+        return {
+            "sequence": self.sequence,
+            "term": self.term,
+            "table": self.table.state(),
+            "steps": self.steps.state(),
+            "decisions": self.decisions.state(),
+            "awaiting": sorted(self.awaiting),
+            "decided": list(self._decided),
+            "next_batch": self._next_batch,
+            "open": sorted(self._open),
+        }
+
+    @classmethod
+    def from_state(cls, config: ShardConfig, state: dict[str, Any]) -> ShardCore:
+        """The core that `state` was taken of."""
+        core = cls(config)
+        core.sequence, core.term = state["sequence"], state["term"]
+        core.table = SlotTable.from_state(state["table"])
+        core.steps = Steps.from_state(config, core.table, state["steps"])
+        core.decisions = Decisions.from_state(state["decisions"])
+        core.awaiting = set(state["awaiting"])
+        term, number = state["decided"]
+        core._decided = (term, number)
+        core._next_batch = state["next_batch"]
+        core._open = set(state["open"])
+        return core

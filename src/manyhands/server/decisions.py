@@ -1,0 +1,105 @@
+"""What the lead shard decided for all shards, until each of them is known to keep it.
+
+Decisions are numbered from 1 and told in order. They follow from the lead's log alone, so that the lead's backup holds
+the same ones; whoever becomes primary, of the lead or of another shard, leads to their being told again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.server.messages import Chosen, Generation, Update
+
+__all__ = ["Decision", "Decisions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A group of updates, or (None) a new table of slots."""
+
+    number: int
+    step: int
+    updates: tuple[Update, ...] | None
+
+
+class Decisions:
+    """The lead's book of decisions."""
+
+    def __init__(self, followers: Iterable[int]) -> None:
+        self.taken = 0
+        self.kept = dict.fromkeys(followers, 0)
+        """The last decision that each other shard is known to keep."""
+        self.table_number = 0
+        """The decision that told of the newest table of slots."""
+        self._unkept: deque[Decision] = deque()
+
+    @property
+    def table_is_kept(self) -> bool:
+        """Whether every shard knows the newest table of slots."""
+        return all(number >= self.table_number for number in self.kept.values())
+
+    def take(self, step: int, updates: tuple[Update, ...] | None) -> Decision:
+        """The next decision."""
+        self.taken += 1
+        decision = Decision(number=self.taken, step=step, updates=updates)
+        if updates is None:
+            self.table_number = self.taken
+        if self.kept:
+            self._unkept.append(decision)
+        return decision
+
+    def hear(self, shard: int, number: int) -> None:
+        """`shard` keeps everything up to `number`."""
+        self.kept[shard] = max(self.kept[shard], min(number, self.taken))
+        safe = min(self.kept.values())
+        while self._unkept and self._unkept[0].number <= safe:
+            self._unkept.popleft()
+
+    def missing_at(self, shard: int) -> list[Decision]:
+        """The decisions that `shard` is not known to keep, in order."""
+        return [decision for decision in self._unkept if decision.number > self.kept[shard]]
+
+    def message(self, shard: int, decision: Decision, term: int, table: tuple[Generation, ...]) -> Chosen:
+        """What tells `shard` of a decision."""
+        return Chosen(
+            shard=shard,
+            term=term,
+            number=decision.number,
+            kept=self.kept[shard],
+            generations=table,
+            step=decision.step,
+            updates=decision.updates,
+        )
+
+    def greeting(self, shard: int, step: int, term: int, table: tuple[Generation, ...]) -> Chosen:
+        """What tells a new primary of `shard` where the lead, now at `step`, believes it stands."""
+        steps = [decision.step for decision in self.missing_at(shard) if decision.updates is not None]
+        known = Decision(number=self.kept[shard], step=steps[0] if steps else step, updates=None)
+        return self.message(shard, known, term, table)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON can say it."""
+        return {
+            "taken": self.taken,
+            "kept": list(self.kept.items()),
+            "table": self.table_number,
+            "unkept": [
+                [d.number, d.step, None if d.updates is None else [[u.slot, u.clock] for u in d.updates]]
+                for d in self._unkept
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Decisions:
+        """The book that `state` was taken of."""
+        book = cls(())
+        book.taken = state["taken"]
+        book.kept = dict(state["kept"])
+        book.table_number = state["table"]
+        for number, step, updates in state["unkept"]:
+            group = None if updates is None else tuple(Update(slot=s, clock=c) for s, c in updates)
+            book._unkept.append(Decision(number=number, step=step, updates=group))
+        return book

@@ -1,0 +1,120 @@
+"""What every process of a parameter-server run is told, and how they find and trust each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.computing import Built, Computer, TrainingPlan
+from manyhands.link.codec import Codec
+from manyhands.link.handshake import Credentials
+from manyhands.link.hub import Hub, Settings
+from manyhands.link.settings import spin_for
+from manyhands.link.silence import Silence
+from manyhands.server import messages
+from manyhands.server.layout import FlatLayout
+from manyhands.server.messages import ShardView, SlotView, View
+from manyhands.server.steps import ShardConfig
+from manyhands.strategy import Ps
+
+__all__ = ["CODEC", "Job", "view_from", "view_payload"]
+
+CODEC = Codec(
+    {
+        1: messages.Hello,
+        2: messages.Welcome,
+        3: messages.Read,
+        4: messages.Parameters,
+        5: messages.Push,
+        6: messages.Ack,
+        7: messages.Refused,
+        8: messages.Fenced,
+        9: messages.NotPrimary,
+        10: messages.Chosen,
+        11: messages.ChosenKept,
+        12: messages.Forward,
+        13: messages.Forwarded,
+        14: messages.Install,
+        15: messages.Yield,
+        16: messages.ReadRows,
+        17: messages.RowValues,
+        18: messages.RowsUnknown,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, as all its processes know it; packed once by the launcher and read by its own children only."""
+
+    plan: TrainingPlan
+    strategy: Ps
+    token: str
+    fingerprint: str
+    """Of the task: processes of another task are turned away."""
+
+    workers: int
+    """The slots that there are at the start."""
+
+    timeout_s: float
+    threads: int
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_version: int | None
+    """Go on from the shards' snapshots of this version."""
+
+    def hub(self, member: int, role: str, **options: Any) -> Hub:
+        """This process's end of all connections, as `member`."""
+        credentials = Credentials(
+            member=member, role=role, token=self.token.encode(), fingerprint=self.fingerprint
+        )
+        # Who is alive is the launcher's to say, which sees processes; links only notice what is cut.
+        settings = Settings(
+            silence=Silence(silence_s=self.timeout_s),
+            spin_s=spin_for(self.workers + self.strategy.num_server_processes),
+            queue_bytes=1 << 34,
+        )
+        return Hub(credentials, CODEC, settings=settings, **options)
+
+    def shard_config(self, shard: int = 0) -> ShardConfig:
+        """What the core of a shard is told."""
+        return ShardConfig(
+            shard=shard,
+            num_shards=self.strategy.servers,
+            policy=self.strategy.consistency,
+            steps=self.plan.steps,
+            slots=tuple(range(self.workers)),
+        )
+
+    def build(self, worker_rank: int = 0) -> tuple[Computer, Built, FlatLayout]:
+        """The model before the first step and where its parameters lie; the same in every process."""
+        computer = Computer(self.plan, worker_rank)
+        built = computer.build()
+        layout = FlatLayout.of(built.model, built.optimizer, self.strategy.servers, self.plan.task.sparse)
+        return computer, built, layout
+
+
+def view_payload(view: View, addresses: Mapping[int, str]) -> dict[str, Any]:
+    """A view and where its servers listen, as the launcher tells its children."""
+    return {
+        "view": {
+            "epoch": view.epoch,
+            "shards": [dataclasses.asdict(shard) for shard in view.shards],
+            "slots": [dataclasses.asdict(slot) for slot in view.slots],
+        },
+        "addresses": {str(member): address for member, address in addresses.items()},
+    }
+
+
+def view_from(payload: Mapping[str, Any]) -> tuple[View, dict[int, str]]:
+    """What `view_payload` told."""
+    told = payload["view"]
+    view = View(
+        epoch=told["epoch"],
+        shards=tuple(ShardView(**shard) for shard in told["shards"]),
+        slots=tuple(SlotView(**slot) for slot in told["slots"]),
+    )
+    return view, {int(member): address for member, address in payload["addresses"].items()}

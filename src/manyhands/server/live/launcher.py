@@ -1,0 +1,358 @@
+"""The launcher of a parameter-server run: the driver around `Membership`, and the one who hears everything.
+
+It starts and buries processes, publishes views, and turns what members say into rows of the run's history. Its own
+death ends the run; a run with a directory goes on from the shards' snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from manyhands.cluster.job import pack
+from manyhands.cluster.signals import as_exception
+from manyhands.cluster.supervisor import Ended, Interrupted, Role, Said, Silent, Started, Supervisor
+from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
+from manyhands.observe.ring import EventRing
+from manyhands.server import changes
+from manyhands.server.changes import (
+    Assign,
+    Fail,
+    Kill,
+    Lost,
+    MembershipAction,
+    MembershipEvent,
+    Over,
+    Publish,
+    Recovered,
+    StartServer,
+    StartWorker,
+)
+from manyhands.server.client import Reason
+from manyhands.server.live.job import Job, view_payload
+from manyhands.server.live.losses import LossBook
+from manyhands.server.live.server import serve
+from manyhands.server.live.worker import work
+from manyhands.server.membership import Membership, MembershipPlan
+from manyhands.server.messages import Installed
+
+__all__ = ["Command", "Launcher", "Outcome", "RunFiles"]
+
+_LOOK_S = 0.1
+_SILENT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Command:
+    """A change of the slots that somebody asks for while the run goes on; `done` gets the slot that it is about."""
+
+    change: changes.AddSlot | changes.RemoveSlot | None
+    """None: end the run."""
+
+    done: Future[int] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Memory files that the launcher made for its children, by what they hold."""
+
+    final: int
+    """The parameters at the end, as the flat layout has them."""
+
+    buffers: int
+    """The buffers of a worker's model at the end."""
+
+    rings: Mapping[int, EventRing]
+    """By slot."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the members reported."""
+
+    totals: dict[str, int] = field(
+        default_factory=lambda: {"messages_sent": 0, "bytes_sent": 0, "samples": 0}
+    )
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Launcher:
+    """Runs one job to its end; `run` is called once.
+
+    `on_rows` gets rows of the history, `on_event` what happens to members: a word, with a sentence where somebody
+    should know. Commands put into `commands`
+    (from any thread) change the slots while it runs.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workers: int,
+        files: RunFiles,
+        *,
+        on_rows: Callable[[list[dict[str, Any]]], None],
+        on_event: Callable[[dict[str, Any]], None],
+        commands: queue.SimpleQueue[Command] | None = None,
+    ) -> None:
+        self._job, self._files = job, files
+        self._on_rows, self._on_event = on_rows, on_event
+        self._commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
+        strategy = job.strategy
+        self._num_workers = workers
+        self._membership = Membership(
+            MembershipPlan(
+                num_shards=strategy.servers,
+                num_workers=workers,
+                replicas=strategy.replicas,
+                can_restore=job.run_path is not None,
+            )
+        )
+        self._losses = LossBook()
+        self._outcome = Outcome()
+        self._addresses: dict[int, str] = {}
+        self._servers: set[int] = set()  # that have joined
+        self._workers: dict[int, int] = {}  # the process of each member that has a slot
+        self._numbers: dict[int, int] = {}  # what each process goes by, where that has changed
+        self._names: dict[int, str] = {}
+        self._died_at: dict[str, float] = {}
+        self._over = False
+        self._began = 0.0
+        self._highest_slot = workers - 1
+
+    def run(self) -> Outcome:
+        """Start everybody, see the run through, and return what came out of it."""
+        num_members = self._num_workers + self._job.strategy.num_server_processes
+        with (
+            Supervisor(num_members=num_members, silent_after_s=_SILENT_S) as supervisor,
+            ExitStack() as stack,
+        ):
+            self._supervisor = supervisor
+            self._packed = pack(self._job)
+            stack.callback(os.close, self._packed)
+            self._do(self._membership.begin())
+            self._prepare_spare()
+            while not self._over:
+                self._turn()
+            self._finish()
+        return self._outcome
+
+    def _turn(self) -> None:
+        for event in self._supervisor.poll(_LOOK_S):
+            match event:
+                case Said(member=process, payload=payload):
+                    self._hear(self._numbers.get(process, process), payload)
+                case Ended():
+                    self._bury(event)
+                case Started(member=process, pid=pid):
+                    self._tell("started", process, name=self._names[process], pid=pid)
+                case Silent(member=process, seen=seen):
+                    member = self._numbers.get(process, process)
+                    self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
+                    self._tell_membership(changes.Silent(member=member))
+                case Interrupted(signal=number):
+                    raise as_exception(number)
+        while not self._commands.empty():
+            self._obey(self._commands.get())
+
+    def _obey(self, command: Command) -> None:
+        if command.change is None:
+            command.done.set_result(-1)
+            raise Aborted("the run was asked to stop")
+        try:
+            if (
+                isinstance(command.change, changes.AddSlot)
+                and len(self._files.rings) <= self._highest_slot + 1
+            ):
+                raise UserError(f"no more than {len(self._files.rings)} slots can be in one run")
+            actions = self._membership.handle(command.change)
+        except UserError as error:
+            command.done.set_exception(error)
+            return
+        slots = [action.slot for action in actions if isinstance(action, StartWorker | Assign)]
+        if isinstance(command.change, changes.AddSlot):
+            self._highest_slot = max([self._highest_slot, *slots])
+            command.done.set_result(self._highest_slot)
+        else:
+            command.done.set_result(command.change.slot)
+        self._do(actions)
+
+    # ── what members say ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, member: int, said: Mapping[str, Any]) -> None:
+        if "batch" in said:
+            self._tell_membership(changes.Progressed(member=member, clock=said["clock"]))
+            row = self._losses.add(said, time.monotonic() - self._began)
+            if row is not None:
+                self._on_rows([row])
+        elif "evaluation" in said:
+            self._on_rows([{**said["evaluation"], "at_s": time.monotonic() - self._began}])
+        elif "joined" in said:
+            if "address" in said:
+                self._addresses[member] = said["address"]
+                self._servers.add(member)
+            else:
+                self._workers[member] = self._process_of(member)
+            self._tell("joined", member)
+            self._tell_membership(changes.Joined(member=member))
+        elif "installed" in said:
+            self._tell_membership(Installed(**said["installed"]))
+        elif "fenced" in said:
+            self._tell("fenced", member, sentence=said["sentence"])
+            self._tell_membership(changes.Rejoin(member=member))
+        elif "left" in said:
+            self._tell_membership(changes.Finished(member=member, reason=Reason[said["reason"]]))
+        elif "note" in said:
+            self._outcome.notes.append(said["note"])
+            self._tell("note", member, sentence=said["note"])
+
+    def _tell(self, event: str, member: int, **details: Any) -> None:
+        at_s = time.monotonic() - self._began if self._began else 0.0
+        self._on_event({"event": event, "at_s": at_s, "member": member, **details})
+
+    def _bury(self, ended: Ended) -> None:
+        member = self._numbers.get(ended.member, ended.member)
+        self._addresses.pop(member, None)
+        self._servers.discard(member)
+        self._workers.pop(member, None)
+        if ended.payload is not None:
+            self._add_totals(ended.payload)
+            return
+        assert ended.failure is not None, "who returned nothing has failed"
+        if ended.failure.reported is not None:
+            raise ended.failure.error()
+        self._missed("died", member, ended.failure.sentence)
+        self._tell_membership(changes.Died(member=member))
+        self._prepare_spare()
+
+    def _missed(self, event: str, member: int, sentence: str) -> None:
+        self._died_at.setdefault(self._what(member), time.monotonic())
+        self._tell(event, member, sentence=sentence)
+
+    def _what(self, member: int) -> str:
+        slot = next((view.slot for view in self._membership.view.slots if view.member == member), None)
+        return f"slot {slot}" if slot is not None else "every shard"
+
+    # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell_membership(self, event: MembershipEvent) -> None:
+        self._do(self._membership.handle(event))
+
+    def _do(self, actions: list[MembershipAction]) -> None:
+        for action in actions:
+            match action:
+                case Publish(view=view):
+                    self._began = self._began or time.monotonic()
+                    payload = view_payload(view, self._addresses)
+                    for process in [*self._servers, *self._workers.values()]:
+                        self._supervisor.tell(process, payload)
+                case StartServer(member=member):
+                    self._start(
+                        member,
+                        f"server {member}",
+                        serve,
+                        {"final": self._files.final},
+                    )
+                case StartWorker(member=member, slot=slot):
+                    self._start(
+                        member,
+                        f"worker {slot}",
+                        partial(work, slot=slot),
+                        self._worker_files(slot),
+                    )
+                case Assign(member=member, as_member=number, slot=slot):
+                    process = self._process_of(member)
+                    self._workers.pop(member, None)
+                    self._numbers[process], self._workers[number] = number, process
+                    self._supervisor.tell(process, {"place": {"slot": slot, "member": number}})
+                case Kill(member=member):
+                    self._supervisor.kill(self._process_of(member))
+                case Lost(shard=shard, member=member):
+                    self._supervisor.tell(member, {"restore": shard})
+                case Recovered(what=what, member=member):
+                    self._recovered(what, member)
+                case Fail(sentence=sentence):
+                    raise ManyhandsError(sentence)
+                case Over():
+                    self._over = True
+
+    def _recovered(self, what: str, member: int) -> None:
+        seconds = time.monotonic() - self._died_at.pop(what, time.monotonic())
+        self._outcome.recoveries.append({"what": what, "seconds": seconds})
+        sentence = f"{what} is whole again after {seconds:.2f} s, with member {member}"
+        self._tell("recovered", member, what=what, seconds=seconds, sentence=sentence)
+
+    def _start(
+        self, member: int, name: str, target: Callable[..., Mapping[str, Any]], files: Mapping[str, int]
+    ) -> None:
+        self._names[member] = name
+        # The task, with all its data, is packed once and not for every process.
+        role = Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=self._env())
+        self._supervisor.start(role, member)
+
+    def _worker_files(self, slot: int) -> dict[str, int]:
+        return {"events": self._files.rings[slot].descriptor, "buffers": self._files.buffers}
+
+    def _env(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self._job.threads)}
+
+    def _prepare_spare(self) -> None:
+        self._supervisor.prepare(1, env=self._env(), modules=("torch", "manyhands.server.live.worker"))
+
+    def _process_of(self, member: int) -> int:
+        return next((process for process, number in self._numbers.items() if number == member), member)
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self) -> None:
+        """Let the servers leave what they hold, and hear everyone's last word."""
+        self._outcome.seconds = time.monotonic() - self._began
+        for server in self._servers:
+            self._supervisor.tell(server, {"finish": True})
+        deadline = time.monotonic() + self._job.timeout_s
+        while self._servers:
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"servers {sorted(self._servers)} did not leave their shards in time", peer=-1
+                )
+            self._turn_down()
+        for process in self._supervisor.members:
+            self._supervisor.ask_to_stop(process)
+        while self._supervisor.members and time.monotonic() < deadline:
+            self._turn_down()
+
+    def _turn_down(self) -> None:
+        for event in self._supervisor.poll(_LOOK_S):
+            if isinstance(event, Interrupted):
+                raise as_exception(event.signal)
+            if isinstance(event, Said) and "note" in event.payload:
+                self._outcome.notes.append(event.payload["note"])
+            if isinstance(event, Ended):
+                self._servers.discard(event.member)
+                if event.payload is not None:
+                    self._add_totals(event.payload)
+                elif (
+                    event.failure is not None
+                    and event.failure.reported is not None
+                    and not event.failure.is_consequence  # who came too late to be of use was asked to stop
+                ):
+                    raise event.failure.error()
+
+    def _add_totals(self, payload: Mapping[str, Any]) -> None:
+        for name in self._outcome.totals:
+            self._outcome.totals[name] += payload.get(name, 0)
+        self._outcome.shards += payload.get("shards", [])
+
+
+def new_token() -> str:
+    """The secret that the processes of one run share."""
+    return os.urandom(32).hex()

@@ -1,0 +1,35 @@
+"""The history of a run whose batches end in any order: one row for each, from the parts of it that workers report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["LossBook"]
+
+
+class LossBook:
+    """Collects the parts of batches; a part that is computed again, by a successor, replaces the first."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[int, Mapping[str, Any]]] = {}
+        self._done: set[int] = set()
+
+    def add(self, part: Mapping[str, Any], at_s: float) -> dict[str, Any] | None:
+        """Take a report (batch, part, parts, loss, share, seconds); the batch's row once it is whole, once."""
+        batch = part["batch"]
+        if batch in self._done:
+            return None
+        parts = self._parts.setdefault(batch, {})
+        parts[part["part"]] = part
+        if len(parts) < part["parts"]:
+            return None
+        del self._parts[batch]
+        self._done.add(batch)
+        ordered = [parts[number] for number in sorted(parts)]
+        return {
+            "step": batch + 1,
+            "loss": sum(one["loss"] * one["share"] for one in ordered),
+            "seconds": max(one["seconds"] for one in ordered),
+            "at_s": at_s,
+        }

@@ -1,0 +1,178 @@
+"""The gradients that a server holds, and where they lie: in a worker's memory, in a message, or in a copy of its own.
+
+On one host a gradient stays in the memory of the worker that made it; the server, its backup too, reads it there. Over
+TCP it is received into one buffer per worker and shard. Either way the worker may overwrite it once its next Read is
+answered: what must live longer is copied. Gradients of rows come inline always, behind those of the dense parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import Segment
+from manyhands.server.actions import Keep
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.area import AreaPart, WorkerArea
+from manyhands.server.live.server_tables import ServerTables
+from manyhands.server.messages import Push
+from manyhands.server.rows import RowGradient
+from manyhands.server.store import Contribution
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """All gradients of one server process; with `inline`, workers share no memory with it and send all."""
+
+    def __init__(self, layout: FlatLayout, *, inline: bool) -> None:
+        self.tables = ServerTables(layout)
+        self._layout = layout
+        self._inline = inline
+        self._areas: dict[int, WorkerArea] = {}
+        self._parts: dict[tuple[int, int], AreaPart] = {}
+        self._received: dict[tuple[int, int], Tensor] = {}
+        self._slots: dict[int, int] = {}  # of the members that have pushed
+        self._held: dict[tuple[int, int, int], Contribution] = {}
+        self._copied: set[tuple[int, int, int]] = set()
+
+    def add_area(self, member: int, segment: Segment) -> None:
+        """A worker's memory can be read from now on; ValueError if it has another size than this task's."""
+        known = self._areas.pop(member, None)
+        if known is not None:
+            known.close()
+        area = self._areas[member] = WorkerArea(segment, self._layout)
+        for shard in range(self._layout.shards):
+            self._parts[member, shard] = area.part(shard)
+
+    def segment(self, member: int) -> Segment | None:
+        """The memory of a worker, if it shares any."""
+        area = self._areas.get(member)
+        return area.segment if area is not None else None
+
+    def values(self, member: int, shard: int) -> Tensor | None:
+        """Where a worker wants its parameters, if it shares memory."""
+        part = self._parts.get((member, shard))
+        return part.values if part is not None else None
+
+    def room_for(self, push: Push, num_bytes: int) -> memoryview | None:
+        """Where the payload of a push goes, None for memory of its own; ProtocolError if it has the wrong size."""
+        dense = self._dense_bytes(push.shard) if self._inline else 0
+        if num_bytes < dense:
+            raise ProtocolError(
+                "payload_bytes", f"a gradient for shard {push.shard} has {dense} bytes, not {num_bytes}"
+            )
+        self.tables.require_room(push.shard, num_bytes - dense)
+        if not self._inline:
+            return None
+        buffer = self._received.get((push.member, push.shard))
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
+        return memoryview(buffer[:num_bytes].numpy())  # type: ignore[arg-type]
+
+    def of(self, push: Push, payload: memoryview) -> Contribution | None:
+        """The gradient that came with a push, where it lies; None if its worker shares no memory and sent none.
+
+        UnknownSets if it names rows that are not known here.
+        """
+        self._slots[push.member] = push.slot
+        part = self._parts.get((push.member, push.shard))
+        if part is not None:
+            rows = self.tables.gradients(push.shard, payload)
+            return Contribution(gradient=part.gradient, present=part.flags, rows=rows)
+        buffer = self._received.get((push.member, push.shard))
+        if buffer is None or not payload:
+            return None
+        return self._contribution(buffer[: len(payload)], push.shard)
+
+    def keep(self, keep: Keep, contribution: Contribution) -> None:
+        """Hold a gradient until `take` or `drop`."""
+        self._held[keep.shard, keep.slot, keep.clock] = contribution
+        if keep.copy:
+            self._copied.add((keep.shard, keep.slot, keep.clock))
+
+    def secure(self) -> None:
+        """Copy what is still held and may be overwritten from now on."""
+        for key in self._copied:
+            held = self._held.get(key)
+            if held is not None:
+                buffer = torch.cat([held.present, held.gradient.memory])
+                self._held[key] = replace(self._dense(buffer, key[0]), rows=_copied(held.rows))
+        self._copied.clear()
+
+    def take(self, shard: int, slot: int, clock: int) -> Contribution:
+        """The held gradient, which is not held any more."""
+        return self._held.pop((shard, slot, clock))
+
+    def drop(self, shard: int, slot: int, clock: int) -> None:
+        """Hold it no longer."""
+        self._held.pop((shard, slot, clock), None)
+
+    def held(self, shard: int) -> dict[tuple[int, int], Tensor]:
+        """What is held for a shard, by slot and clock, as `replace` takes it."""
+        return {
+            (slot, clock): self._packed(one) for (of, slot, clock), one in self._held.items() if of == shard
+        }
+
+    def forwarded(self, push: Push) -> list[Any]:
+        """The payload with which a held gradient goes to a backup."""
+        held = self._held[push.shard, push.slot, push.clock]
+        rows = self.tables.packed(held.rows)
+        if push.member in self._areas:
+            return rows
+        return [held.present.numpy(), held.gradient.memory.numpy(), *rows]
+
+    def replace(self, shard: int, held: dict[tuple[int, int], Tensor]) -> None:
+        """Hold exactly these, given as flags, range and rows in one tensor each, for a shard."""
+        for key in [key for key in self._held if key[0] == shard]:
+            del self._held[key]
+        for (slot, clock), buffer in held.items():
+            self._held[shard, slot, clock] = self._contribution(buffer, shard)
+
+    def forget_before(self, slot: int, member: int) -> None:
+        """Let go of the memory of those who held a slot before `member`, unless something of theirs is held."""
+        in_use = {one.gradient.memory.data_ptr() for one in self._held.values()}
+        for old in [old for old, place in self._slots.items() if place == slot and old < member]:
+            parts = [self._parts.pop((old, shard), None) for shard in range(self._layout.shards)]
+            if any(part is not None and part.gradient.memory.data_ptr() in in_use for part in parts):
+                continue  # its mapping goes with the last gradient that points there
+            area = self._areas.pop(old, None)
+            if area is not None:
+                area.close()
+            del self._slots[old]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+        self._parts.clear()
+        for area in self._areas.values():
+            area.close()
+        self._areas.clear()
+
+    def _contribution(self, buffer: Tensor, shard: int) -> Contribution:
+        dense = self._dense_bytes(shard)
+        payload = memoryview(buffer[dense:].numpy())  # type: ignore[arg-type]
+        return replace(self._dense(buffer[:dense], shard), rows=self.tables.gradients(shard, payload))
+
+    def _dense(self, buffer: Tensor, shard: int) -> Contribution:
+        flags = self._layout.flag_bytes(shard)
+        return Contribution(gradient=self._layout.range_in(buffer[flags:], shard), present=buffer[:flags])
+
+    def _dense_bytes(self, shard: int) -> int:
+        return self._layout.flag_bytes(shard) + self._layout.range_bytes(shard)
+
+    def _packed(self, held: Contribution) -> Tensor:
+        rows = b"".join(self.tables.packed(held.rows))
+        return torch.cat(
+            [held.present, held.gradient.memory, torch.from_numpy(np.frombuffer(rows, np.uint8).copy())]
+        )
+
+
+def _copied(rows: Mapping[str, RowGradient]) -> dict[str, RowGradient]:
+    return {name: RowGradient(rows=one.rows.clone(), values=one.values.clone()) for name, one in rows.items()}

@@ -1,0 +1,95 @@
+"""A worker's copy of the model: its parameters are views of memory that the shards write, its gradients lie beside it.
+
+On a GPU the model has parameters of its own, filled from that memory after every pull.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.area import WorkerArea
+
+__all__ = ["ReplicaModel"]
+
+
+class ReplicaModel:
+    """Ties `model` to `area`; hooks move each gradient there as soon as backward has it."""
+
+    def __init__(self, model: nn.Module, layout: FlatLayout, area: WorkerArea) -> None:
+        self.model = model
+        self._layout = layout
+        named = dict(model.named_parameters())
+        values, gradients = layout.views(area.values), layout.views(area.gradients)
+        self._values = {named[name]: view for name, view in values.items()}
+        self._flags = [area.flags(shard) for shard in range(layout.shards)]
+        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._values)
+        self._share = 1.0
+        self._reached: set[str] = set()
+        for name, view in values.items():
+            view.copy_(named[name].detach())
+            if not self._on_gpu:
+                named[name].data = view
+            hook = _Mover(self, name, gradients[name])
+            named[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def pulled(self) -> None:
+        """Every shard has written its range: fetch it to the GPU, or let autograd know, which does not see that."""
+        if not self._on_gpu:
+            torch.autograd.graph.increment_version(list(self._values))
+            return
+        with torch.no_grad():
+            for parameter, value in self._values.items():
+                parameter.copy_(value, non_blocking=True)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Backward, leaving `share` times the gradient in the area."""
+        self._share = share
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Forget what the last backward reached."""
+        self._reached.clear()
+
+    def end(self) -> None:
+        """Say in the area what this backward reached."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        for shard, flags in enumerate(self._flags):
+            flags.copy_(self._layout.flags(shard, self._reached))
+
+    def is_finite(self, gradients: Tensor) -> bool:
+        """Whether what was reached is finite; `gradients` is the area's whole buffer."""
+        views = self._layout.views(gradients)
+        return all(
+            bool(torch.isfinite(views[name].sum())) or _all_finite(views[name]) for name in self._reached
+        )
+
+    def moved(self, name: str, view: Tensor, parameter: Tensor) -> None:
+        """Take a parameter's gradient into the area."""
+        gradient = parameter.grad
+        assert gradient is not None, "the hook comes after the gradient"
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._share == 1 or self._on_gpu:
+            view.copy_(gradient if self._share == 1 else gradient * self._share)
+        else:
+            torch.mul(gradient, self._share, out=view)
+        parameter.grad = None
+        self._reached.add(name)
+
+
+class _Mover:
+    """The hook of one parameter."""
+
+    def __init__(self, replica: ReplicaModel, name: str, view: Tensor) -> None:
+        self._replica, self._name, self._view = replica, name, view
+
+    def __call__(self, parameter: Tensor) -> None:
+        with torch.no_grad():
+            self._replica.moved(self._name, self._view, parameter)
+
+
+def _all_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())

@@ -1,0 +1,194 @@
+"""How rows of tables travel: which rows, by name where the other side knows them, and then their values.
+
+    for each table of the task, in their order:   kind (i64) · count (i64) · name (32 bytes)
+    for each that is given:                       its rows, int64
+    for each that is there, in a gradient:        its values, row after row
+
+Kind 0: the table is not there (in a gradient: it was not reached), 1: a set of rows by its name, 2: a set that is
+given, `count` rows. Little-endian; each of the parts begins at a multiple of 64 bytes and is filled up with zeros. An
+answer has values alone, for the reader knows of which rows. Rows ascend, each named once, so that one look at the ends
+tells whether they are a shard's own.
+
+What arrives is checked against the layout before anything of its length is made; ProtocolError says what is wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import round_up
+from manyhands.server.layout import LINE_BYTES, FlatLayout, Table
+from manyhands.server.rowsets import Given, Named, RowSets, Unknown
+
+__all__ = [
+    "Said",
+    "UnknownSets",
+    "most_bytes",
+    "pack",
+    "take_sets",
+    "take_values",
+    "values_bytes",
+]
+
+Said = Named | Given | None
+"""What is said of a table's rows; None: the table is not there."""
+
+_HEAD = struct.Struct("<qq32s")
+_ROW_BYTES = 8
+_ZEROS = bytes(LINE_BYTES)
+_NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+
+
+class _Kind(IntEnum):
+    ABSENT = 0
+    NAMED = 1
+    GIVEN = 2
+
+
+class UnknownSets(Exception):
+    """Row sets came by names that are not known here."""
+
+    def __init__(self, unknown: Sequence[Unknown]) -> None:
+        super().__init__(f"{len(unknown)} row sets are not known")
+        self.names = tuple(one.name.hex() for one in unknown)
+
+
+def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
+    """The payload, as buffers to be sent one after the other; without `said`, the values of an answer."""
+    parts: list[Any] = []
+    _add(parts, b"".join(map(_head, said)))
+    for one in said:
+        if isinstance(one, Given):
+            _add(parts, _buffer(one.rows))
+    for tensor in values:
+        _add(parts, _buffer(tensor))
+    return parts
+
+
+def most_bytes(layout: FlatLayout, shard: int) -> int:
+    """The longest payload that can be right: every row of every table, given and with values."""
+    counts = [len(table.rows(shard, layout.shards)) for table in layout.tables]
+    rows = sum(round_up(count * _ROW_BYTES, LINE_BYTES) for count in counts)
+    return _heads_bytes(layout) + rows + values_bytes(layout.tables, counts)
+
+
+def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
+    """The length of the values of so many rows of each table."""
+    return sum(
+        round_up(count * table.width * table.dtype.itemsize, LINE_BYTES)
+        for table, count in zip(tables, counts, strict=True)
+    )
+
+
+def take_sets(
+    layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets
+) -> tuple[list[Tensor | None], memoryview]:
+    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any."""
+    rest = payload[_heads_bytes(layout) :]
+    if len(payload) < _heads_bytes(layout):
+        raise ProtocolError("rows", f"{len(payload)} bytes are too few for {len(layout.tables)} tables")
+    found: list[Tensor | Unknown | None] = []
+    for number, table in enumerate(layout.tables):
+        kind, count, name = _HEAD.unpack_from(payload, number * _HEAD.size)
+        own = table.rows(shard, layout.shards)
+        if kind == _Kind.GIVEN and 0 <= count <= len(own):
+            rows, rest = _cut(rest, count, torch.int64)
+            found.append(_learn(table, own, Given(name=name, rows=rows), sets))
+        elif kind == _Kind.NAMED and count == 0:
+            known = sets.find(Named(name=name))
+            found.append(known if isinstance(known, Unknown) else _own(table, own, known))
+        elif kind == _Kind.ABSENT and count == 0:
+            found.append(None)
+        else:
+            raise ProtocolError("rows", f"table {table.name!r} comes as kind {kind} with {count} rows")
+    unknown = [one for one in found if isinstance(one, Unknown)]
+    if unknown:
+        raise UnknownSets(unknown)
+    return [one for one in found if not isinstance(one, Unknown)], rest
+
+
+def take_values(
+    tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview
+) -> list[Tensor | None]:
+    """The values of so many rows of each table (None: it is not there), which must be all of `payload`.
+
+    They lie where the payload lies; those of one that may only be read are copied.
+    """
+    values: list[Tensor | None] = []
+    for table, count in zip(tables, counts, strict=True):
+        if count is None:
+            values.append(None)
+            continue
+        flat, payload = _cut(payload, count * table.width, table.dtype)
+        values.append(flat.view(count, table.width))
+    if payload:
+        raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
+    return values
+
+
+def _head(said: Said) -> bytes:
+    match said:
+        case None:
+            return _HEAD.pack(_Kind.ABSENT, 0, b"")
+        case Named(name=name):
+            return _HEAD.pack(_Kind.NAMED, 0, name)
+        case Given(name=name, rows=rows):
+            return _HEAD.pack(_Kind.GIVEN, rows.numel(), name)
+
+
+def _heads_bytes(layout: FlatLayout) -> int:
+    return round_up(len(layout.tables) * _HEAD.size, LINE_BYTES)
+
+
+def _add(parts: list[Any], data: Any) -> None:
+    """Add a part and what fills it up; an empty one is none."""
+    num_bytes = memoryview(data).nbytes
+    if num_bytes:
+        parts.append(data)
+        filling = round_up(num_bytes, LINE_BYTES) - num_bytes
+        if filling:
+            parts.append(_ZEROS[:filling])
+
+
+def _buffer(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().view(-1).numpy()
+
+
+def _cut(rest: memoryview, count: int, dtype: torch.dtype) -> tuple[Tensor, memoryview]:
+    """`count` items from the beginning of `rest`, and what comes after them."""
+    num_bytes = count * dtype.itemsize
+    end = round_up(num_bytes, LINE_BYTES)
+    if end > len(rest):
+        raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
+    array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
+    if not array.flags.writeable:  # of an arena, whose room is soon another's
+        array = array.copy()
+    return torch.from_numpy(array), rest[end:]
+
+
+def _learn(table: Table, own: range, given: Given, sets: RowSets) -> Tensor:
+    if not bool((given.rows[1:] > given.rows[:-1]).all()):
+        raise ProtocolError("rows", f"the rows of table {table.name!r} do not ascend")
+    _own(table, own, given.rows)
+    try:
+        return sets.learn(given)
+    except ValueError as error:
+        raise ProtocolError("rows", str(error)) from error
+
+
+def _own(table: Table, own: range, rows: Tensor) -> Tensor:
+    """The rows, if all of them are the shard's; they ascend."""
+    if rows.numel() and not (own.start <= int(rows[0]) and int(rows[-1]) < own.stop):
+        raise ProtocolError(
+            "rows",
+            f"{int(rows[0])} to {int(rows[-1])} of table {table.name!r}; here are {own.start} to {own.stop - 1}",
+        )
+    return rows

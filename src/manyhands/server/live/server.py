@@ -1,0 +1,439 @@
+"""A server process: the driver around `ServerCore`, with the stores of its shards.
+
+One thread waits for everything at once and never holds anything while it waits. What the core decides is done here:
+gradients are applied where they lie, parameters copied into the memory of the worker that asked, forwards and installs
+sent with their payloads, rows written to the log, snapshots to the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.cluster.board import State
+from manyhands.cluster.context import RoleContext
+from manyhands.cluster.job import load
+from manyhands.errors import Aborted, ManyhandsError
+from manyhands.link.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import Segment
+from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
+from manyhands.server.digests import shard_digest
+from manyhands.server.live.job import Job, view_from
+from manyhands.server.live.payloads import Gradients
+from manyhands.server.live.row_payloads import UnknownSets
+from manyhands.server.live.server_tables import final_bytes, leave_tables
+from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
+from manyhands.server.log import LostRow, Row, StepRow, row_to_json
+from manyhands.server.messages import (
+    Forward,
+    Install,
+    Installed,
+    Parameters,
+    Push,
+    ReadRows,
+    Refused,
+    RowsUnknown,
+    RowValues,
+    View,
+)
+from manyhands.server.server import ServerCore
+from manyhands.server.store import Contribution, ShardStore
+from manyhands.store.atomic import WriteFailed
+
+__all__ = ["serve"]
+
+_LOOK_S = 0.2
+
+
+def serve(context: RoleContext) -> Mapping[str, Any]:
+    """The whole life of a server process."""
+    job: Job = load(context.descriptor("job"))
+    torch.set_num_threads(job.threads)
+    with _Server(context, job) as server:
+        return server.run()
+
+
+class _Server:
+    """One server process; a context manager."""
+
+    def __init__(self, context: RoleContext, job: Job) -> None:
+        self._context, self._job = context, job
+        self._member = context.rank
+        _, _, self._layout = job.build()
+        self._core = ServerCore(job.shard_config(), self._member)
+        self._stores: dict[int, ShardStore] = {}
+        self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp")
+        self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
+        self._logs = _Logs(job.run_path, self._member)
+        self._snapshots = ShardSnapshots(job.run_path, job.keep_checkpoints)
+        self._stack = ExitStack()
+        self._hub = self._stack.enter_context(job.hub(self._member, "server", destination=self._destination))
+        self._hub.register(context.control_fileno())
+        self._stack.callback(self._gradients.close)
+        self._stack.callback(self._logs.close)
+        self._unsent: defaultdict[int, list[tuple[Any, list[Any]]]] = defaultdict(list)
+        self._shared_with: set[tuple[int, int]] = set()
+        self._outgoing: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
+        self._dialled: set[int] = set()
+        self._view: View | None = None
+        self._to_self: deque[Any] = deque()
+        self._due: set[int] = set()  # shards to snapshot when this message is dealt with
+        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self._finished = False
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self) -> Mapping[str, Any]:
+        """Serve until the launcher says that all is done."""
+        address = self._hub.listen("unix" if self._job.strategy.link == "shared" else "tcp")
+        self._context.send({"joined": self._member, "address": address})
+        self._context.mark(0, State.COMPUTING)
+        self._attend()
+        while not self._finished:
+            self._listen()
+        return self._leave()
+
+    def _listen(self) -> None:
+        events = self._hub.poll(_LOOK_S)
+        for event, following in zip_longest(events, events[1:]):
+            match event:
+                case Received(member=member):
+                    if isinstance(following, Received) and following.member == member:
+                        self._hub.hold_back()  # a push and the read behind it have one answer
+                    self._receive(event)
+                    if not isinstance(following, Received) or following.member != member:
+                        self._hub.send_off()
+                case Shared(segment=segment, tag=tag):
+                    self._gradients.add_area(tag, segment)
+                case Joined(member=member):
+                    for unsent in self._unsent.pop(member, []):
+                        self._deliver(member, *unsent)
+                case Lost(member=member):
+                    self._forget(member)
+                case Ready():
+                    self._attend()
+                case TurnedAway(reason=reason):
+                    self._context.send({"note": f"server {self._member} turned somebody away: {reason}"})
+
+    def _receive(self, event: Received) -> None:
+        try:
+            self._handle(event.member, event.message, event.payload)
+        except ProtocolError as error:
+            self._cut(event.member, error)
+        event.release()
+
+    def _attend(self) -> None:
+        """Do what the launcher says; called when there is something, for it costs as much as a small message."""
+        for told in self._context.told():
+            self._hear(told)
+        if self._context.stopping and not self._finished:
+            raise Aborted("the launcher asked to stop")
+
+    def _cut(self, member: int, error: ProtocolError) -> None:
+        """End the connection to a member that sent what nobody may send; the server goes on."""
+        self._hub.disconnect(member, str(error))
+        self._forget(member)
+        self._context.send(
+            {"note": f"server {self._member} ended its connection to member {member}: {error}"}
+        )
+
+    def _forget(self, member: int) -> None:
+        """Let go of what belongs to a connection that has ended."""
+        self._dialled.discard(member)
+        self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
+        for to, shard in [key for key in self._outgoing if key[0] == member]:
+            del self._outgoing[to, shard]
+
+    # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        if "view" in told:
+            self._follow(*view_from(told))
+        elif "restore" in told:
+            self._restore(told["restore"])
+        elif "finish" in told:
+            self._finished = True
+
+    def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
+        if self._view is None and self._job.resume_version is not None:
+            for place in view.shards:
+                if place.primary == self._member:
+                    self._restore(place.shard, self._job.resume_version)
+        self._view = view
+        for member, address in addresses.items():
+            if member < self._member and member not in self._dialled:
+                self._dialled.add(member)
+                self._hub.connect(member, address)
+        self._do(self._core.view(view), None, None)
+        for slot in view.slots:
+            self._gradients.forget_before(slot.slot, slot.member)
+
+    def _handle(self, member: int, message: Any, payload: memoryview) -> None:
+        push = message.entry if isinstance(message, Forward) else message
+        contribution: Contribution | None = None
+        try:
+            if isinstance(push, Push) and not push.skip:
+                contribution = self._gradients.of(push, payload)
+                if contribution is None:
+                    raise ManyhandsError(f"the gradient of slot {push.slot}, clock {push.clock} did not come")
+                if push is message and self._refuse(member, push, contribution):
+                    return
+            elif isinstance(message, ReadRows):
+                self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
+        except UnknownSets as unknown:
+            self._ask_rows(member, message, unknown)
+            return
+        self._do(self._core.handle(message, member), contribution, payload)
+
+    def _ask_rows(self, member: int, message: Any, unknown: UnknownSets) -> None:
+        """Let a worker send again, with its rows, what it named; a server gives them always."""
+        if not isinstance(message, Push | ReadRows):
+            raise ProtocolError("rows", "a forward names rows that it should give")
+        self._hub.send(
+            member,
+            RowsUnknown(shard=message.shard, slot=message.slot, clock=message.clock, names=unknown.names),
+        )
+
+    def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
+        """Turn down a gradient that is not finite, by name."""
+        store = self._stores.get(push.shard)
+        bad = store.first_bad(contribution) if store is not None else None
+        if bad is None:
+            return False
+        reason = f"the gradient of {bad!r} is not finite"
+        refusal = Refused(shard=push.shard, slot=push.slot, clock=push.clock, reason=reason)
+        self._hub.send(member, refusal)
+        return True
+
+    def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
+        del member
+        push = message.entry if isinstance(message, Forward) else message
+        if isinstance(push, ReadRows):
+            self._gradients.tables.require_room(push.shard, num_bytes)
+        return self._gradients.room_for(push, num_bytes) if isinstance(push, Push) else None
+
+    # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _do(self, actions: list[Action], gradient: Contribution | None, payload: memoryview | None) -> None:
+        for action in actions:
+            match action:
+                case Apply():
+                    self._apply(action)
+                case Send(to=to, message=message):
+                    self._send(to, message)
+                case Keep():
+                    assert gradient is not None, "what is kept came with the message"
+                    self._gradients.keep(action, gradient)
+                case Drop(shard=shard, slot=slot, clock=clock):
+                    self._gradients.drop(shard, slot, clock)
+                case Log(row=row):
+                    self._logs.write(row)
+                    if isinstance(row, StepRow):
+                        self._staleness[row.shard].update(update.staleness for update in row.updates)
+                    elif isinstance(row, LostRow):
+                        self._tell_lost(row)
+                case Load(shard=shard):
+                    assert payload is not None, "an Install has a payload"
+                    self._install(shard, payload)
+                case Discard(shard=shard):
+                    self._stores.pop(shard, None)
+                    self._gradients.replace(shard, {})
+        self._gradients.secure()
+        while self._due:
+            self._save(self._due.pop())
+        if self._to_self:
+            message = self._to_self.popleft()
+            self._do(self._core.handle(message, self._member), None, None)
+
+    def _apply(self, apply: Apply) -> None:
+        contributions = [
+            replace(self._gradients.take(apply.shard, one.slot, one.clock), factor=one.factor)
+            for one in apply.contributions
+        ]
+        self._store(apply.shard).apply(contributions, apply.rate, len(apply.batches))
+        every = self._job.plan.checkpoint_every
+        if every and apply.version % every == 0 and self._is_primary(apply.shard):
+            self._due.add(apply.shard)
+
+    def _send(self, to: int, message: Any) -> None:
+        payload: list[Any] = []
+        match message:
+            case Installed():
+                installed = {"shard": message.shard, "epoch": message.epoch, "member": message.member}
+                self._context.send({"installed": installed})
+                return
+            case Parameters(shard=shard):
+                payload = self._parameters(to, shard)
+            case RowValues(shard=shard):
+                payload = self._gradients.tables.values(self._store(shard), self._asked)
+            case Forward(entry=Push(skip=False) as push):
+                payload = self._gradients.forwarded(push)
+            case Install(shard=shard):
+                payload = pack_install(self._store(shard).state(), self._gradients.held(shard))
+        if to == self._member:  # after deaths, one server may have several shards
+            self._to_self.append(message)
+        elif to in self._hub.members() and to not in self._unsent:  # what waits for it goes first
+            self._deliver(to, message, payload)
+        elif self._is_server(to):
+            self._unsent[to].append((message, payload))
+
+    def _deliver(self, to: int, message: Any, payload: list[Any]) -> None:
+        if isinstance(message, Forward) and isinstance(message.entry, Push):
+            self._share(to, message.entry.member)
+        self._hub.send(to, message, payload)
+        if payload:
+            self._hub.send_off()
+
+    def _share(self, to: int, worker: int) -> None:
+        """Let a backup read a worker's gradients where they lie; in order with the forwards that mean them."""
+        segment = self._gradients.segment(worker)
+        if segment is not None and (to, worker) not in self._shared_with:
+            self._shared_with.add((to, worker))
+            self._hub.share(to, segment, worker)
+
+    def _parameters(self, to: int, shard: int) -> list[Any]:
+        values = self._gradients.values(to, shard)
+        if values is not None:
+            self._store(shard).read_into(values)
+            return []
+        values = self._outgoing.get((to, shard))
+        if values is None or not self._hub.sent(to):  # what is still on its way must not change
+            values = self._outgoing[to, shard] = torch.empty(
+                self._layout.range_bytes(shard), dtype=torch.uint8
+            )
+        self._store(shard).read_into(values)
+        return [values.numpy()]
+
+    # ── stores ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _store(self, shard: int) -> ShardStore:
+        """The store of a shard, new where there is none: from the run's snapshot, or from the seed."""
+        store = self._stores.get(shard)
+        if store is None:
+            _, built, _ = self._job.build()
+            store = self._stores[shard] = ShardStore(built, self._layout, shard)
+        return store
+
+    def _install(self, shard: int, payload: memoryview) -> None:
+        state, held = unpack_install(payload)
+        self._stores.pop(shard, None)
+        self._store(shard).load_state(state)
+        self._gradients.replace(shard, held)
+
+    def _restore(self, shard: int, version: int | None = None) -> None:
+        """This server is about to serve a shard of which no other server has a copy: go on from a snapshot."""
+        found = self._snapshots.load(shard, version) if self._snapshots.kept else None
+        if found is None:  # none was written yet: from the beginning
+            self._core.restore(shard, None)
+            return
+        self._stores.pop(shard, None)
+        self._store(shard).load_state(found.state)
+        self._gradients.replace(shard, found.held)
+        self._core.restore(shard, json.loads(found.core))
+
+    def _save(self, shard: int) -> None:
+        """Write a snapshot; a disk that is full costs the snapshot and not the run."""
+        if not self._snapshots.kept:
+            return
+        core = self._core.replicas[shard]
+        self._context.mark(core.core.version, State.SAVING)
+        try:
+            self._snapshots.save(
+                shard,
+                ShardSnapshot(
+                    version=core.core.version,
+                    state=self._store(shard).state(),
+                    held=self._gradients.held(shard),
+                    core=json.dumps(core.state()),
+                ),
+            )
+        except WriteFailed as error:
+            self._context.send(
+                {
+                    "note": f"no snapshot of shard {shard} at version {core.core.version}: {error}; the older ones stay"
+                }
+            )
+        self._context.mark(core.core.version, State.COMPUTING)
+
+    def _is_primary(self, shard: int) -> bool:
+        return self._view is not None and self._view.shards[shard].primary == self._member
+
+    def _is_server(self, member: int) -> bool:
+        assert self._view is not None, "nobody is spoken to before the first view"
+        return any(member in (shard.primary, shard.backup) for shard in self._view.shards)
+
+    def _tell_lost(self, row: LostRow) -> None:
+        count = row.until - row.first
+        self._context.send(
+            {
+                "note": f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
+            }
+        )
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _leave(self) -> dict[str, Any]:
+        """Leave the parameters where the launcher finds them."""
+        final = Segment.attach(os.dup(self._context.descriptor("final")))
+        shards = []
+        with final:
+            memory = final.tensor(0, final_bytes(self._layout), torch.uint8)
+            for shard in range(self._layout.shards):
+                if not self._is_primary(shard):
+                    continue
+                begin, end = self._layout.bounds[shard]
+                self._store(shard).read_into(memory[begin:end])
+                leave_tables(self._layout, shard, self._store(shard), memory)
+                self._save(shard)
+                shards.append(
+                    {
+                        "shard": shard,
+                        "member": self._member,
+                        "staleness": sorted(self._staleness[shard].items()),
+                        "nbytes": self._store(shard).nbytes,
+                        "sha256": shard_digest(self._store(shard), self._layout, shard),
+                    }
+                )
+            del memory
+        self._context.mark(self._context.step, State.FINISHED)
+        return {"shards": shards}
+
+
+class _Logs:
+    """The rows of each shard, one file for each server that wrote any; every row is in the kernel's hands at once."""
+
+    def __init__(self, run_path: Path | None, member: int) -> None:
+        self._folder = run_path / "updates" if run_path is not None else None
+        self._member = member
+        self._files: dict[int, int] = {}
+
+    def write(self, row: Row) -> None:
+        """Add a row."""
+        if self._folder is None:
+            return
+        if row.shard not in self._files:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"shard-{row.shard}.member-{self._member}.jsonl"
+            self._files[row.shard] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        os.write(self._files[row.shard], f"{row_to_json(row)}\n".encode())
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()

@@ -1,0 +1,116 @@
+"""A server's side of row-sparse tables: the row sets that it was told, the rows it sends, the gradients it takes.
+
+The sets that were used last are remembered, in at most a quarter of the memory that a shard's own rows take; who names
+a forgotten one is asked for its rows (RowsUnknown). To a backup rows always go in full, so it need not ask, and knows
+them when it is to serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import round_up
+from manyhands.server.layout import LINE_BYTES, FlatLayout
+from manyhands.server.live.row_payloads import most_bytes, pack, take_sets, take_values
+from manyhands.server.rows import RowGradient
+from manyhands.server.rowsets import Given, RowSets, name_of
+from manyhands.server.store import ShardStore
+
+__all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]
+
+_LEAST_CAPACITY_BYTES = 64 << 10
+_SHARE_FOR_SETS = 4
+
+
+class ServerTables:
+    """The tables of all shards that one server process has a part in."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
+        self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
+
+    def require_room(self, shard: int, num_bytes: int) -> None:
+        """Refuse a payload that is longer than rows of this shard can be, before it is read."""
+        if not 0 <= shard < self._layout.shards:
+            raise ProtocolError("shard", f"{shard} is none of {self._layout.shards}")
+        most = most_bytes(self._layout, shard)
+        if num_bytes > most:
+            raise ProtocolError(
+                "payload_bytes", f"rows for shard {shard} have at most {most} bytes, not {num_bytes}"
+            )
+
+    def asked(self, shard: int, payload: memoryview, whole: bool) -> list[Tensor | None]:
+        """The rows of each table that a ReadRows wants; UnknownSets if it names one that is not known here."""
+        self.require_room(shard, len(payload))
+        if whole:
+            shards = self._layout.shards
+            return [
+                torch.arange(own.start, own.stop)
+                for own in (table.rows(shard, shards) for table in self._layout.tables)
+            ]
+        rows, rest = take_sets(self._layout, shard, payload, self._sets)
+        if rest:
+            raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
+        return rows
+
+    def values(self, store: ShardStore, asked: Sequence[Tensor | None]) -> list[Any]:
+        """The payload of a RowValues: the store's values of these rows, as they are now."""
+        wanted = zip(self._layout.tables, asked, strict=True)
+        return pack((), [store.gather(table.name, rows) for table, rows in wanted if rows is not None])
+
+    def gradients(self, shard: int, payload: memoryview) -> dict[str, RowGradient]:
+        """The gradients of rows that a Push carries, by table; UnknownSets as above."""
+        self.require_room(shard, len(payload))
+        tables = self._layout.tables
+        rows, rest = take_sets(self._layout, shard, payload, self._sets)
+        values = take_values(tables, [None if one is None else one.numel() for one in rows], rest)
+        return {
+            table.name: RowGradient(rows=which, values=gradient)
+            for table, which, gradient in zip(tables, rows, values, strict=True)
+            if which is not None and gradient is not None
+        }
+
+    def packed(self, gradients: Mapping[str, RowGradient]) -> list[Any]:
+        """Gradients as a payload that anybody understands: all rows are given."""
+        present = [gradients.get(table.name) for table in self._layout.tables]
+        said = [None if one is None else Given(name=name_of(one.rows), rows=one.rows) for one in present]
+        return pack(said, [one.values for one in present if one is not None])
+
+
+# ── the tables at the end of a run, in the launcher's memory behind the flat buffer ───────────────────────────────────
+
+
+def final_bytes(layout: FlatLayout) -> int:
+    """The size of the memory in which all servers leave what was trained."""
+    tables = (round_up(_num_bytes(table.shape, table.dtype), LINE_BYTES) for table in layout.tables)
+    return layout.num_bytes + sum(tables)
+
+
+def final_tables(layout: FlatLayout, memory: Tensor) -> dict[str, Tensor]:
+    """The whole tables in that memory, by name and in their shapes."""
+    views: dict[str, Tensor] = {}
+    begin = layout.num_bytes
+    for table in layout.tables:
+        num_bytes = _num_bytes(table.shape, table.dtype)
+        views[table.name] = memory[begin : begin + num_bytes].view(table.dtype).view(table.shape)
+        begin += round_up(num_bytes, LINE_BYTES)
+    return views
+
+
+def leave_tables(layout: FlatLayout, shard: int, store: ShardStore, memory: Tensor) -> None:
+    """Copy a shard's rows into that memory."""
+    views = final_tables(layout, memory)
+    for table in layout.tables:
+        own = table.rows(shard, layout.shards)
+        values = store.gather(table.name, torch.arange(own.start, own.stop))
+        views[table.name][own.start : own.stop] = values.view(len(own), *table.shape[1:])
+
+
+def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    return shape.numel() * dtype.itemsize

@@ -1,0 +1,206 @@
+"""A whole training on parameter servers, as `fit` asks for it: files and processes before, the model after."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from manyhands.cluster.local import threads_per_role
+from manyhands.computing import Computer, TrainingPlan
+from manyhands.memory.segment import Segment
+from manyhands.observe.ring import EventRing
+from manyhands.server.digests import gradient_hash, layout_digest
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.job import Job
+from manyhands.server.live.launcher import Command, Launcher, Outcome, RunFiles, new_token
+from manyhands.server.live.server_tables import final_bytes, final_tables
+from manyhands.server.live.snapshots import ShardSnapshots
+from manyhands.server.shard_state import merge
+from manyhands.server.updates import RunRecord, write_record
+from manyhands.store.checkpoint import Snapshot
+from manyhands.store.tensorfile import read_tensors
+from manyhands.strategy import Ps
+
+__all__ = ["ResumePoint", "ServerTraining", "TrainingRequest", "resume_point", "server_summary"]
+
+_RING_EVENTS = 1 << 13
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """The newest version that every shard has a snapshot of, and how many batches it has seen."""
+
+    version: int
+    batches: int
+
+
+def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
+    """Where a run on parameter servers can go on; None if no snapshot was written yet."""
+    snapshots = ShardSnapshots(run_path, keep=1).newest_whole(strategy.servers)
+    if snapshots is None:
+        return None
+    return ResumePoint(version=snapshots[0].version, batches=snapshots[0].state.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequest:
+    """What is to be trained, and how."""
+
+    plan: TrainingPlan
+    strategy: Ps
+    workers: int
+    most_workers: int
+    """How many slots there may ever be, added ones included."""
+
+    timeout_s: float
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_version: int | None
+    fingerprint: str
+
+
+class ServerTraining:
+    """The memory that launcher, servers and workers share, and the run itself; a context manager."""
+
+    def __init__(self, request: TrainingRequest) -> None:
+        self._request = request
+        self._stack = ExitStack()
+        self.rings: dict[int, EventRing] = {}
+
+    def __enter__(self) -> Self:
+        request = self._request
+        with ExitStack() as stack:
+            self._computer = Computer(request.plan, 0)
+            built = self._computer.build()
+            self._layout = FlatLayout.of(
+                built.model, built.optimizer, request.strategy.servers, request.plan.task.sparse
+            )
+            self._model = built.model
+            self._final = stack.enter_context(
+                Segment.create(final_bytes(self._layout), "the trained parameters")
+            )
+            self._buffers = os.memfd_create("manyhands:buffers", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._buffers)
+            for slot in range(request.most_workers):
+                self.rings[slot] = stack.enter_context(EventRing.create(role=slot, capacity=_RING_EVENTS))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(
+        self,
+        *,
+        on_rows: Callable[[list[dict[str, Any]]], None],
+        on_event: Callable[[dict[str, Any]], None],
+        commands: queue.SimpleQueue[Command] | None = None,
+    ) -> Outcome:
+        """Train to the end."""
+        request = self._request
+        job = Job(
+            plan=request.plan,
+            strategy=request.strategy,
+            token=new_token(),
+            fingerprint=request.fingerprint,
+            workers=request.workers,
+            timeout_s=request.timeout_s,
+            threads=threads_per_role(request.workers),
+            run_path=request.run_path,
+            keep_checkpoints=request.keep_checkpoints,
+            resume_version=request.resume_version,
+        )
+        files = RunFiles(final=self._final.descriptor, buffers=self._buffers, rings=self.rings)
+        launcher = Launcher(
+            job, request.workers, files, on_rows=on_rows, on_event=on_event, commands=commands
+        )
+        if request.run_path is not None:
+            self._record(job, request.run_path)
+        return launcher.run()
+
+    def _record(self, job: Job, run_path: Path) -> None:
+        """Leave what a replay has to know, and compile the hash of gradients once for all workers."""
+        nothing = self._layout.range_in(torch.zeros(self._layout.range_bytes(0), dtype=torch.uint8), 0)
+        gradient_hash(torch.ones(len(nothing.pieces), dtype=torch.uint8), nothing)
+        write_record(
+            run_path,
+            RunRecord(
+                torch=torch.__version__,
+                cpu=torch.backends.cpu.get_cpu_capability(),
+                threads=job.threads,
+                strategy=str(job.strategy),
+                workers=job.workers,
+                steps=job.plan.steps,
+                seed=job.plan.seed,
+                device=job.plan.device,
+                autocast=job.plan.autocast,
+                layout=layout_digest(self._layout),
+            ),
+        )
+
+    def model(self) -> nn.Module:
+        """The trained model, on the CPU."""
+        model = self._model
+        memory = self._final.tensor(0, final_bytes(self._layout), torch.uint8)
+        values = self._layout.views(memory[: self._layout.num_bytes]) | final_tables(self._layout, memory)
+        named = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, value in values.items():
+                named[name].copy_(value)
+        if os.fstat(self._buffers).st_size:
+            model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
+        return model.cpu()
+
+    def checkpoint(self, score: float | None) -> Snapshot | None:
+        """All shards together as a checkpoint of the usual kind, which any strategy can go on from."""
+        request = self._request
+        found = ShardSnapshots(request.run_path, request.keep_checkpoints).newest_whole(
+            request.strategy.servers
+        )
+        if found is None:
+            return None
+        states = [snapshot.state for snapshot in found]
+        model, optimizer = merge(self._layout, states, self._model.state_dict())
+        return Snapshot(
+            step=request.plan.steps,
+            model=model,
+            optimizer=optimizer,
+            extra={"seed": request.plan.seed},
+            score=score,
+            may_hold_infinity=frozenset(name for name, _ in self._model.named_buffers()),
+        )
+
+    def evaluate(self, model: nn.Module) -> dict[str, float] | None:
+        """The metrics of the trained model; None where the task has no evaluation data."""
+        evaluated = self._computer.evaluate(model.to(self._computer.device))
+        model.cpu()
+        return evaluated[0] if evaluated is not None else None
+
+
+def server_summary(outcome: Outcome) -> dict[str, Any]:
+    """What a run's summary says of its servers: shards and their memory, staleness, deaths and recoveries."""
+    shards = sorted(outcome.shards, key=lambda shard: int(shard["shard"]))
+    staleness: Counter[int] = Counter()
+    for shard in shards:
+        staleness.update(dict(shard["staleness"]))
+    updates = sum(staleness.values())
+    return {
+        "servers": [
+            {"shard": shard["shard"], "bytes": shard["nbytes"], "sha256": shard["sha256"]} for shard in shards
+        ],
+        "staleness": {
+            "mean": sum(value * count for value, count in staleness.items()) / updates if updates else 0.0,
+            "max": max(staleness, default=0),
+            "histogram": {str(value): staleness[value] for value in sorted(staleness)},
+        },
+        "recoveries": outcome.recoveries,
+    }

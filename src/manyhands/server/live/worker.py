@@ -1,0 +1,389 @@
+"""A worker process of the parameter server: the driver around `ClientCore`.
+
+It connects to the servers of the latest view, does what the core says, and computes. Everything it waits for has a
+deadline, and the error names the shards and servers that have not answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from manyhands.cluster.board import State
+from manyhands.cluster.context import RoleContext
+from manyhands.cluster.job import load
+from manyhands.computing import Computed
+from manyhands.errors import Aborted, NonFinite, PeerTimeout
+from manyhands.link.hub import Hub, Joined, Lost, Received
+from manyhands.observe.events import NOBODY, EventKind
+from manyhands.observe.ring import EventRing
+from manyhands.server.actions import Send
+from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
+from manyhands.server.digests import gradient_hash
+from manyhands.server.live.area import WorkerArea
+from manyhands.server.live.job import Job, view_from
+from manyhands.server.live.replica_model import ReplicaModel
+from manyhands.server.live.worker_tables import WorkerTables
+from manyhands.server.messages import Parameters, Push, ReadRows, RowsUnknown, RowValues, View, Work
+from manyhands.server.updates import ComputedRow, Recorder
+from manyhands.store.tensorfile import encode_tensors
+
+__all__ = ["work"]
+
+_LOOK_S = 0.2
+_AGAIN_S = 0.01
+
+
+def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
+    """The whole life of a worker process, in one slot after another if it is fenced and given a new place."""
+    job: Job = load(context.descriptor("job"))
+    torch.set_num_threads(job.threads)
+    joined = time.monotonic_ns()
+    with ExitStack() as stack:
+        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
+        body = _Body(context, job, slot)
+        stack.callback(body.close)
+        ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        member = context.rank
+        while True:
+            with _Turn(context, job, body, ring, slot, member) as turn:
+                context.send({"joined": member})
+                left = turn.run()
+            if left.reason is Reason.REFUSED:
+                raise NonFinite(left.sentence)
+            if left.reason is not Reason.FENCED:
+                break
+            context.send({"fenced": member, "sentence": left.sentence})
+            place = body.await_place()
+            if place is None:
+                break
+            slot, member = place
+        if left.reason is Reason.FINISHED:
+            body.leave_buffers()
+        context.send({"left": member, "reason": left.reason.name})
+        ring.record(EventKind.LEAVE, time.monotonic_ns())
+        context.mark(context.step, State.FINISHED)
+        return body.totals()
+
+
+class _Body:
+    """What a worker process keeps when its place changes: the model, its memory, what it counted."""
+
+    def __init__(self, context: RoleContext, job: Job, slot: int) -> None:
+        self.context = context
+        self.job = job
+        self.computer, built, self.layout = job.build(slot)
+        self.area = WorkerArea.create(self.layout)
+        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
+        self.model = ReplicaModel(built.model, self.layout, self.area)
+        self.model.model.train()
+        self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
+        self.recorder = Recorder(job.run_path, context.rank)
+        self.messages_sent = 0
+        self.bytes_sent = 0
+        self.samples = 0
+
+    def await_place(self) -> tuple[int, int] | None:
+        """Wait, as a standby, until the launcher has a place; None if the run ended without one."""
+        while not self.context.stop_requested():
+            for told in self.context.told():
+                if "place" in told:
+                    return told["place"]["slot"], told["place"]["member"]
+            time.sleep(_LOOK_S)
+        return None
+
+    def leave_buffers(self) -> None:
+        """Leave the model's buffers where the launcher finds them; the last who finishes wins."""
+        buffers = dict(self.model.model.named_buffers())
+        if buffers:
+            state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
+            with open(f"/proc/self/fd/{self.context.descriptor('buffers')}", "wb") as file:
+                for chunk in encode_tensors(state):
+                    file.write(chunk)
+
+    def totals(self) -> dict[str, Any]:
+        """What the launcher adds up."""
+        return {"messages_sent": self.messages_sent, "bytes_sent": self.bytes_sent, "samples": self.samples}
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self.recorder.close()
+        self.area.close()
+
+
+class _SlotLeft(Exception):
+    """The slot was lost while its next update was being prepared."""
+
+
+class _Turn:
+    """One process in one slot under one number, until it leaves it; a context manager."""
+
+    def __init__(
+        self, context: RoleContext, job: Job, body: _Body, ring: EventRing, slot: int, member: int
+    ) -> None:
+        self._context, self._job, self._body, self._ring = context, job, body, ring
+        self._core = ClientCore(slot=slot, member=member, num_shards=job.strategy.servers)
+        self._hub: Hub = job.hub(member, "worker", destination=self._destination)
+        self._hub.register(context.control_fileno())
+        self._unsent: defaultdict[int, list[Send]] = defaultdict(list)
+        self._dialled: set[int] = set()
+        self._again: list[int] = []
+        self._computing: Compute | None = None
+        self._left: Leave | None = None
+        self._pushed_ns = time.monotonic_ns()
+        self._heard_ns = time.monotonic_ns()
+        self._began_ns: int | None = None
+        self._begun_ns = 0  # computing, once all that it needs is here
+        self._evaluated = -1
+        self._waited_for = NOBODY
+        self._latest: View | None = None
+
+    def __enter__(self) -> _Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hub.unregister(self._context.control_fileno())
+        self._hub.flush(_LOOK_S)
+        self._hub.close()
+
+    def run(self) -> Leave:
+        """Work until the slot is left."""
+        self._pushed_ns = self._heard_ns = time.monotonic_ns()
+        while self._left is None:
+            if self._computing is not None:
+                self._compute(self._computing)
+            else:
+                self._turn()
+        return self._left
+
+    def _turn(self) -> None:
+        for told in self._context.told():
+            if "view" in told:
+                self._follow(*view_from(told))
+        if self._context.stop_requested():
+            raise Aborted("the launcher asked to stop")
+        self._listen()
+
+    def _listen(self) -> None:
+        for event in self._hub.poll(_AGAIN_S if self._again else _LOOK_S):
+            match event:
+                case Received(member=member, message=message, payload=payload):
+                    self._heard_ns = time.monotonic_ns()
+                    self._hear_rows(member, message, payload)
+                    if isinstance(message, Parameters):
+                        self._waited_for = message.waited_for  # of the last shard to answer
+                    self._do(self._core.handle(message, member))
+                    event.release()
+                case Joined(member=member):
+                    if self._job.strategy.link == "shared":
+                        self._hub.share(member, self._body.area.segment, self._core.member)
+                    for send in self._unsent.pop(member, []):
+                        self._send(send)
+                case Lost(member=member):
+                    self._dialled.discard(member)
+                    self._body.tables.forget(member)
+        again, self._again = self._again, []
+        for shard in again:
+            self._do(self._core.again(shard))
+        waited_s = (time.monotonic_ns() - self._heard_ns) / 1e9
+        if waited_s > self._job.timeout_s:
+            shards = ", ".join(f"shard {shard}" for shard in self._core.waiting_for)
+            raise PeerTimeout(
+                f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}", peer=-1
+            )
+
+    def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
+        self._latest = view
+        for member, address in addresses.items():
+            if member not in self._dialled:
+                self._dialled.add(member)
+                self._hub.connect(member, address)
+        self._do(self._core.view(view))
+
+    def _do(self, actions: list[ClientAction]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Compute():
+                    self._computing = action
+                case Wait(shard=shard):
+                    self._again.append(shard)
+                case Leave():
+                    self._left = action
+
+    def _send(self, send: Send) -> None:
+        if send.to not in self._hub.members():
+            self._unsent[send.to].append(send)
+            return
+        payload: list[Any] = []
+        message = send.message
+        if isinstance(message, Push) and not message.skip:
+            part = self._body.area.part(message.shard)
+            self._body.bytes_sent += part.gradient.memory.nbytes
+            if self._job.strategy.link == "tcp":
+                payload = [part.flags.numpy(), part.gradient.memory.numpy()]
+            rows = self._body.tables.push(send.to, message.shard)
+            self._body.bytes_sent += sum(memoryview(one).nbytes for one in rows)
+            payload += rows
+        elif isinstance(message, ReadRows):
+            payload = self._body.tables.request(send.to, message.shard)
+            self._body.bytes_sent += sum(memoryview(one).nbytes for one in payload)
+        self._body.messages_sent += 1
+        self._hub.send(send.to, message, payload)
+
+    def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
+        """Parameters that come inline are received straight into the model."""
+        del member
+        if isinstance(message, RowValues):
+            self._body.tables.require_size(message.shard, num_bytes)
+        if isinstance(message, Parameters):
+            values = self._body.area.part(message.shard).values
+            if values.nbytes == num_bytes:
+                return memoryview(values.numpy())  # type: ignore[arg-type]
+        return None
+
+    # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _compute(self, compute: Compute) -> None:
+        work, body, ring = compute.work, self._body, self._ring
+        self._computing = None
+        begin = time.monotonic_ns()
+        self._began_ns = self._began_ns or begin
+        self._record_pull(work, begin)
+        self._context.mark(work.batch + 1, State.COMPUTING)
+        body.model.pulled()
+        try:
+            self._evaluate(work)
+            self._begun_ns = time.monotonic_ns()
+            body.model.begin()
+            body.tables.begin()
+            done = body.computer.compute(
+                body.model.model,
+                work.batch,
+                work.part,
+                work.parts,
+                body.model.backward,
+                self._read_batch if body.tables.exist else None,
+            )
+        except _SlotLeft:
+            return
+        body.model.end()
+        body.tables.collect(done.share)
+        begun = self._begun_ns
+        computed = time.monotonic_ns()
+        self._check(work, done)
+        body.samples += done.samples
+        ring.record(EventKind.COMPUTE, begun, computed - begun, step=work.batch)
+        ring.record(
+            EventKind.STEP, begin, computed - begin, step=work.batch, count=done.samples, value=done.loss
+        )
+        self._context.send(
+            {"progress": self._core.member, "clock": work.clock, **_row(work, done, begin, computed)}
+        )
+        self._context.mark(work.batch + 1, State.EXCHANGING)
+        self._pushed_ns = self._heard_ns = computed
+        if body.recorder.records:
+            self._record(compute)
+        self._do(self._core.computed(weight=done.share))
+
+    def _record(self, compute: Compute) -> None:
+        """Write down what the gradient was made of and what it is, before anybody can have it."""
+        work, body = compute.work, self._body
+        row = ComputedRow(
+            process=self._context.rank,
+            slot=self._core.slot,
+            member=self._core.member,
+            clock=work.clock,
+            batch=work.batch,
+            part=work.part,
+            parts=work.parts,
+            versions=compute.versions,
+            rows_versions=self._core.rows_versions,
+            gradients=tuple(
+                gradient_hash(part.flags, part.gradient, body.tables.gradients(shard))
+                for shard, part in enumerate(body.parts)
+            ),
+        )
+        failure = body.recorder.write(row)
+        if failure is not None:
+            self._context.send({"note": failure})
+
+    # ── rows of tables ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_batch(self, batch: Any) -> None:
+        """Read the rows that a batch needs, before it is computed."""
+        begin = time.monotonic_ns()
+        self._read_rows(self._body.tables.choose(batch))
+        self._begun_ns = time.monotonic_ns()
+        self._ring.record(EventKind.EXCHANGE, begin, self._begun_ns - begin, step=self._context.step - 1)
+
+    def _read_rows(self, shards: Collection[int], whole: bool = False) -> None:
+        self._heard_ns = time.monotonic_ns()
+        self._do(self._core.read_rows(shards, whole))
+        while self._core.awaits_rows:
+            self._turn()
+        if self._left is not None:
+            raise _SlotLeft
+
+    def _hear_rows(self, member: int, message: Any, payload: memoryview) -> None:
+        """Take what the core never sees: the rows' values, and which sets a server has forgotten."""
+        if isinstance(message, RowValues) and self._core.awaits(message, member):
+            self._body.tables.take(message.shard, payload)
+        elif isinstance(message, RowsUnknown):
+            self._body.tables.forgotten(message.names)
+
+    def _record_pull(self, work: Work, now_ns: int) -> None:
+        """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
+        sent = {"num_bytes": self._body.layout.num_bytes, "count": 2 * self._body.layout.shards}
+        took_ns = now_ns - self._pushed_ns
+        if self._waited_for == NOBODY:
+            self._ring.record(EventKind.EXCHANGE, self._pushed_ns, took_ns, step=work.batch, **sent)
+            return
+        self._ring.record(EventKind.WAIT, self._pushed_ns, took_ns, step=work.batch, peer=self._waited_for)
+        self._ring.record(EventKind.EXCHANGE, now_ns, 0, step=work.batch, **sent)
+
+    def _evaluate(self, work: Work) -> None:
+        """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""
+        plan = self._job.plan
+        due = plan.evaluate_every and work.batch and work.batch % plan.evaluate_every == 0
+        if not due or work.part or self._evaluated == work.batch:
+            return
+        self._evaluated = work.batch
+        if self._body.tables.exist:
+            self._read_rows(self._body.tables.choose_whole(), whole=True)
+        self._context.mark(work.batch, State.EVALUATING)
+        begin = time.monotonic_ns()
+        evaluated = self._body.computer.evaluate(self._body.model.model)
+        if evaluated is not None:
+            metrics, samples = evaluated
+            self._ring.record(
+                EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=work.batch - 1, count=samples
+            )
+            self._context.send({"evaluation": {"step": work.batch, "metrics": metrics}})
+
+    def _check(self, work: Work, done: Computed) -> None:
+        finite = done.samples == 0 or done.loss - done.loss == 0
+        if finite and self._body.model.is_finite(self._body.area.gradients) and self._body.tables.is_finite():
+            return
+        what = "the gradient" if finite else "the loss"
+        raise NonFinite(
+            f"worker {self._core.slot}, step {work.batch + 1}: {what} is not finite; nothing of it was applied; lower "
+            "the learning rate or look at that batch"
+        )
+
+
+def _row(work: Work, done: Computed, begin_ns: int, end_ns: int) -> dict[str, Any]:
+    return {
+        "batch": work.batch,
+        "part": work.part,
+        "parts": work.parts,
+        "loss": done.loss,
+        "share": done.share,
+        "seconds": (end_ns - begin_ns) / 1e9,
+    }

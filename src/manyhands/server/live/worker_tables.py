@@ -1,0 +1,218 @@
+"""A worker's side of row-sparse tables: which rows a batch reads, their values into the model, their gradients out.
+
+The model has every table whole, as the task built it; of it only the rows that the batch names are brought up to date
+before it is computed, and only their gradients are sent. A gradient anywhere else is an error, for it would be lost,
+and the values that it was computed from were old.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.link.message import ProtocolError
+from manyhands.server.layout import FlatLayout, Table
+from manyhands.server.live.row_payloads import Said, pack, take_values, values_bytes
+from manyhands.server.rows import RowGradient
+from manyhands.server.rowsets import RowSetNames, Unknown, name_of
+from manyhands.task import RowsOf
+
+__all__ = ["WorkerTables"]
+
+_SETS_PER_SERVER = 1 << 14
+
+
+class WorkerTables:
+    """The tables of `model`; `rows_of` is the task's `sparse`."""
+
+    def __init__(self, model: nn.Module, layout: FlatLayout, rows_of: Mapping[str, RowsOf]) -> None:
+        named = dict(model.named_parameters())
+        self._layout = layout
+        self._parameters = [named[table.name] for table in layout.tables]
+        self._rows_of = [
+            next(rows_of[name] for name in table.aliases if name in rows_of) for table in layout.tables
+        ]
+        self._names: defaultdict[int, RowSetNames] = defaultdict(partial(RowSetNames, _SETS_PER_SERVER))
+        self._forgotten: set[bytes] = set()
+        self._rows: list[list[Tensor]] = []  # by table and shard
+        self._whole = False
+        self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
+
+    @property
+    def exist(self) -> bool:
+        """Whether the task has any."""
+        return bool(self._parameters)
+
+    # ── what a batch reads ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """A new update: no batch is known yet, and one without samples reads nothing."""
+        self._forgotten.clear()
+        self._whole = False
+        self._rows = [[torch.empty(0, dtype=torch.int64)] * self._layout.shards for _ in self._parameters]
+        self._gradients = [None for _ in self._parameters]
+
+    def choose(self, batch: Any) -> list[int]:
+        """Read what this batch reads; the shards that have rows of it."""
+        self._whole = False
+        for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
+            rows = _checked(table, rows_of(batch))
+            cuts = table.segments(rows, self._layout.shards)
+            self._rows[number] = [rows[cut] for cut in cuts]
+        return [
+            shard
+            for shard in range(self._layout.shards)
+            if any(by_shard[shard].numel() for by_shard in self._rows)
+        ]
+
+    def choose_whole(self) -> Collection[int]:
+        """Read all rows of all tables, as an evaluation does."""
+        self._whole = True
+        return range(self._layout.shards)
+
+    def chosen(self, shard: int) -> list[Tensor]:
+        """The rows of a shard that the batch reads, by table."""
+        return [by_shard[shard] for by_shard in self._rows]
+
+    def request(self, member: int, shard: int) -> list[Any]:
+        """The payload of a ReadRows to server `member`."""
+        return [] if self._whole else pack(self._said(member, shard, self._rows))
+
+    def require_size(self, shard: int, num_bytes: int) -> None:
+        """Refuse an answer of another length than what was asked for, before it is read."""
+        expected = values_bytes(self._layout.tables, self._counts(shard))
+        if num_bytes != expected:
+            raise ProtocolError(
+                "payload_bytes", f"the rows of shard {shard} have {expected} bytes, not {num_bytes}"
+            )
+
+    def take(self, shard: int, payload: memoryview) -> None:
+        """The rows' values are here: into the model with them."""
+        self.require_size(shard, len(payload))
+        tables, shards = self._layout.tables, self._layout.shards
+        values = take_values(tables, self._counts(shard), payload)
+        with torch.no_grad():
+            for number, (table, parameter, rows) in enumerate(
+                zip(tables, self._parameters, values, strict=True)
+            ):
+                assert rows is not None, "each table was asked for"
+                shaped = rows.view(len(rows), *table.shape[1:]).to(parameter.device)
+                if self._whole:
+                    own = table.rows(shard, shards)
+                    parameter[own.start : own.stop] = shaped
+                else:
+                    parameter.index_copy_(0, self._rows[number][shard].to(parameter.device), shaped)
+
+    # ── what comes out of it ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def collect(self, share: float) -> None:
+        """After backward: take `share` times the gradients of the rows that were read."""
+        for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            by_shard = self._rows[number]
+            values = _rows_of_gradient(table, gradient.detach(), torch.cat(by_shard))
+            if share != 1:
+                values *= share
+            flat = values.view(-1, table.width).cpu()
+            self._gradients[number] = list(torch.split(flat, [rows.numel() for rows in by_shard]))
+
+    def is_finite(self) -> bool:
+        """Whether all gradients that were taken are."""
+        return all(
+            bool(torch.isfinite(part).all())
+            for parts in self._gradients
+            if parts is not None
+            for part in parts
+        )
+
+    def gradients(self, shard: int) -> dict[str, RowGradient]:
+        """A shard's part of them, by table; one that was not reached is missing."""
+        return {
+            table.name: RowGradient(rows=rows[shard], values=parts[shard])
+            for table, rows, parts in zip(self._layout.tables, self._rows, self._gradients, strict=True)
+            if parts is not None
+        }
+
+    def push(self, member: int, shard: int) -> list[Any]:
+        """The payload of a Push to server `member`, behind the dense gradient."""
+        rows = [
+            by_shard if parts is not None else None
+            for by_shard, parts in zip(self._rows, self._gradients, strict=True)
+        ]
+        values = [parts[shard] for parts in self._gradients if parts is not None]
+        return pack(self._said(member, shard, rows), values)
+
+    # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forgotten(self, names: Collection[str]) -> None:
+        """A server does not know these sets: for the rest of this update, give them."""
+        self._forgotten.update(bytes.fromhex(name) for name in names)
+
+    def forget(self, member: int) -> None:
+        """The connection to a server was lost, and perhaps what it was told."""
+        self._names.pop(member, None)
+
+    def _said(self, member: int, shard: int, rows: Collection[list[Tensor] | None]) -> list[Said]:
+        return [None if one is None else self._name(member, one[shard]) for one in rows]
+
+    def _name(self, member: int, rows: Tensor) -> Said:
+        names = self._names[member]
+        name = name_of(rows) if self._forgotten else b""
+        return names.give(Unknown(name=name), rows) if name in self._forgotten else names.name(rows)
+
+    def _counts(self, shard: int) -> list[int]:
+        if self._whole:
+            return [len(table.rows(shard, self._layout.shards)) for table in self._layout.tables]
+        return [by_shard[shard].numel() for by_shard in self._rows]
+
+
+def _checked(table: Table, rows: Any) -> Tensor:
+    """The rows that a task's function named: sorted, each once; a UserError if the table has no such rows."""
+    allowed = f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
+    try:
+        found = torch.as_tensor(rows).detach().reshape(-1).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
+    if not found.numel():
+        return torch.empty(0, dtype=torch.int64)
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
+    found = torch.from_numpy(np.unique(found.to(torch.int64).numpy()))
+    for row in (int(found[0]), int(found[-1])):
+        if not 0 <= row < table.shape[0]:
+            raise UserError(f"sparse[{table.name!r}] gave row {row}; {allowed}")
+    return found
+
+
+def _rows_of_gradient(table: Table, gradient: Tensor, rows: Tensor) -> Tensor:
+    """The gradient's rows `rows`, sorted; a UserError if it has others that are not 0."""
+    rows = rows.to(gradient.device)
+    if gradient.is_sparse:
+        coalesced = gradient.coalesce()
+        indices, values = coalesced.indices()[0], coalesced.values()
+        places = torch.searchsorted(rows, indices)
+        known = torch.isin(indices, rows, assume_unique=True)
+        _require_none(table, indices[~known])
+        return values.new_zeros((rows.numel(), *values.shape[1:])).index_copy_(0, places, values)
+    values = gradient.index_select(0, rows)
+    others = gradient.index_fill_(0, rows, 0).view(table.shape[0], -1)
+    if bool(others.any()):
+        _require_none(table, others.any(dim=1).nonzero().view(-1))
+    return values
+
+
+def _require_none(table: Table, rows: Tensor) -> None:
+    if rows.numel():
+        raise UserError(
+            f"sparse[{table.name!r}] did not name row {int(rows[0])}, which the batch has a gradient in; it must name "
+            "every row that the batch reads; a table that is also used whole, such as an output layer, is not sparse"
+        )

@@ -1,0 +1,191 @@
+"""The rows of a shard's log: every update that was applied, and what became of the others.
+
+One JSON object a line. The rows of one shard suffice to recompute the staleness bound and that nothing was applied
+twice; those of all shards name, for every update, the batch and the version of each shard that its gradient is of, so
+that a run can be executed again in the recorded order. A primary and its backup write the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from manyhands.errors import DataError
+
+__all__ = [
+    "LateRow",
+    "LostRow",
+    "RestoredRow",
+    "Row",
+    "SkippedRow",
+    "SlotsRow",
+    "StepRow",
+    "UpdateRow",
+    "row_from_json",
+    "row_to_json",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRow:
+    """One update within a step."""
+
+    slot: int
+    clock: int
+    batch: int
+    part: int
+    parts: int
+    member: int
+    read_version: int
+    staleness: int
+    weight: float
+    factor: float
+    """What its gradient was multiplied by in the sum."""
+    rows_version: int = -1
+    """The version at which the rows of tables were read; -1 where none were."""
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """(slot, clock, member): the update, and who made it."""
+        return self.slot, self.clock, self.member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step: `version` is the shard's after it, `sequence` the log entry that completed it."""
+
+    shard: int
+    term: int
+    sequence: int
+    version: int
+    rate: float
+    updates: tuple[UpdateRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateRow:
+    """An update that its step did not wait for, sent or not."""
+
+    shard: int
+    term: int
+    sequence: int
+    slot: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRow:
+    """An update without a gradient: its worker found that not finite."""
+
+    shard: int
+    term: int
+    sequence: int
+    slot: int
+    clock: int
+    batch: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRow:
+    """Updates from clock `first` up to, not including, `until` that went with a server or a worker."""
+
+    shard: int
+    term: int
+    sequence: int
+    slot: int
+    first: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsRow:
+    """From clock `start` on these slots are active; `base` is the first batch that they share out."""
+
+    shard: int
+    term: int
+    sequence: int
+    start: int
+    base: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredRow:
+    """The shard went back to a snapshot: rows of lower terms beyond `sequence` did not happen."""
+
+    shard: int
+    term: int
+    sequence: int
+    version: int
+
+
+Row = StepRow | LateRow | SkippedRow | LostRow | SlotsRow | RestoredRow
+
+_KINDS: dict[str, type[Row]] = {
+    "step": StepRow,
+    "late": LateRow,
+    "skipped": SkippedRow,
+    "lost": LostRow,
+    "slots": SlotsRow,
+    "restored": RestoredRow,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_T = TypeVar("_T")
+
+
+def row_to_json(row: Row) -> str:
+    """One line, without its end."""
+    return json.dumps({"row": _NAMES[type(row)], **_fields(row)}, separators=(",", ":"), default=_fields)
+
+
+def _fields(row: Row | UpdateRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+def row_from_json(line: str) -> Row:
+    """The row that `row_to_json` wrote; a DataError says what is wrong with any other line."""
+    try:
+        table = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"a line of the log is not JSON ({error}): {line[:80]!r}") from None
+    if not isinstance(table, dict) or table.get("row") not in _KINDS:
+        raise DataError(
+            f"a line of the log is no row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"
+        )
+    kind = _KINDS[table.pop("row")]
+    if kind is StepRow and isinstance(table.get("updates"), list):
+        table["updates"] = tuple(_checked(UpdateRow, update, line) for update in table["updates"])
+    if kind is SlotsRow and isinstance(table.get("slots"), list):
+        table["slots"] = tuple(table["slots"])
+    return _checked(kind, table, line)
+
+
+_TYPES = {
+    "int": (int,),
+    "float": (int, float),
+    "tuple[int, ...]": (tuple,),
+    "tuple[UpdateRow, ...]": (tuple,),
+}
+
+
+def _checked(kind: type[_T], table: Any, line: str) -> _T:
+    """`table` as a value of `kind`, with exactly its fields and their types."""
+    wanted = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(table, dict) or table.keys() != wanted.keys():
+        raise DataError(f"a {_name(kind)} row needs exactly {', '.join(wanted)}: {line[:80]!r}")
+    for name, type_name in wanted.items():
+        value = table[name]
+        good = isinstance(value, _TYPES[type_name]) and not isinstance(value, bool)
+        if good and type_name == "tuple[int, ...]":
+            good = all(type(item) is int for item in value)
+        if not good:
+            raise DataError(
+                f"a {_name(kind)} row has {name}={value!r}, which is no {type_name}: {line[:80]!r}"
+            )
+    return kind(**table)
+
+
+def _name(kind: type[object]) -> str:
+    return kind.__name__.removesuffix("Row").lower()

@@ -1,0 +1,171 @@
+"""`replay`: execute a recorded run of parameter servers again, in one process, to the same bytes.
+
+An asynchronous run never happens twice, but what happened can be done again: every gradient is a function of a batch
+and of the version that each shard had when it was read, and every shard took its steps in one order. `ReplayOrder` says
+what comes when; here it is done, with the parts that the live processes use, the same number of threads and the same
+alignment of memory. Each gradient is compared with the hash that its worker recorded, so that the first one that
+differs is named, and the weights at the end with what the servers left.
+
+Memory: one model and its optimizer's state, as the shards have it, and for each worker at most one copy of the
+parameters and one gradient (`ReplayOrder`); `Replayed.extra_bytes` says how much that came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.data.batches import BatchSource
+from manyhands.errors import UserError
+from manyhands.randomness import preserved
+from manyhands.server.digests import layout_digest
+from manyhands.server.replay_order import ReplayOrder, steps_of
+from manyhands.server.replay_player import Difference, Player, Stage
+from manyhands.server.updates import RunRecord, read_computed, read_logs, read_record
+from manyhands.store.fingerprint import fingerprint
+from manyhands.store.rundir import RunDirectory
+from manyhands.task import Task
+from manyhands.tasks import build
+
+__all__ = ["Difference", "Replayed", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What came out of a replay."""
+
+    model: nn.Module
+    """The weights at the end, or where `until` stopped; after a difference, those that the update in question read."""
+
+    steps: int
+    """Global batches that every shard has applied."""
+
+    updates: int
+    """Gradients that were computed."""
+
+    loss: float | None
+    """Of the last step of the lead shard."""
+
+    metrics: dict[str, float] | None
+    """On the evaluation data, where the task has any."""
+
+    first_difference: Difference | None
+    same_bytes: bool | None
+    """Whether the weights are those that the run ended with; None where there is nothing to compare them with."""
+
+    extra_bytes: int
+    """The most memory that copies of parameters and waiting gradients took at once."""
+
+    notes: tuple[str, ...]
+
+
+def replay(run: str | Path, task: Task | None = None, *, until: int | None = None) -> Replayed:
+    """Execute the run in directory `run` again; a task of your own has to be given, a built-in one is made again.
+
+    `until` stops every shard when it has applied that many global batches. The replay ends at the first gradient that
+    differs. UserError for a run that was not recorded, was of another task, or went back to a snapshot;
+    ReplayImpossible where the records contradict each other.
+    """
+    path = Path(run)
+    directory = RunDirectory.open(path, lock=False)
+    record = read_record(path)
+    task = task if task is not None else _built_in(path, directory.config)
+    with preserved(), _threads(record.threads):
+        stage = Stage(task, record)
+        _require_same_task(path, task, record, directory.config, stage)
+        logs = read_logs(path)
+        missing = set(range(stage.layout.shards)) - logs.files.keys()
+        if missing:
+            raise UserError(
+                f"{path} has no log of shard {min(missing)}: it took no step, or its file is gone"
+            )
+        order = ReplayOrder(
+            [steps_of(shard, logs.files[shard]) for shard in range(stage.layout.shards)],
+            read_computed(path),
+            stateful=stage.has_buffers,
+            until=until,
+        )
+        with stage:
+            player = Player(stage, order)
+            difference = player.play()
+            whole = until is None and difference is None
+            return Replayed(
+                model=(model := player.model()),
+                steps=min(player.batches),
+                updates=player.updates,
+                loss=player.loss,
+                metrics=None if difference is not None else stage.evaluate(model),
+                first_difference=difference,
+                same_bytes=_is_same(directory, player.digests()) if whole else None,
+                extra_bytes=player.peak_bytes,
+                notes=(*logs.notes, *_environment(record)),
+            )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ── is it the same? ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _built_in(path: Path, config: Mapping[str, Any]) -> Task:
+    options = config.get("task_options")
+    if not isinstance(options, dict):
+        raise UserError(
+            f"{path} is a run of {config.get('task')!r}, a task of your own: call manyhands.replay(run, task) from "
+            "Python"
+        )
+    return build(config["task"], **options)
+
+
+def _require_same_task(
+    path: Path, task: Task, record: RunRecord, config: Mapping[str, Any], stage: Stage
+) -> None:
+    """UserError names what of the task, the model or the optimizer is not as it was."""
+    now = {
+        "task": task.name,
+        "seed": record.seed,
+        "batch_size": task.batch_size,
+        "samples": len(BatchSource(task.data, task.collate)),
+        "parameters": stage.parameters,
+    }
+    conflict = fingerprint(config).conflict(fingerprint(now))
+    if conflict is not None:
+        raise UserError(f"{path} is no run of this task: {conflict.partition(';')[0]}")
+    if layout_digest(stage.layout) != record.layout:
+        raise UserError(
+            f"{path} is no run of this task: its optimizer, or what of the model is trained, was different"
+        )
+
+
+def _is_same(directory: RunDirectory, digests: list[str]) -> bool | None:
+    """Whether these are the weights that the servers left; None for a run that did not come to its end."""
+    summary = directory.read_summary() or {}
+    recorded = {one["shard"]: one.get("sha256") for one in summary.get("servers", ())}
+    if not recorded:
+        return None
+    return [recorded.get(shard) for shard in range(len(digests))] == digests
+
+
+def _environment(record: RunRecord) -> list[str]:
+    """What here is not as it was, and may change bits."""
+    cpu = torch.backends.cpu.get_cpu_capability()
+    changed = [("torch", record.torch, torch.__version__), ("instructions", record.cpu, cpu)]
+    return [
+        f"the run was recorded with {what} {before}, and this is {now}: bits may differ"
+        for what, before, now in changed
+        if before != now
+    ]

@@ -1,0 +1,486 @@
+"""One server's part in one shard: primary or backup, with replication, fencing and held reads around `ShardCore`.
+
+    worker ──Push──► primary ──Forward──► backup        the entry gets the next sequence number
+                        ◄────Forwarded─────┘            and is committed here only now: what anyone was
+    worker ◄──Ack, Parameters── primary                 told or has read survives this server's death
+
+Without a backup an entry is committed at once. A backup commits what it is forwarded and says nothing to workers; a
+view that makes it primary finds everything already there. Reads are never replicated: workers ask again.
+
+The driver delivers messages between two live members in the order in which they were sent, and none is lost on the
+way while both live; the same view told again makes the lead tell the others again what they may lack.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from enum import Enum, auto
+from typing import Any
+
+from manyhands.server.actions import Action, Discard, Keep, Load, Send
+from manyhands.server.core import Held, Hold, ShardConfig, ShardCore
+from manyhands.server.messages import (
+    LAUNCHER,
+    LEAD,
+    Ack,
+    Assigned,
+    Chosen,
+    ChosenKept,
+    Entry,
+    Fenced,
+    Forward,
+    Forwarded,
+    Hello,
+    Install,
+    Installed,
+    Lost,
+    Message,
+    NotPrimary,
+    Outcome,
+    Parameters,
+    Push,
+    Read,
+    ReadRows,
+    RowValues,
+    ShardView,
+    SlotsChanged,
+    Update,
+    View,
+    Welcome,
+    Yield,
+)
+from manyhands.server.steps import Change
+
+__all__ = ["Role", "ShardReplica"]
+
+
+class Role(Enum):
+    """What a server is to a shard."""
+
+    PRIMARY = auto()
+    """It serves the shard."""
+    BACKUP = auto()
+    """It holds a copy and commits what the primary forwards."""
+    EMPTY = auto()
+    """It has nothing of the shard: not yet, or not any more."""
+
+
+class ShardReplica:
+    """The part of server `member` in one shard.
+
+    A new one is empty. It becomes primary by a view, of a new shard or of what `restore` was given, and backup by an
+    Install.
+    """
+
+    def __init__(self, config: ShardConfig, member: int) -> None:
+        self.config = config
+        self.member = member
+        self.core = self._make_core(None)
+        self.role = Role.EMPTY
+        self.epoch = -1
+        self._restored = False
+        self._listening = False  # a lead that was restored: until every other shard has answered
+        self._view_epoch = -1
+        self._primary = 0  # of this epoch
+        self._lead = 0  # the member that last told us of a decision
+        self._backup = 0
+        self._primaries: dict[int, tuple[int, int]] = {}  # epoch and primary of every shard
+        self._holders: dict[int, int] = {}  # the newest member known of each slot
+        self._view_slots: tuple[int, ...] = config.slots
+        self._gone: tuple[Update, ...] = ()  # slots that nobody will ever speak for again
+        self._in_flight: deque[Entry] = deque()  # entries after core.sequence that the backup may lack
+        self._forwarded = 0  # the backup has everything up to this
+        self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
+        self._hellos: dict[int, Hello] = {}  # to be answered once the slot is known, or its loss is safe
+        self._held: dict[int, Read] = {}
+        self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.TABLE: []}  # slots of held reads
+        self._mark = 0  # the mark at which those that wait for others were last looked at
+        self._asked: set[tuple[int, int]] = set()  # batches that are being given out
+
+    @property
+    def sequence(self) -> int:
+        """The last entry of the log, committed or in flight."""
+        return self.core.sequence + len(self._in_flight)
+
+    # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Before the view that makes it primary: go back to a snapshot, `state()` of an earlier life of the shard.
+
+        None: there is none yet, and the shard begins again; the log says so, and what that loses.
+        """
+        self.core = self._make_core(None if state is None else state["core"])
+        self._restored = True
+
+    def view(self, view: View) -> list[Action]:
+        """Membership changed (or is told again)."""
+        mine = next((place for place in view.shards if place.shard == self.config.shard), None)
+        if mine is None or mine.epoch < self.epoch or view.epoch < self._view_epoch:
+            return []
+        before, changed = self._primaries, mine.epoch > self.epoch
+        self._view_epoch, self.epoch, self._primary = view.epoch, mine.epoch, mine.primary
+        self._primaries = {place.shard: (place.epoch, place.primary) for place in view.shards}
+        self._view_slots = tuple(sorted(place.slot for place in view.slots))
+        self._gone = view.gone
+        for place in view.slots:
+            self._know(place.slot, place.member)
+        if mine.primary == self.member:
+            actions = self._serve(mine, changed)
+            actions += self._tell_others(before) if self.config.leads else self._ask_lead(before)
+            return actions + self._settle_membership()
+        stays = mine.backup == self.member and self.role is Role.BACKUP
+        return self._step_down() if changed and not stays else []
+
+    def _know(self, slot: int, member: int) -> None:
+        """Note a member of a slot; a read of an older one is not answered any more."""
+        if member > self._holders.get(slot, 0):
+            self._holders[slot] = member
+            held = self._held.get(slot)
+            if held is not None and held.member < member:
+                del self._held[slot]
+
+    def _serve(self, mine: ShardView, changed: bool) -> list[Action]:
+        actions: list[Action] = []
+        if self.role is Role.EMPTY and self._restored:
+            installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
+            actions += [*self.core.restore(mine.epoch), Send(to=LAUNCHER, message=installed)]
+        elif self.role is Role.EMPTY:
+            actions += self.core.open_log()
+        if self.role is not Role.PRIMARY:
+            self.role = Role.PRIMARY
+            self._mark = self.core.mark
+            self._listening = bool(self.core.awaiting)
+        if not changed:
+            return actions
+        self._backup = 0
+        actions += self._commit_safe()
+        self._backup = mine.backup
+        if self._backup:
+            self._forwarded = self.core.sequence
+            state = json.dumps(self.core.state())
+            install = Install(
+                shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence, state=state
+            )
+            actions.append(Send(to=self._backup, message=install))
+        return actions
+
+    def _tell_others(self, before: dict[int, tuple[int, int]]) -> list[Action]:
+        """At the lead: tell every new primary of another shard (or, if we are new, every one) what it may lack."""
+        mine = self._primaries[LEAD]
+        everyone = before.get(LEAD) != mine or before == self._primaries
+        actions: list[Action] = []
+        for shard in self.core.decisions.kept:
+            epoch, primary = self._primaries.get(shard, (0, 0))
+            if primary and (everyone or before.get(shard) != (epoch, primary)):
+                actions += [Send(to=primary, message=told) for told in self.core.greetings_to(shard)]
+        return actions
+
+    def _ask_lead(self, before: dict[int, tuple[int, int]]) -> list[Action]:
+        """At another shard: let the lead know who serves it now; what it said before we knew went unheard."""
+        mine, lead = self.config.shard, self._primaries.get(LEAD, (0, 0))
+        if not lead[1] or (before.get(mine) == self._primaries[mine] and before.get(LEAD) == lead):
+            return []
+        return [Send(to=lead[1], message=self.core.kept_answer(asks=True))]
+
+    def _settle_membership(self) -> list[Action]:
+        """Log what the view says of slots, once it is sure that no other shard knows better."""
+        if self.core.awaiting:
+            return []
+        actions: list[Action] = []
+        for last in self._gone:
+            known = self._next_to_take(last.slot)
+            if known is not None and known < last.clock:
+                actions += self._append_lost(last.slot, last.clock)
+        return [*actions, *self._change_slots()] if self.config.leads else actions
+
+    def _change_slots(self) -> list[Action]:
+        coming = [entry.slots for entry in self._in_flight if isinstance(entry, SlotsChanged)]
+        latest = coming[-1] if coming else self.core.table.active
+        if latest == self._view_slots or not self._view_slots:
+            return []
+        return self._append(SlotsChanged(slots=self._view_slots))
+
+    def _step_down(self) -> list[Action]:
+        """Somebody else serves: forget everything; what was in flight was never acknowledged."""
+        had_something = self.role is not Role.EMPTY
+        self.role = Role.EMPTY
+        self.core = self._make_core(None)
+        self._restored = False
+        self._backup = 0
+        self._in_flight.clear()
+        self._taken.clear()
+        self._hellos.clear()
+        self._held.clear()
+        for slots in self._waiting_for.values():
+            slots.clear()
+        self._asked.clear()
+        return [Discard(shard=self.config.shard)] if had_something else []
+
+    def _make_core(self, state: dict[str, Any] | None) -> ShardCore:
+        return ShardCore(self.config) if state is None else ShardCore.from_state(self.config, state)
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, message: Message, sender: int) -> list[Action]:
+        """What to do about a message of member `sender`."""
+        match message:
+            case Forward():
+                return self._take_forward(message, sender)
+            case Forwarded():
+                return self._take_forwarded(message)
+            case Install():
+                return self._install(message, sender)
+            case Yield():
+                return self._step_down() if self._outlived(message) else []
+            case Hello() | Read() | ReadRows() | Push():
+                return self._serve_worker(message, sender)
+            case Chosen():
+                return self._take_chosen(message, sender)
+            case ChosenKept():
+                return self._take_kept(message, sender)
+            case _:
+                raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
+
+    def _outlived(self, message: Yield) -> bool:
+        return self.role is Role.PRIMARY and message.epoch > self.epoch
+
+    def _serve_worker(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
+        if self.role is not Role.PRIMARY or self.core.awaiting:
+            return [Send(to=sender, message=NotPrimary(shard=self.config.shard, epoch=self.epoch))]
+        self._know(message.slot, message.member)
+        holder = self._holders[message.slot]
+        if message.member < holder:
+            fenced = Fenced(shard=self.config.shard, slot=message.slot, holder=holder)
+            return [Send(to=sender, message=fenced)]
+        match message:
+            case Hello():
+                self._held.pop(message.slot, None)  # asked again once the greeting is answered
+                self._hellos[message.slot] = message
+                return self._greet(message)
+            case Push():
+                return self._take_push(message)
+            case Read():
+                self._held[message.slot] = message
+                return self._look_at(message.slot)
+            case ReadRows(slot=slot, clock=clock):
+                values = RowValues(shard=self.config.shard, slot=slot, clock=clock, version=self.core.version)
+                return [Send(to=sender, message=values)]
+
+    def _greet(self, hello: Hello) -> list[Action]:
+        """Log what was lost since the worker was last told of it, then welcome it."""
+        known = self._next_to_take(hello.slot)
+        if known is not None and hello.settled > known:
+            return self._append_lost(hello.slot, hello.settled)
+        return self._welcome(hello.slot)
+
+    def _welcome(self, slot: int) -> list[Action]:
+        """Answer a greeting, if the slot is known and nothing of what it reported lost is in flight."""
+        hello = self._hellos.get(slot)
+        next_clock = self.core.next_clock(slot)
+        if hello is None or next_clock is None or next_clock < hello.settled:
+            return []
+        del self._hellos[slot]
+        welcome = Welcome(
+            shard=self.config.shard, slot=slot, next_clock=next_clock, version=self.core.version
+        )
+        return [Send(to=hello.member, message=welcome)]
+
+    def _next_to_take(self, slot: int) -> int | None:
+        """The lowest clock of a slot that is neither settled nor in flight."""
+        settled = self.core.next_clock(slot)
+        return None if settled is None else max(settled, self._taken.get(slot, 0))
+
+    def _take_push(self, push: Push) -> list[Action]:
+        outcome = self.core.outcome_of(push.slot, push.clock)
+        if outcome is not None:
+            return [self._ack(push, outcome)]
+        if push.clock < self._taken.get(push.slot, 0):
+            return []  # it is in flight, and acknowledged when it is safe
+        actions: list[Action] = [] if push.skip else [self._keep(push)]
+        known = self._next_to_take(push.slot)
+        if known is not None and known < push.clock:
+            actions += self._append_lost(push.slot, push.clock)
+        self._taken[push.slot] = push.clock + 1
+        return actions + self._append(push)
+
+    def _keep(self, push: Push) -> Keep:
+        copy = self.config.policy.outlives_read
+        return Keep(shard=self.config.shard, slot=push.slot, clock=push.clock, copy=copy)
+
+    def _ack(self, push: Push, outcome: Outcome) -> Send:
+        ack = Ack(shard=self.config.shard, slot=push.slot, clock=push.clock, outcome=outcome)
+        return Send(to=self._holders.get(push.slot, push.member), message=ack)
+
+    def _take_chosen(self, chosen: Chosen, sender: int) -> list[Action]:
+        if self.role is not Role.PRIMARY or self.config.leads:
+            return []  # the lead tells whoever becomes primary
+        self._lead = sender
+        if self.core.is_old(chosen):
+            return [Send(to=sender, message=self.core.kept_answer())]
+        return self._append(chosen)
+
+    def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
+        if self.role is not Role.PRIMARY or not self.config.leads:
+            return []  # whoever becomes primary of the lead greets everybody
+        if kept.asks:
+            return [Send(to=sender, message=told) for told in self.core.greetings_to(kept.shard)]
+        return self._append(kept)
+
+    # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _append(self, entry: Entry) -> list[Action]:
+        """Give an entry the next sequence number, and commit what is safe."""
+        self._in_flight.append(entry)
+        actions: list[Action] = []
+        if self._backup:
+            forward = Forward(shard=self.config.shard, epoch=self.epoch, sequence=self.sequence, entry=entry)
+            actions.append(Send(to=self._backup, message=forward))
+        return actions + self._commit_safe()
+
+    def _append_lost(self, slot: int, until: int) -> list[Action]:
+        self._taken[slot] = until
+        return self._append(Lost(slot=slot, until=until))
+
+    def _safe_sequence(self) -> int:
+        """The last entry that survives as many deaths as the run promises."""
+        return self._forwarded if self._backup else self.sequence
+
+    def _commit_safe(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._in_flight and self.core.sequence < self._safe_sequence():
+            entry = self._in_flight.popleft()
+            actions += self._after(entry, self.core.commit(entry))
+        return actions
+
+    def _after(self, entry: Entry, change: Change) -> list[Action]:
+        """What a primary does once an entry is committed: tell whom it concerns, and look at what it held back."""
+        actions = change.actions
+        match entry:
+            case Push():
+                actions.append(self._ack(entry, change.outcome))
+                self._land(entry.slot)
+            case Lost():
+                self._land(entry.slot)
+            case Chosen():
+                actions.append(Send(to=self._lead, message=self.core.kept_answer()))
+                actions += self._settle_membership()
+            case ChosenKept():
+                actions += self._heard()
+            case Assigned():
+                self._asked.discard((entry.slot, entry.clock))
+            case SlotsChanged():
+                pass
+        for shard in self.core.decisions.kept if change.decisions else ():
+            primary = self._primaries.get(shard, (0, 0))[1]
+            if primary:
+                told = self.core.messages_to(shard, change.decisions)
+                actions += [Send(to=primary, message=message) for message in told]
+        for slot in change.moved:
+            hello = self._hellos.get(slot)
+            if hello is not None:
+                actions += self._greet(hello)
+            if slot in self._held:
+                actions += self._look_at(slot)
+        if self.core.mark != self._mark:
+            self._mark = self.core.mark
+            waited_for = entry.slot if isinstance(entry, Push) else -1
+            actions += self._look_again(Hold.OTHERS, waited_for)
+        return actions
+
+    def _land(self, slot: int) -> None:
+        """Forget what was in flight of a slot, once nothing is."""
+        if self._taken.get(slot, 0) <= (self.core.next_clock(slot) or 0):
+            self._taken.pop(slot, None)
+
+    def _heard(self) -> list[Action]:
+        """At the lead, another shard has answered: reads may wait for that, and after a restore everything does."""
+        actions: list[Action] = []
+        if self.core.decisions.table_is_kept:
+            actions += self._look_again(Hold.TABLE)
+        if self._listening and not self.core.awaiting:
+            self._listening = False
+            actions += self._tell_others({})
+            actions += self._settle_membership()
+        return actions
+
+    # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_again(self, reason: Hold, waited_for: int = -1) -> list[Action]:
+        slots, self._waiting_for[reason] = self._waiting_for[reason], []
+        return [action for slot in slots for action in self._look_at(slot, waited_for)]
+
+    def _look_at(self, slot: int, waited_for: int = -1) -> list[Action]:
+        """Answer the held read of a slot, if the consistency allows."""
+        read = self._held.get(slot)
+        if read is None or self.core.next_clock(slot) is None:
+            return []
+        answer = self.core.answer(slot, read.clock)
+        if isinstance(answer, Held):
+            if answer.reason in self._waiting_for:
+                self._waiting_for[answer.reason].append(slot)
+            if answer.reason is not Hold.BATCH or (slot, answer.clock) in self._asked:
+                return []
+            self._asked.add((slot, answer.clock))
+            return self._append(Assigned(slot=slot, clock=answer.clock))
+        del self._held[slot]
+        parameters = Parameters(
+            shard=self.config.shard,
+            slot=slot,
+            clock=read.clock,
+            version=self.core.version,
+            work=answer,
+            waited_for=waited_for if waited_for != slot else -1,
+        )
+        return [Send(to=read.member, message=parameters)]
+
+    # ── replication ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_forwarded(self, message: Forwarded) -> list[Action]:
+        if self.role is not Role.PRIMARY or message.epoch != self.epoch:
+            return []
+        self._forwarded = max(self._forwarded, message.sequence)
+        return self._commit_safe()
+
+    def _take_forward(self, message: Forward, sender: int) -> list[Action]:
+        if message.epoch < self.epoch:
+            return self._refuse(sender)
+        if self.role is not Role.BACKUP or message.sequence > self.core.sequence + 1:
+            return []
+        actions: list[Action] = []
+        if message.sequence == self.core.sequence + 1:
+            entry = message.entry
+            if isinstance(entry, Push) and not entry.skip:
+                actions.append(self._keep(entry))
+            actions += self.core.commit(entry).actions
+        return [*actions, self._forwarded_to(sender)]
+
+    def _install(self, message: Install, sender: int) -> list[Action]:
+        if message.epoch < self.epoch:
+            return self._refuse(sender)
+        self._step_down()
+        self.core = self._make_core(json.loads(message.state))
+        self.role, self.epoch, self._primary = Role.BACKUP, message.epoch, sender
+        installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
+        return [
+            Load(shard=self.config.shard),
+            *self.core.open_log(),
+            self._forwarded_to(sender),
+            Send(to=LAUNCHER, message=installed),
+        ]
+
+    def _forwarded_to(self, sender: int) -> Send:
+        forwarded = Forwarded(shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence)
+        return Send(to=sender, message=forwarded)
+
+    def _refuse(self, sender: int) -> list[Action]:
+        """Tell a server that claims the shard by an older epoch, unless it serves in the new one too."""
+        if sender == self._primary:
+            return []
+        return [Send(to=sender, message=Yield(shard=self.config.shard, epoch=self.epoch))]
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Any]:
+        """What is committed, as JSON can say it; the store is of the same moment once all actions are done."""
+        return {"shard": self.config.shard, "core": self.core.state()}

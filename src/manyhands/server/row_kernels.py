@@ -1,0 +1,136 @@
+"""Compiled loops over the rows of a gradient: naming rows once, summing, and one update per optimizer.
+
+`settings` are numbers of the table's own type, in the order that each function unpacks them. `rows` count from the
+table's first row here and are all different. Compiled for the machine at hand and cached.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+__all__ = ["adagrad_rows", "adam_rows", "ftrl_rows", "number_rows", "sgd_rows", "sum_rows"]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def number_rows(rows: Any, first: int, numbers: Any, local: Any) -> int:
+    """Number the different rows in the order in which they come.
+
+    `numbers[i]` becomes the number of `rows[i]`, `local[n]` the row of number n, counted from `first`. Returns how
+    many there are. A hash table with open addressing, at most half full.
+    """
+    size = 16
+    while size < 2 * rows.size:
+        size *= 2
+    slots = np.full(size, -1, dtype=np.int64)
+    found = 0
+    for index in range(rows.size):
+        row = rows[index] - first
+        place = ((row * 0x9E3779B97F4A7C1) >> 32) & (size - 1)  # the upper bits mix all of the row's
+        while slots[place] >= 0 and local[slots[place]] != row:
+            place = (place + 1) & (size - 1)
+        if slots[place] < 0:
+            slots[place] = found
+            local[found] = row
+            found += 1
+        numbers[index] = slots[place]
+    return found
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def sum_rows(gradients: Any, numbers: Any, count: int) -> Any:
+    """The sum of all gradients of one number, in their order."""
+    total = np.zeros((count, gradients.shape[1]), dtype=gradients.dtype)
+    for index in range(numbers.size):
+        for item in range(gradients.shape[1]):
+            total[numbers[index], item] += gradients[index, item]
+    return total
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def sgd_rows(
+    values: Any, buffer: Any, rows: Any, gradients: Any, settings: Any, nesterov: bool, maximize: bool
+) -> None:
+    """SGD; with an empty buffer there is no momentum."""
+    lr, decay, momentum, fresh = settings[0], settings[1], settings[2], settings[3]
+    for index in range(rows.size):
+        row = rows[index]
+        for item in range(values.shape[1]):
+            value = values[row, item]
+            gradient = gradients[index, item]
+            if maximize:
+                gradient = -gradient
+            gradient += decay * value
+            if buffer.size:
+                speed = momentum * buffer[row, item] + fresh * gradient
+                buffer[row, item] = speed
+                gradient = gradient + momentum * speed if nesterov else speed
+            values[row, item] = value - lr * gradient
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def adagrad_rows(values: Any, squares: Any, rows: Any, gradients: Any, settings: Any, maximize: bool) -> None:
+    """AdaGrad (Duchi et al. 2011) as torch has it."""
+    lr, decay, epsilon = settings[0], settings[1], settings[2]
+    for index in range(rows.size):
+        row = rows[index]
+        for item in range(values.shape[1]):
+            value = values[row, item]
+            gradient = gradients[index, item]
+            if maximize:
+                gradient = -gradient
+            gradient += decay * value
+            square = squares[row, item] + gradient * gradient
+            squares[row, item] = square
+            values[row, item] = value - lr * gradient / (np.sqrt(square) + epsilon)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def adam_rows(
+    values: Any, means: Any, squares: Any, rows: Any, gradients: Any, settings: Any, maximize: bool
+) -> None:
+    """Adam and AdamW; `keep` is what decoupled weight decay leaves of a value."""
+    lr, root, decay, keep = settings[0], settings[1], settings[2], settings[3]
+    beta1, beta2, epsilon = settings[4], settings[5], settings[6]
+    one = settings.dtype.type(1)
+    for index in range(rows.size):
+        row = rows[index]
+        for item in range(values.shape[1]):
+            value = values[row, item]
+            gradient = gradients[index, item]
+            if maximize:
+                gradient = -gradient
+            gradient += decay * value
+            mean = means[row, item] + (one - beta1) * (gradient - means[row, item])
+            square = beta2 * squares[row, item] + (one - beta2) * gradient * gradient
+            means[row, item] = mean
+            squares[row, item] = square
+            values[row, item] = value * keep - lr * mean / (np.sqrt(square) / root + epsilon)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def ftrl_rows(values: Any, z: Any, n: Any, rows: Any, gradients: Any, settings: Any) -> None:
+    """FTRL-proximal, step by step as `manyhands.optim.FTRL`."""
+    lr, first_lr, beta, l1, l2 = settings[0], settings[1], settings[2], settings[3], settings[4]
+    for index in range(rows.size):
+        row = rows[index]
+        for item in range(values.shape[1]):
+            gradient = gradients[index, item]
+            if gradient == 0:
+                continue
+            value = values[row, item]
+            before = (np.sqrt(n[row, item]) + beta) / first_lr
+            n[row, item] += gradient * gradient
+            root = np.sqrt(n[row, item]) + beta
+            now = root / lr
+            linear = z[row, item] + gradient - (now - before) * value
+            if abs(linear) <= l1:
+                value = value * 0
+            elif linear > 0:
+                value = -(linear - l1) / (now + l2)
+            else:
+                value = -(linear + l1) / (now + l2)
+            values[row, item] = value
+            z[row, item] = linear + (now - root / first_lr) * value

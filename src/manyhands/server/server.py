@@ -1,0 +1,79 @@
+"""What one server process decides: it finds the replica of a shard that a message is for, and makes new ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from manyhands.server.actions import Action, Send
+from manyhands.server.messages import (
+    LEAD,
+    Chosen,
+    ChosenKept,
+    Forward,
+    Forwarded,
+    Hello,
+    Install,
+    Message,
+    NotPrimary,
+    Push,
+    Read,
+    ReadRows,
+    View,
+    Yield,
+)
+from manyhands.server.replica import ShardReplica
+from manyhands.server.steps import ShardConfig
+
+__all__ = ["ServerCore"]
+
+
+class ServerCore:
+    """All shards that server `member` has a part in; `config` names what they have in common."""
+
+    def __init__(self, config: ShardConfig, member: int) -> None:
+        self._config = config
+        self.member = member
+        self.replicas: dict[int, ShardReplica] = {}
+
+    def restore(self, shard: int, state: dict[str, Any] | None) -> None:
+        """Before the view that makes this server primary of `shard`: go back to a snapshot (None: to the start)."""
+        self._replica(shard).restore(state)
+
+    def view(self, view: View) -> list[Action]:
+        """Membership changed (or is told again)."""
+        actions: list[Action] = []
+        for place in view.shards:
+            if place.shard in self.replicas or self.member in (place.primary, place.backup):
+                actions += self._replica(place.shard).view(view)
+        return actions
+
+    def handle(self, message: Message, sender: int) -> list[Action]:
+        """What to do about a message of member `sender`."""
+        match message:
+            case View():
+                return self.view(message)
+            case Install():
+                return self._replica(message.shard).handle(message, sender)
+            case ChosenKept():
+                return self._pass(LEAD, message, sender)
+            case Hello() | Read() | ReadRows() | Push() | Chosen() | Forward() | Forwarded() | Yield():
+                return self._pass(message.shard, message, sender)
+            case _:
+                raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
+
+    def _pass(self, shard: int, message: Message, sender: int) -> list[Action]:
+        replica = self.replicas.get(shard)
+        if replica is not None:
+            return replica.handle(message, sender)
+        if isinstance(message, Hello | Read | ReadRows | Push):
+            return [Send(to=sender, message=NotPrimary(shard=shard, epoch=-1))]
+        return []  # of a part in the shard that this server does not have yet, or had in an earlier life
+
+    def _replica(self, shard: int) -> ShardReplica:
+        if shard not in self.replicas:
+            self.replicas[shard] = self._make_replica(replace(self._config, shard=shard))
+        return self.replicas[shard]
+
+    def _make_replica(self, config: ShardConfig) -> ShardReplica:
+        return ShardReplica(config, self.member)

@@ -1,0 +1,430 @@
+"""The driver of the parameter server's cores in virtual time: the same every time for the same seed.
+
+The launcher's membership, the servers' cores and the workers' cores are those of a live run. Simulated are the time
+that computing, optimizer steps, messages and starting processes take, and the faults.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.server.changes import (
+    AddSlot,
+    Assign,
+    Died,
+    Fail,
+    Finished,
+    Joined,
+    Lost,
+    MembershipAction,
+    MembershipEvent,
+    Over,
+    Progressed,
+    Publish,
+    Recovered,
+    Rejoin,
+    RemoveSlot,
+    Silent,
+    StartServer,
+    StartWorker,
+)
+from manyhands.server.changes import Kill as KillMember
+from manyhands.server.client import Leave, Reason
+from manyhands.server.membership import Membership, MembershipPlan
+from manyhands.server.messages import (
+    LAUNCHER,
+    Forward,
+    Install,
+    Installed,
+    Message,
+    Parameters,
+    Push,
+    ShardView,
+    View,
+    Work,
+)
+from manyhands.server.server import ServerCore
+from manyhands.server.steps import ShardConfig
+from manyhands.simulate.clock import Agenda
+from manyhands.simulate.faults import AddWorker, Fault, Kill, Pause, RemoveWorker, Role, SlowLink
+from manyhands.simulate.network import Network
+from manyhands.simulate.processes import (
+    Assignment,
+    Copy,
+    Item,
+    Letter,
+    Process,
+    Restore,
+    ServerProcess,
+    WorkerProcess,
+)
+from manyhands.simulate.run import Happening, SimulatedRun, WorkerTimes
+from manyhands.simulate.spec import SimulationSpec
+
+__all__ = ["Observer", "new_server", "simulate"]
+
+_CARRIERS = (Push, Parameters, Forward, Install)  # what has a gradient, or as much, beside it
+
+
+class Observer:
+    """Sees what happens in a simulated run, and does nothing about it; a test overrides what it wants to see."""
+
+    def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
+        """A worker begins to compute from what it has read of each shard."""
+
+    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+        """A member sends a message."""
+
+    def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
+        """A server has learned that it serves a shard from now on."""
+
+    def restores(self, shard: int, copy: Copy, now_s: float) -> None:
+        """No replica of a shard was left: a server is told to go on from this snapshot."""
+
+
+def new_server(member: int, spec: SimulationSpec) -> ServerCore:
+    """The core of a server process, as in a live run."""
+    slots = tuple(range(spec.workers))
+    config = ShardConfig(shard=0, num_shards=spec.shards, policy=spec.policy, steps=spec.steps, slots=slots)
+    return ServerCore(config, member)
+
+
+def simulate(
+    spec: SimulationSpec,
+    *,
+    make_server: Callable[[int, SimulationSpec], ServerCore] = new_server,
+    observer: Observer | None = None,
+) -> SimulatedRun:
+    """Run `spec` to its end.
+
+    A run that fails, or that has not ended after `spec.timing.limit_s` or when nothing is left to happen, raises
+    ManyhandsError. `make_server` makes the core of a server process; tests give broken ones.
+    """
+    return _Simulation(spec, make_server, observer or Observer()).run()
+
+
+class _Simulation:
+    """One run; also the `Surroundings` of its processes."""
+
+    def __init__(
+        self,
+        spec: SimulationSpec,
+        make_server: Callable[[int, SimulationSpec], ServerCore],
+        observer: Observer,
+    ) -> None:
+        self._spec, self._make_server, self._observer = spec, make_server, observer
+        self._agenda = Agenda()
+        self._network = Network(spec.network, spec.seed)
+        self._draw = random.Random(f"simulation {spec.seed}")
+        plan = MembershipPlan(
+            num_shards=spec.shards,
+            num_workers=spec.workers,
+            replicas=spec.replicas,
+            can_restore=spec.can_restore,
+        )
+        self._membership = Membership(plan)
+        self._view: View | None = None
+        self._processes: dict[int, Process] = {}
+        self._servers: list[ServerProcess] = []  # dead ones too: what they wrote is still there
+        self._serving: dict[int, ServerProcess] = {}
+        self._snapshots: dict[int, Copy] = {}
+        self._waiting_since_s: dict[int, float] = {}
+        self._times: dict[int, WorkerTimes] = defaultdict(WorkerTimes)
+        self._happenings: list[Happening] = []
+        self._wounds: set[str] = set()
+        self._deferred: deque[Fault] = deque()
+        self._died_s: dict[int, float] = {}
+        self._cuts_s: dict[tuple[int, int], float] = {}
+        self._over = False
+        self._began_s = 0.0
+        self._payload_bytes = spec.gradient_bytes // spec.shards
+
+    def run(self) -> SimulatedRun:
+        """Everything, from the first process to the last."""
+        self._obey(self._membership.begin())
+        while not self._over:
+            if not self._agenda.next() or self._agenda.now_s > self._spec.timing.limit_s:
+                raise ManyhandsError(f"the simulated run did not end: {self._describe()}")
+        shards = range(self._spec.shards)
+        return SimulatedRun(
+            began_s=self._began_s,
+            seconds=self._agenda.now_s,
+            logs=tuple(tuple(self._serving[shard].rows[shard]) for shard in shards),
+            written={shard: tuple(tuple(s.written[shard]) for s in self._servers) for shard in shards},
+            stores=tuple(self._serving[shard].stores[shard] for shard in shards),
+            times=dict(sorted(self._times.items())),
+            happenings=tuple(self._happenings),
+            num_events=self._agenda.num_done,
+        )
+
+    def _describe(self) -> str:
+        waiting = [
+            f"worker {process.slot} (member {process.member}) at clock {process.core.clock} waits for shards "
+            f"{list(process.core.waiting_for)}"
+            for process in self._processes.values()
+            if isinstance(process, WorkerProcess) and process.core is not None and process.core.waiting_for
+        ]
+        return f"at {self._agenda.now_s:g} s, {'; '.join(waiting[:8]) or 'nobody waits for a shard'}"
+
+    # ── what processes do ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> None:
+        """Send a message from a member to a member, this many seconds from now."""
+        self._observer.sends(source, to, message, self._agenda.now_s)
+        num_bytes = self._payload_bytes if isinstance(message, _CARRIERS) else 0
+        at_s = self._network.arrival_s(source, to, num_bytes, self._agenda.now_s + after_s)
+        if to != LAUNCHER:
+            self._agenda.at(at_s, self._arrive, to, Letter(source, message, payload, self._agenda.now_s))
+        elif isinstance(message, Installed):
+            self._agenda.at(at_s, self._installed, message)
+
+    def later(self, process: Process, item: Item, after_s: float) -> None:
+        """Put something into the process's own inbox, this many seconds from now."""
+        self._agenda.at(self._agenda.now_s + after_s, self._put, process, item)
+
+    def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
+        """A worker begins to compute from what it has read; how many seconds that takes."""
+        now_s = self._agenda.now_s
+        self._observer.computes(worker.slot, work, read, now_s)
+        self._tell(Progressed(member=worker.member, clock=work.clock))
+        times = self._times[worker.slot]
+        seconds = self._spec.compute.seconds(worker.slot, work.parts, self._draw)
+        times.waiting_s += now_s - self._waiting_since_s.pop(worker.member, now_s)
+        times.computing_s += seconds
+        times.num_computed += 1
+        return seconds
+
+    def computed(self, worker: WorkerProcess) -> None:
+        """It has come to the end of that, and asks for more."""
+        self._waiting_since_s[worker.member] = self._agenda.now_s
+
+    def left(self, worker: WorkerProcess, leave: Leave) -> None:
+        """A worker has left its slot: it tells the launcher."""
+        event: MembershipEvent
+        match leave.reason:
+            case Reason.FENCED:
+                event = Rejoin(member=worker.member)
+            case Reason.FINISHED | Reason.RETIRED:
+                event = Finished(member=worker.member, reason=leave.reason)
+            case Reason.REFUSED:
+                raise ManyhandsError(leave.sentence)
+        self._note(f"left: {leave.sentence}", worker.member)
+        self._agenda.at(
+            self._network.arrival_s(worker.member, LAUNCHER, 0, self._agenda.now_s), self._tell, event
+        )
+
+    def serves(self, server: ServerProcess, shard: int) -> None:
+        """A server has learned that it serves a shard from now on."""
+        self._serving[shard] = server
+        self._observer.serves(shard, server, self._agenda.now_s)
+
+    def _arrive(self, to: int, item: Item) -> None:
+        process = self._processes.get(to)
+        if process is None or (self._died_s and isinstance(item, Letter) and self._cut_off(to, item)):
+            return
+        self._put(process, item)
+
+    def _cut_off(self, to: int, letter: Letter) -> bool:
+        """Whether a letter went down with its sender: of what a dying process said last, any end may be missing."""
+        died_s = self._died_s.get(letter.source)
+        if died_s is None:
+            return False
+        pair = (letter.source, to)
+        if pair not in self._cuts_s:
+            model = self._spec.network
+            self._cuts_s[pair] = died_s - 2 * (model.latency_s + model.jitter_s) * self._draw.random()
+        return letter.sent_s > self._cuts_s[pair]
+
+    def _put(self, process: Process, item: Item) -> None:
+        if process.alive:
+            process.inbox.append(item)
+            if not process.busy and not process.paused:
+                self._work(process)
+
+    def _work(self, process: Process) -> None:
+        """Let a process empty its inbox, as far as that takes no time."""
+        process.busy = False
+        while process.inbox and process.alive and not process.paused:
+            seconds = process.take(process.inbox.popleft())
+            if seconds:
+                process.busy = True
+                self._agenda.at(self._agenda.now_s + seconds, self._work, process)
+                return
+
+    # ── what the launcher does ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, event: MembershipEvent) -> None:
+        self._obey(self._membership.handle(event))
+
+    def _installed(self, message: Installed) -> None:
+        self._tell(message)
+        self._heal(f"first copy of shard {message.shard}")
+
+    def _obey(self, actions: list[MembershipAction]) -> None:
+        for action in actions:
+            match action:
+                case StartServer(member=member):
+                    server = ServerProcess(self._make_server(member, self._spec), self._spec, self)
+                    self._servers.append(server)
+                    self._start(server)
+                case StartWorker(member=member):
+                    self._start(WorkerProcess(member, self._spec, self))
+                case Publish(view=view):
+                    self._publish(view)
+                case Assign(member=member, as_member=as_member, slot=slot):
+                    self._assign(member, as_member, slot)
+                case KillMember(member=member):
+                    self._kill(self._processes[member])
+                case Lost(shard=shard, member=member):
+                    copy = self._snapshots[shard]
+                    self._note(f"shard {shard} restored", member)
+                    self._observer.restores(shard, copy, self._agenda.now_s)
+                    self._instruct(member, Restore(shard, copy))
+                case Recovered(what=what, member=member):
+                    self._note(f"recovered {what}", member)
+                    self._heal(what)
+                case Fail(sentence=sentence):
+                    raise ManyhandsError(sentence)
+                case Over():
+                    self._over = True
+
+    def _start(self, process: Process) -> None:
+        self._processes[process.member] = process
+        seconds = self._spec.timing.start_s * (0.9 + 0.2 * self._draw.random())
+        self._agenda.at(self._agenda.now_s + seconds, self._join, process)
+
+    def _join(self, process: Process) -> None:
+        if process.alive:
+            process.joined = True
+            self._tell(Joined(member=process.known_as))
+
+    def _instruct(self, member: int, item: Item) -> None:
+        at_s = self._network.arrival_s(LAUNCHER, member, 0, self._agenda.now_s)
+        self._agenda.at(at_s, self._arrive, member, item)
+
+    def _assign(self, member: int, as_member: int, slot: int) -> None:
+        process = self._processes.pop(member)
+        process.known_as = as_member
+        self._processes[as_member] = process
+        self._waiting_since_s[as_member] = self._agenda.now_s
+        self._instruct(as_member, Assignment(as_member, slot))
+
+    def _publish(self, view: View) -> None:
+        if self._view is None:
+            self._begin()
+        self._view = view
+        for member, process in self._processes.items():
+            if process.joined and process.alive:
+                self._instruct(member, Letter(LAUNCHER, view))
+
+    def _begin(self) -> None:
+        """The first view: training begins, and the faults are counted from here."""
+        self._began_s = now_s = self._agenda.now_s
+        self._waiting_since_s = dict.fromkeys(self._waiting_since_s, now_s)
+        for fault in self._spec.faults:
+            self._agenda.at(now_s + fault.at_s, self._strike, fault)
+        if self._spec.faults and self._spec.can_restore:
+            self._snapshots = self._first_snapshots()
+            self._agenda.at(now_s + self._spec.timing.snapshot_every_s, self._snapshot, idly=True)
+        if self._spec.replicas:
+            self._wounds.update(f"first copy of shard {shard}" for shard in range(self._spec.shards))
+
+    def _first_snapshots(self) -> dict[int, Copy]:
+        """Every shard before anything has happened, made by a server that nobody will hear of."""
+        server = ServerProcess(self._make_server(1, self._spec), self._spec, self)
+        shards = tuple(ShardView(shard=shard, epoch=0, primary=1) for shard in range(self._spec.shards))
+        return server.first_copies(View(epoch=0, shards=shards, slots=()))
+
+    def _snapshot(self) -> None:
+        for shard, server in self._serving.items():
+            if server.alive and not server.paused:
+                self._snapshots[shard] = server.copy(shard)
+        self._agenda.at(self._agenda.now_s + self._spec.timing.snapshot_every_s, self._snapshot, idly=True)
+
+    # ── what goes wrong ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _strike(self, fault: Fault) -> None:
+        if self._spec.one_at_a_time and self._wounds and isinstance(fault, Kill | Pause):
+            self._deferred.append(fault)
+            return
+        if isinstance(fault, AddWorker):
+            self._note("one more worker", LAUNCHER)
+            self._tell(AddSlot())
+        elif isinstance(fault, RemoveWorker):
+            self._remove(fault.pick)
+        else:
+            members = sorted(
+                member
+                for member, p in self._processes.items()
+                if p.role is fault.role and p.joined and p.alive
+            )
+            if members:
+                self._strike_process(fault, self._processes[members[fault.pick % len(members)]])
+
+    def _remove(self, pick: int) -> None:
+        slots = [place.slot for place in self._membership.view.slots]
+        try:
+            self._tell(RemoveSlot(slot=slots[pick % len(slots)]))
+        except UserError as error:  # it was the last one
+            self._note(f"refused: {error}", LAUNCHER)
+        else:
+            self._note(f"slot {slots[pick % len(slots)]} removed", LAUNCHER)
+
+    def _strike_process(self, fault: Kill | Pause | SlowLink, process: Process) -> None:
+        now_s = self._agenda.now_s
+        match fault:
+            case Kill():
+                self._kill(process)
+            case Pause(seconds=seconds):
+                self._pause(process, seconds)
+            case SlowLink(seconds=seconds, factor=factor):
+                self._network.slow_down(process.known_as, now_s + seconds, factor)
+
+    def _kill(self, process: Process) -> None:
+        self._note(f"{process.role.value} killed", process.known_as)
+        process.alive = False
+        self._died_s[process.member] = self._agenda.now_s
+        if process.role is Role.SERVER:
+            self._wounds.add("every shard")
+        held = (p.slot for p in self._membership.view.slots if p.member == process.known_as)
+        self._wounds.update(f"slot {slot}" for slot in held)
+        self._agenda.at(self._agenda.now_s + self._spec.timing.death_noticed_s, self._bury, process)
+
+    def _bury(self, process: Process) -> None:
+        del self._processes[process.known_as]
+        self._tell(Died(member=process.known_as))
+
+    def _pause(self, process: Process, seconds: float) -> None:
+        if process.paused:
+            return
+        now_s = self._agenda.now_s
+        self._note(f"{process.role.value} paused for {seconds:.3g} s", process.known_as)
+        process.paused = True
+        wound = f"pause at {now_s}"
+        if process.role is Role.SERVER:
+            self._wounds.add(wound)
+        if seconds >= self._spec.timing.silent_after_s:
+            self._agenda.at(now_s + self._spec.timing.silent_after_s, self._notice, process)
+        self._agenda.at(now_s + seconds, self._resume, process, wound)
+
+    def _notice(self, process: Process) -> None:
+        if process.alive:
+            self._tell(Silent(member=process.known_as))
+
+    def _resume(self, process: Process, wound: str) -> None:
+        process.paused = False
+        self._heal(wound)
+        if process.alive and not process.busy:
+            self._work(process)
+
+    def _heal(self, wound: str) -> None:
+        self._wounds.discard(wound)
+        if self._deferred and not self._wounds:
+            self._strike(self._deferred.popleft())
+
+    def _note(self, what: str, member: int) -> None:
+        self._happenings.append(Happening(self._agenda.now_s, what, member))

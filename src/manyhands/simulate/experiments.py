@@ -1,0 +1,173 @@
+"""What the consistencies are for, in simulated experiments: stragglers, and staleness-aware rates.
+
+Stragglers: one worker that is slow for good holds everybody back under any bound (in the long run all clocks advance
+alike), and under `async` nobody but itself; delays that pass are what a bound hides.
+
+Staleness: n-softsync of Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning" (arXiv 1511.05950), in
+miniature: 30 learners train a small network on handwritten digits. Time is simulated, gradients are real.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.simulate.driver import simulate
+from manyhands.simulate.models import Trained
+from manyhands.simulate.spec import ComputeModel, SimulationSpec
+
+__all__ = [
+    "BOUNDS",
+    "PASSING",
+    "PERMANENT",
+    "LearningRow",
+    "StragglerRow",
+    "learn_digits",
+    "render_stragglers",
+    "straggler_table",
+]
+
+BOUNDS = ("bounded:0", "bounded:1", "bounded:2", "bounded:4", "bounded:8", "bounded:16", "async")
+"""The consistencies of the straggler tables, from the strictest to none."""
+
+PERMANENT = ComputeModel(step_s=0.1, factors={0: 5.0})
+"""Worker 0 is five times as slow as the others, for good."""
+
+PASSING = ComputeModel(step_s=0.1, delay_probability=0.1, delay_factor=5.0)
+"""Any computation of any worker is five times as long, one time in ten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerRow:
+    """One line of a straggler table."""
+
+    consistency: str
+    waiting_share: float
+    """Of all workers' time, waiting for parameters."""
+    updates_per_s: float
+    """Optimizer steps per second; each is of one global batch."""
+
+
+def straggler_table(
+    compute: ComputeModel, *, workers: int = 8, rounds: int = 150, seed: int = 0
+) -> list[StragglerRow]:
+    """The same batches (`rounds` for each worker) under every consistency of `BOUNDS`."""
+    rows = []
+    for consistency in BOUNDS:
+        spec = SimulationSpec(
+            workers=workers, steps=workers * rounds, consistency=consistency, compute=compute, seed=seed
+        )
+        run = simulate(spec)
+        rows.append(
+            StragglerRow(
+                consistency=consistency, waiting_share=run.waiting_share, updates_per_s=run.updates_per_s
+            )
+        )
+    return rows
+
+
+def render_stragglers(rows: Sequence[StragglerRow]) -> str:
+    """The table as text."""
+    lines = [f"{'consistency':<12}{'waiting':>8}{'updates/s':>11}"]
+    lines += [f"{row.consistency:<12}{row.waiting_share:>8.1%}{row.updates_per_s:>11.1f}" for row in rows]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRow:
+    """How well a consistency trained."""
+
+    consistency: str
+    accuracy: float
+    """On images that were not trained on."""
+    staleness: Counter[int]
+
+
+def learn_digits(
+    consistency: str, *, learners: int = 30, steps: int = 3000, rate: float = 1.0, seed: int = 0
+) -> LearningRow:
+    """Train a small network on the digits of scikit-learn, by plain SGD at `rate`, and see what it has learned."""
+    model = _digits_model(rate, seed)
+    spec = SimulationSpec(
+        workers=learners,
+        steps=steps,
+        consistency=consistency,
+        compute=ComputeModel(spread=0.2),
+        model=model,
+        seed=seed,
+    )
+    with _one_thread():
+        run = simulate(spec)
+    module = model.show([store.read() for store in run.stores])
+    _, _, images, labels = _digits()
+    with torch.no_grad():
+        accuracy = (module(images).argmax(1) == labels).double().mean().item()
+    return LearningRow(consistency=consistency, accuracy=accuracy, staleness=run.staleness())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are computed faster by one thread than by several that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+_BATCH = 48
+_TRAINED_ON = 1440  # images, of 1797; a multiple of the batch
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images and labels to train on, and others to test with; every pixel's mean is taken off."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.data, dtype=torch.float32)[order] / 8
+    labels = torch.tensor(data.target)[order]
+    images -= images[:_TRAINED_ON].mean(0)
+    return images[:_TRAINED_ON], labels[:_TRAINED_ON], images[_TRAINED_ON:], labels[_TRAINED_ON:]
+
+
+def _layer(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
+    """A linear layer whose start depends on the generator alone."""
+    layer = nn.Linear(num_inputs, num_outputs)
+    bound = num_inputs**-0.5
+    with torch.no_grad():
+        layer.weight.uniform_(-bound, bound, generator=generator)
+        layer.bias.zero_()
+    return layer
+
+
+def _digits_model(rate: float, seed: int) -> Trained:
+    images, labels, _, _ = _digits()
+    generator = torch.Generator().manual_seed(seed)
+    module = nn.Sequential(_layer(64, 32, generator), nn.ReLU(), _layer(32, 10, generator))
+
+    @cache
+    def order(epoch: int) -> Tensor:
+        return torch.randperm(_TRAINED_ON, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+
+    def loss(module: nn.Module, batch: int, part: int, parts: int) -> Tensor:
+        epoch, index = divmod(batch, _TRAINED_ON // _BATCH)
+        samples = order(epoch)[index * _BATCH : (index + 1) * _BATCH].tensor_split(parts)[part]
+        return nn.functional.cross_entropy(module(images[samples]), labels[samples])
+
+    def weight(batch: int, part: int, parts: int) -> float:
+        del batch
+        return (_BATCH // parts + (part < _BATCH % parts)) / _BATCH
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=rate)
+
+    return Trained(module, loss, optimizer, weight)

@@ -1,0 +1,116 @@
+"""What goes wrong in a simulated run, and when: values that a test writes down or draws from a seed.
+
+A fault names its victim by `pick`: the (pick mod n)-th of the n members of that role that are there at the time, in the
+order of their numbers, so that a drawn plan makes sense whatever happened before.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+from manyhands.errors import UserError
+
+__all__ = ["AddWorker", "Fault", "Kill", "Pause", "RemoveWorker", "Role", "SlowLink", "draw_faults"]
+
+
+class Role(Enum):
+    """Whom a fault befalls."""
+
+    WORKER = "worker"
+    SERVER = "server"
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise UserError(f"{name}={value}: must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A process ends without a word (kill -9)."""
+
+    at_s: float
+    role: Role
+    pick: int
+
+    def __post_init__(self) -> None:
+        _check("at_s", self.at_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A process stands still (SIGSTOP) and goes on where it was; what it is sent meanwhile waits for it."""
+
+    at_s: float
+    seconds: float
+    role: Role
+    pick: int
+
+    def __post_init__(self) -> None:
+        _check("at_s", self.at_s)
+        _check("seconds", self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    """For a while everything to and from a process is `factor` times as long on its way."""
+
+    at_s: float
+    seconds: float
+    factor: float
+    role: Role
+    pick: int
+
+    def __post_init__(self) -> None:
+        _check("at_s", self.at_s)
+        _check("seconds", self.seconds)
+        _check("factor", self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddWorker:
+    """The user asks for one more worker."""
+
+    at_s: float
+
+    def __post_init__(self) -> None:
+        _check("at_s", self.at_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveWorker:
+    """The user removes a slot; not the last one."""
+
+    at_s: float
+    pick: int
+
+    def __post_init__(self) -> None:
+        _check("at_s", self.at_s)
+
+
+Fault = Kill | Pause | SlowLink | AddWorker | RemoveWorker
+
+
+def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) -> tuple[Fault, ...]:
+    """`count` faults before `until_s`, in the order of time; with `resize` workers also come and go."""
+    draw = random.Random(f"faults {seed}")
+    kinds = [Kill, Kill, Pause, SlowLink, *([AddWorker, RemoveWorker] if resize else [])]
+    faults: list[Fault] = []
+    for at_s in sorted(draw.uniform(0, until_s) for _ in range(count)):
+        kind, role, pick = draw.choice(kinds), draw.choice(list(Role)), draw.randrange(2**16)
+        seconds = draw.choice([0.02, 0.2, 1.0]) * until_s * draw.random()
+        if kind is Kill:
+            faults.append(Kill(at_s=at_s, role=role, pick=pick))
+        elif kind is Pause:
+            faults.append(Pause(at_s=at_s, seconds=seconds, role=role, pick=pick))
+        elif kind is SlowLink:
+            factor = draw.choice([3.0, 30.0, 300.0])
+            faults.append(SlowLink(at_s=at_s, seconds=seconds, factor=factor, role=role, pick=pick))
+        elif kind is AddWorker:
+            faults.append(AddWorker(at_s=at_s))
+        else:
+            faults.append(RemoveWorker(at_s=at_s, pick=pick))
+    return tuple(faults)

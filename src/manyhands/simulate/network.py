@@ -1,0 +1,72 @@
+"""When a message arrives: first in, first out between any two members, in any order otherwise.
+
+A message leaves when its sender's wire is free, is on it for bytes ÷ bandwidth, travels for a latency and a jitter, and
+must then pass the receiver's wire too: many workers that push at once queue up before their server.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from manyhands.errors import UserError
+
+__all__ = ["Network", "NetworkModel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkModel:
+    """The wires: all alike. `jitter_s` is the most that is added to a latency; what one member sends another keeps
+    its order all the same.
+    """
+
+    latency_s: float = 1e-4
+    jitter_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name, value in (("latency_s", self.latency_s), ("jitter_s", self.jitter_s)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"{name}={value}: must be finite and not negative")
+        if not self.bandwidth_bytes_per_s > 0:
+            raise UserError(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}: must be positive")
+
+
+class Network:
+    """The state of all wires at a moment of virtual time."""
+
+    def __init__(self, model: NetworkModel, seed: int) -> None:
+        self._model = model
+        self._draw = random.Random(f"network {seed}")
+        self._leaves_s: dict[int, float] = {}
+        self._enters_s: dict[int, float] = {}
+        self._last_s: dict[tuple[int, int], float] = {}
+        self._slow: dict[int, tuple[float, float]] = {}
+
+    def slow_down(self, member: int, until_s: float, factor: float) -> None:
+        """Let everything to and from `member` be `factor` times as long on its way."""
+        self._slow[member] = (until_s, factor)
+
+    def arrival_s(self, source: int, to: int, num_bytes: int, now_s: float) -> float:
+        """When a message that is sent now arrives."""
+        model = self._model
+        travel_s = model.latency_s
+        if model.jitter_s:
+            travel_s += model.jitter_s * self._draw.random()
+        if self._slow:
+            travel_s *= max(self._slowness(source, now_s), self._slowness(to, now_s))
+        at_s = now_s + travel_s
+        if num_bytes and model.bandwidth_bytes_per_s < math.inf:
+            wire_s = num_bytes / model.bandwidth_bytes_per_s
+            self._leaves_s[source] = left_s = max(now_s, self._leaves_s.get(source, 0.0)) + wire_s
+            at_s = max(left_s + travel_s, self._enters_s.get(to, 0.0) + wire_s)
+            self._enters_s[to] = at_s
+        pair = (source, to)
+        at_s = max(at_s, self._last_s.get(pair, 0.0))
+        self._last_s[pair] = at_s
+        return at_s
+
+    def _slowness(self, member: int, now_s: float) -> float:
+        until_s, factor = self._slow.get(member, (0.0, 1.0))
+        return factor if now_s < until_s else 1.0

@@ -1,0 +1,294 @@
+"""The processes of a simulated run: each takes one thing at a time from its inbox, and carries out what its core says.
+
+A process that is paused takes nothing and forgets nothing; one that was killed is gone with all it held. `take` returns
+how long the process was busy with it; what it sends meanwhile leaves when that work is done.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from manyhands.errors import ManyhandsError
+from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
+from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Wait
+from manyhands.server.log import Row
+from manyhands.server.messages import (
+    LAUNCHER,
+    Forward,
+    Install,
+    Installed,
+    Message,
+    Parameters,
+    Push,
+    View,
+    Work,
+)
+from manyhands.server.server import ServerCore
+from manyhands.simulate.faults import Role
+from manyhands.simulate.models import Gradient, Store
+from manyhands.simulate.spec import SimulationSpec
+
+__all__ = [
+    "Assignment",
+    "Computed",
+    "Copy",
+    "Letter",
+    "Process",
+    "Restore",
+    "Retry",
+    "ServerProcess",
+    "WorkerProcess",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message on its way, with its payload."""
+
+    source: int
+    message: Message
+    payload: Any = None
+    sent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One shard in one piece: what an Install carries and a snapshot keeps."""
+
+    store: Any
+    held: dict[tuple[int, int], Gradient]
+    rows: list[Row]
+    core: str
+    """The core's own state, as JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The launcher tells a server to go on from this snapshot."""
+
+    shard: int
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The launcher tells a worker who it is and where it works."""
+
+    member: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A worker's computation has come to its end; of a worker that was given another place since, it means nothing."""
+
+    member: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A moment has passed: ask this shard again."""
+
+    member: int
+    shard: int
+
+
+Item = Letter | Restore | Assignment | Computed | Retry
+
+
+class Surroundings(Protocol):
+    """What a process can do to the world outside."""
+
+    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> None:
+        """Send a message from a member to a member, this many seconds from now."""
+
+    def later(self, process: Process, item: Item, after_s: float) -> None:
+        """Put something into the process's own inbox, this many seconds from now."""
+
+    def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
+        """A worker begins to compute from what it has read; how many seconds that takes."""
+
+    def computed(self, worker: WorkerProcess) -> None:
+        """It has come to the end of that, and asks for more."""
+
+    def left(self, worker: WorkerProcess, leave: Leave) -> None:
+        """It has left its slot."""
+
+    def serves(self, server: ServerProcess, shard: int) -> None:
+        """A server has learned that it serves a shard from now on."""
+
+
+class Process(ABC):
+    """What servers and workers have in common."""
+
+    def __init__(self, member: int, role: Role) -> None:
+        self.member = member
+        self.known_as = (
+            member  # to the launcher; a worker that is given another number learns of it a little later
+        )
+        self.role = role
+        self.joined = False
+        self.alive = True
+        self.paused = False
+        self.busy = False  # it is at work, or will look at its inbox at a moment that is planned
+        self.inbox: deque[Item] = deque()
+
+    @abstractmethod
+    def take(self, item: Item) -> float:
+        """Deal with one thing; how many seconds that takes."""
+
+
+class ServerProcess(Process):
+    """A server: its core, and one store and the held gradients of every shard that it has a part in."""
+
+    def __init__(self, core: ServerCore, spec: SimulationSpec, world: Surroundings) -> None:
+        super().__init__(core.member, Role.SERVER)
+        self.core = core
+        self.stores: dict[int, Store] = {}
+        self.held: dict[int, dict[tuple[int, int], Gradient]] = {}
+        self.rows: dict[int, list[Row]] = {}  # with those that came with a copy
+        self.written: dict[int, list[Row]] = {
+            shard: [] for shard in range(spec.shards)
+        }  # by this server alone
+        self._spec, self._world = spec, world
+        self._serving: set[int] = set()
+        self._restored: set[int] = set()
+        for shard in range(spec.shards):
+            self._empty(shard)
+
+    def take(self, item: Item) -> float:
+        """Let the core decide, then do as it says, in order."""
+        match item:
+            case Letter(source=source, message=message, payload=payload):
+                seconds = self._do(self.core.handle(message, source), payload)
+                if isinstance(message, View):
+                    self._look_around(message)
+                return seconds
+            case Restore(shard=shard, copy=copy):
+                self._load(shard, copy)
+                self.core.restore(shard, json.loads(copy.core))
+                self._restored.add(shard)
+                return 0.0
+            case _:
+                raise ManyhandsError(f"server {self.member} got {type(item).__name__}, which is for workers")
+
+    def _do(self, actions: list[Action], payload: Any) -> float:
+        seconds = 0.0
+        for action in actions:
+            match action:
+                case Send(to=to, message=message):
+                    self._world.post(self.member, to, message, self._payload(message, payload), seconds)
+                case Keep(shard=shard, slot=slot, clock=clock):
+                    self.held[shard][slot, clock] = payload
+                case Apply(shard=shard, contributions=contributions, rate=rate):
+                    gradients = [(c.factor, self.held[shard].pop((c.slot, c.clock))) for c in contributions]
+                    self.stores[shard].apply(gradients, rate)
+                    seconds += self._spec.timing.apply_s
+                case Drop(shard=shard, slot=slot, clock=clock):
+                    del self.held[shard][slot, clock]
+                case Load(shard=shard):
+                    self._load(shard, payload)
+                case Discard(shard=shard):
+                    self._empty(shard)
+                case Log(row=row):
+                    self.rows[row.shard].append(row)
+                    self.written[row.shard].append(row)
+        return seconds
+
+    def _look_around(self, view: View) -> None:
+        """Say of which shards this server has become the primary, and that a restored one is there again."""
+        for place in view.shards:
+            if place.primary != self.member:
+                self._serving.discard(place.shard)
+            elif place.shard not in self._serving:
+                self._serving.add(place.shard)
+                self._world.serves(self, place.shard)
+                if place.shard in self._restored:
+                    installed = Installed(shard=place.shard, epoch=place.epoch, member=self.member)
+                    self._world.post(self.member, LAUNCHER, installed, None, 0.0)
+
+    def first_copies(self, view: View) -> dict[int, Copy]:
+        """Every shard of a view that makes this server the first primary, before anything has happened."""
+        for action in self.core.view(view):
+            if isinstance(action, Log):
+                self.rows[action.row.shard].append(action.row)
+        return {place.shard: self.copy(place.shard) for place in view.shards}
+
+    def copy(self, shard: int) -> Copy:
+        """The shard as it is now."""
+        core = json.dumps(self.core.replicas[shard].state())
+        return Copy(self.stores[shard].state(), dict(self.held[shard]), list(self.rows[shard]), core)
+
+    def _payload(self, message: Message, payload: Any) -> Any:
+        match message:
+            case Parameters(shard=shard):
+                return self.stores[shard].read()
+            case Forward(entry=Push(shard=shard, slot=slot, clock=clock)):
+                return self.held[shard].get((slot, clock), payload)
+            case Install(shard=shard):
+                return self.copy(shard)
+        return None
+
+    def _empty(self, shard: int) -> None:
+        self.stores[shard] = self._spec.model.store(shard, self._spec.shards)
+        self.held[shard], self.rows[shard] = {}, []
+
+    def _load(self, shard: int, copy: Copy) -> None:
+        self.stores[shard].load(copy.store)
+        self.held[shard], self.rows[shard] = dict(copy.held), list(copy.rows)
+
+
+class WorkerProcess(Process):
+    """A worker: without a core while it has no slot."""
+
+    def __init__(self, member: int, spec: SimulationSpec, world: Surroundings) -> None:
+        super().__init__(member, Role.WORKER)
+        self.core: ClientCore | None = None
+        self.slot = -1
+        self._spec, self._world = spec, world
+        self._values: list[Any] = [None] * spec.shards
+        self._gradients: list[Gradient] = [None] * spec.shards
+
+    def take(self, item: Item) -> float:
+        """Let the core decide, then do as it says, in order."""
+        if isinstance(item, Assignment):
+            self.member, self.slot = item.member, item.slot
+            self.core = ClientCore(slot=item.slot, member=item.member, num_shards=self._spec.shards)
+            return 0.0
+        core = self.core
+        if core is None:
+            return 0.0  # it stands by
+        match item:
+            case Letter(message=View() as view):
+                self._do(core.view(view))
+            case Letter(source=source, message=message, payload=payload):
+                if isinstance(message, Parameters) and core.awaits(message, source):
+                    self._values[message.shard] = payload
+                self._do(core.handle(message, source))
+            case Computed(member=member, work=work) if member == self.member:
+                self._gradients, weight = self._spec.model.gradient(self.slot, work, self._values)
+                self._world.computed(self)
+                self._do(core.computed(weight=weight))
+            case Retry(member=member, shard=shard) if member == self.member:
+                self._do(core.again(shard))
+        return 0.0
+
+    def _do(self, actions: list[ClientAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(to=to, message=message):
+                    payload = self._gradients[message.shard] if isinstance(message, Push) else None
+                    self._world.post(self.member, to, message, payload, 0.0)
+                case Compute(work=work):
+                    seconds = self._world.computes(self, work, list(self._values))
+                    self._world.later(self, Computed(self.member, work), seconds)
+                case Wait(shard=shard):
+                    self._world.later(self, Retry(self.member, shard), self._spec.timing.retry_s)
+                case Leave():
+                    self.core = None
+                    self._world.left(self, action)

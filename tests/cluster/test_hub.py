@@ -1,0 +1,612 @@
+"""Hubs in one process, in turns: what arrives, who is let in, and what a bad peer can do (end its own connection)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import manyhands.link.handshake as handshake
+from manyhands.errors import UserError
+from manyhands.link.codec import Codec
+from manyhands.link.frames import HEADER_BYTES, IN_ARENA, Limits, encode_header
+from manyhands.link.handshake import CONTROL, Credentials, Handshake, Proof, Welcome
+from manyhands.link.hub import Hub, HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.link.message import ProtocolError
+from manyhands.link.settings import Settings, spin_for
+from manyhands.link.silence import Silence
+from manyhands.memory.segment import Segment
+
+pytestmark = pytest.mark.timeout(30)
+
+PATIENCE_S = 10.0
+TOKEN = b"the secret of this run, 32 bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    text: str
+
+
+CODEC = Codec({1: Number, 2: Text})
+FAST = Settings(silence=Silence(beat_s=0.02, silence_s=0.5, handshake_s=0.5))
+
+
+class Clock:
+    """Stands still unless told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Party:
+    """Hubs that take turns; `events` has what each was told."""
+
+    def __init__(self) -> None:
+        self.hubs: dict[int, Hub] = {}
+        self.events: dict[int, list[HubEvent]] = {}
+        self._stack = ExitStack()
+
+    def add(self, member: int, *, token: bytes = TOKEN, fingerprint: str = "task", **options: Any) -> Hub:
+        mine = Credentials(member=member, role=f"role {member}", token=token, fingerprint=fingerprint)
+        self.hubs[member] = hub = self._stack.enter_context(Hub(mine, CODEC, **options))
+        self.events[member] = []
+        return hub
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Poll everyone until `done`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            assert time.monotonic() < deadline, self.events
+            for member, hub in self.hubs.items():
+                self.events[member] += hub.poll(0.001)
+
+    def of(self, member: int, kind: type) -> list[Any]:
+        return [event for event in self.events[member] if isinstance(event, kind)]
+
+    def one(self, member: int, kind: type) -> Any:
+        """Wait for one more event of a kind, and take it."""
+        self.until(lambda: bool(self.of(member, kind)))
+        event = self.of(member, kind)[0]
+        self.events[member].remove(event)
+        return event
+
+    def pair(
+        self, how: str, first: dict[str, Any] | None = None, second: dict[str, Any] | None = None
+    ) -> tuple[Hub, Hub]:
+        """Members 1 and 2, of which 2 connected."""
+        one, two = self.add(1, **(first or {})), self.add(2, **(second or {}))
+        two.connect(1, one.listen(how))
+        assert self.one(1, Joined) == Joined(2, "role 2")
+        assert self.one(2, Joined) == Joined(1, "role 1")
+        return one, two
+
+    def close(self) -> None:
+        self._stack.close()
+        self.events.clear()
+
+
+@pytest.fixture
+def party() -> Iterator[Party]:
+    before = len(os.listdir("/proc/self/fd"))
+    party = Party()
+    yield party
+    party.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [thread for thread in threading.enumerate() if "hub" in thread.name]
+
+
+both = pytest.mark.parametrize("how", ["unix", "tcp"])
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@both
+def test_messages_arrive_in_order_with_their_payloads(party: Party, how: str) -> None:
+    one, two = party.pair(how)
+    sizes = [0, 1, 100, 5000, 70_000, 300_000, 3, 900_000, 2_000_000, 64]
+    contents = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
+    for value, content in enumerate(contents):
+        assert two.send(1, Number(value=value), [content[:30], content[30:]])
+        assert one.send(2, Text(text=str(value)))
+    received: list[Received] = []
+    for value in range(len(sizes)):
+        received.append(party.one(1, Received))
+        assert received[-1].member == 2
+        assert received[-1].message == Number(value=value)
+        np.testing.assert_array_equal(np.frombuffer(received[-1].payload, np.uint8), contents[value])
+        assert party.one(2, Received).message == Text(text=str(value))
+    for event in received:
+        event.release()
+    assert two.flush(PATIENCE_S)
+    assert two.sent(1)
+
+
+def test_a_payload_in_shared_memory_is_not_copied_and_its_room_is_used_again(party: Party) -> None:
+    _, two = party.pair("unix", second={"settings": Settings(arena_bytes=64 << 10)})
+    for value in range(20):
+        two.send(1, Number(value=value), [bytes([value]) * 40_000])
+        event = party.one(1, Received)
+        assert event.payload.readonly  # it is the arena itself
+        assert bytes(event.payload) == bytes([value]) * 40_000
+        event.release()
+
+
+def test_payloads_go_by_the_stream_when_the_arena_is_full_or_too_small(party: Party) -> None:
+    _, two = party.pair("unix", second={"settings": Settings(arena_bytes=64 << 10)})
+    for value, size in enumerate((40_000, 40_000, 100_000)):
+        two.send(1, Number(value=value), [bytes([value]) * size])
+    held, second, third = (party.one(1, Received) for _ in range(3))
+    assert [event.payload.readonly for event in (held, second, third)] == [True, False, False]
+    assert bytes(held.payload) == bytes(40_000)
+    assert bytes(second.payload) == b"\1" * 40_000
+
+
+@both
+def test_payloads_land_where_the_application_wants_them(party: Party, how: str) -> None:
+    wanted = np.zeros(125_000)
+
+    def destination(member: int, message: Any, num_bytes: int) -> memoryview | None:
+        return wanted.data if (member, message, num_bytes) == (2, Number(value=7), wanted.nbytes) else None
+
+    _, two = party.pair(how, first={"destination": destination})
+    for size in (wanted.size, 1000):  # 1 MB goes by the stream, the other by shared memory where there is any
+        sent = np.random.default_rng(size).random(size)
+        two.send(1, Number(value=7), [sent])
+        event = party.one(1, Received)
+        np.testing.assert_array_equal(np.frombuffer(event.payload), sent)
+        assert np.shares_memory(np.frombuffer(event.payload), wanted) == (size == wanted.size)
+        event.release()
+
+
+@both
+def test_an_application_that_refuses_a_payload_ends_that_connection(party: Party, how: str) -> None:
+    def destination(member: int, message: Any, num_bytes: int) -> memoryview | None:
+        if message == Number(value=1):
+            raise ProtocolError("payload_bytes", "no gradient has 5 bytes")
+        return memoryview(bytearray(8))
+
+    _, two = party.pair(how, first={"destination": destination})
+    two.send(1, Number(value=1), [b"12345"])
+    assert "no gradient has 5 bytes" in party.one(1, Lost).reason
+    assert "no gradient has 5 bytes" in party.one(2, Lost).reason
+
+
+def test_a_member_shares_memory_in_order_with_its_messages(party: Party) -> None:
+    one, two = party.pair("unix")
+    with Segment.create(8192, "a test") as segment:
+        for tag in (5, 6, 7):
+            assert two.share(1, segment, tag)
+            assert two.send(1, Number(value=tag))
+        party.until(lambda: len(party.events[1]) == 6)
+        for shared, received in zip(party.events[1][::2], party.events[1][1::2], strict=True):
+            assert isinstance(shared, Shared)
+            assert isinstance(received, Received)
+            assert received.message == Number(value=shared.tag)
+            shared.segment.memory()[shared.tag : shared.tag + 1] = b"x"
+            shared.segment.close()
+        assert bytes(segment.memory(5, 4)) == b"xxx\0"
+        two.share(1, segment)  # one that is never handed out is closed with the hub
+        party.until(lambda: two.sent(1))
+        one.flush(1.0)
+
+
+def test_memory_is_not_shared_over_tcp(party: Party) -> None:
+    _, two = party.pair("tcp")
+    with (
+        Segment.create(4096, "a test") as segment,
+        pytest.raises(UserError, match="TCP, which can not pass memory"),
+    ):
+        two.share(1, segment)
+
+
+def test_other_descriptors_wake_the_hub(party: Party) -> None:
+    hub = party.add(1)
+    reader, writer = os.pipe()
+    hub.register(reader)
+    assert hub.poll(0) == []
+    os.write(writer, b"x")
+    assert hub.poll(PATIENCE_S) == [Ready(reader)]
+    assert hub.poll(PATIENCE_S) == [Ready(reader)]  # until it is read
+    hub.unregister(reader)
+    assert hub.poll(0) == []
+    os.close(reader)
+    os.close(writer)
+
+
+def test_many_members_at_one_hub(party: Party) -> None:
+    server = party.add(1, settings=Settings(spin_s=spin_for(1)))
+    addresses = [server.listen("unix"), server.listen("tcp")]
+    for member in range(2, 22):
+        party.add(member).connect(1, addresses[member % 2])
+    party.until(lambda: len(server.members()) == 20)
+    for member in range(2, 22):
+        party.until(lambda member=member: party.hubs[member].members() == (1,))  # type: ignore[misc]
+        assert party.hubs[member].send(1, Number(value=member), [bytes([member]) * 10_000])
+    party.until(lambda: len(party.of(1, Received)) == 20)
+    assert {
+        (event.member, event.message.value, bytes(event.payload[:1])[0]) for event in party.of(1, Received)
+    } == {(member, member, member) for member in range(2, 22)}
+
+
+# ── a peer that reads nothing ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@both
+def test_what_waits_for_a_peer_that_reads_nothing_is_bounded(party: Party, how: str) -> None:
+    one, two = party.pair(how, second={"settings": Settings(queue_bytes=1 << 20, arena_bytes=0)})
+    content = bytes(100_000)
+    taken = 0
+    while two.send(1, Number(value=taken), [content]):
+        taken += 1
+        assert taken < 1000
+    assert not two.sent(1)
+    assert not two.flush(0.0)
+    assert not two.send(1, Number(value=-1), [content])  # nothing of it is taken
+    party.until(lambda: len(party.of(1, Received)) == taken)
+    assert [event.message.value for event in party.of(1, Received)] == [*range(taken)]
+    assert two.sent(1)
+    assert one.members() == (2,)
+
+
+@both
+def test_an_empty_queue_takes_a_message_of_any_size_and_two_may_flush_to_each_other(
+    party: Party, how: str
+) -> None:
+    small = Settings(queue_bytes=1000)
+    one, two = party.pair(how, first={"settings": small}, second={"settings": small})
+    content = np.random.default_rng(0).integers(0, 256, 16 << 20, np.uint8)
+    assert one.send(2, Number(value=1), [content, b""])
+    assert two.send(1, Number(value=2), [b"", content])
+    assert not two.send(1, Number(value=3), [content])
+
+    def flush_and_read(member: int) -> None:
+        assert party.hubs[member].flush(PATIENCE_S)
+        while not party.of(member, Received):
+            party.events[member] += party.hubs[member].poll(PATIENCE_S)
+
+    other = threading.Thread(target=flush_and_read, args=(1,))
+    other.start()
+    flush_and_read(2)
+    other.join(PATIENCE_S)
+    for member in (1, 2):
+        np.testing.assert_array_equal(np.frombuffer(party.one(member, Received).payload, np.uint8), content)
+
+
+def test_sending_to_nobody_takes_nothing(party: Party) -> None:
+    assert not party.add(1).send(9, Number(value=0))
+
+
+def test_a_message_over_the_limits_is_refused_at_the_sender(party: Party) -> None:
+    _, two = party.pair(
+        "unix", second={"settings": Settings(limits=Limits(body_bytes=100, payload_bytes=1000))}
+    )
+    with pytest.raises(UserError, match="exceeds the limits"):
+        two.send(1, Number(value=0), [bytes(1001)])
+    with pytest.raises(UserError, match="exceeds the limits"):
+        two.send(1, Text(text="x" * 100))
+    assert two.send(1, Number(value=0), [bytes(1000)])
+
+
+# ── who is let in ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@both
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [({"token": b"some other secret"}, "token"), ({"fingerprint": "another task"}, "fingerprint")],
+)
+def test_another_token_or_task_is_refused_by_name_on_both_sides(
+    party: Party, how: str, wrong: dict[str, Any], field: str
+) -> None:
+    one = party.add(1)
+    party.add(2, **wrong).connect(1, one.listen(how))
+    away, lost = party.one(1, TurnedAway), party.one(2, Lost)
+    assert repr(field) in away.reason
+    assert repr(field) in lost.reason
+    assert (lost.member, one.members(), party.hubs[2].members()) == (1, (), ())
+    party.hubs.pop(2)
+
+
+def test_another_release_is_refused_by_name(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = party.add(1), party.add(2)
+    two.connect(1, one.listen("unix"))
+    monkeypatch.setattr(handshake, "__version__", "0.0.1")  # for what is accepted from now on
+    assert "'package'" in party.one(1, TurnedAway).reason
+    assert "'0.0.1'" in party.one(2, Lost).reason
+
+
+def test_another_member_than_expected_is_refused(party: Party) -> None:
+    one, two = party.add(1), party.add(2)
+    two.connect(3, one.listen("unix"))
+    assert "1 answers where 3 is expected" in party.one(2, Lost).reason
+    assert "'member'" in party.one(1, TurnedAway).reason
+
+
+def test_the_token_never_travels(party: Party) -> None:
+    one = party.add(1)
+    shake = Handshake(Credentials(member=2, role="", token=b"x" * 16, fingerprint="task"), expected=1)
+    with dial(one.listen("unix")) as end:
+        end.sendall(control(shake.greeting()))
+        data = read_all(party, end)
+        assert TOKEN not in data
+        assert TOKEN.hex().encode() not in data
+        assert "token" not in repr(Credentials(member=2, role="", token=TOKEN, fingerprint="task"))
+
+
+def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
+    mine = Credentials(member=1, role="", token=TOKEN, fingerprint="task")
+    theirs = replace(mine, member=2)
+    client, server = Handshake(theirs, expected=1), Handshake(mine, expected=None)
+    proof = client.handle(server.handle(client.greeting()))
+    assert isinstance(proof, Proof)
+    again = Handshake(mine, expected=None)
+    answer = again.handle(client.greeting())
+    assert answer is not None
+    for used in (proof, Proof(proof=answer.proof, arena=False)):  # type: ignore[union-attr]
+        with pytest.raises(ProtocolError, match="token"):
+            again.handle(used)
+    assert again.peer is None
+    assert isinstance(server.handle(proof), Welcome)
+    assert server.peer is not None
+
+
+def test_nobody_there_is_told_as_lost(party: Party) -> None:
+    hub = party.add(1)
+    hub.connect(2, "unix:nobody-listens-at-this-name")
+    assert party.one(1, Lost).member == 2
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    hub.connect(3, f"tcp:127.0.0.1:{port}")
+    lost = party.one(1, Lost)
+    assert (lost.member, lost.in_peace) == (3, False)
+
+
+@pytest.mark.parametrize("address", ["tcp:0.0.0.0:0", "tcp:192.168.1.7:80", "tcp:8.8.8.8:53"])
+def test_addresses_off_loopback_are_refused_with_a_sentence(party: Party, address: str) -> None:
+    hub = party.add(1)
+    with pytest.raises(UserError, match="not on loopback"):
+        hub.listen(address)
+    with pytest.raises(UserError, match="not on loopback"):
+        hub.connect(2, address)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "http:x", "tcp:127.0.0.1", "tcp:127.0.0.1:99999", "tcp:example.org:80"]
+)
+def test_what_is_no_address_is_refused(party: Party, address: str) -> None:
+    with pytest.raises(UserError, match="must be unix:NAME or tcp"):
+        party.add(1).connect(2, address)
+
+
+def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party) -> None:
+    one, two = party.pair("unix")
+    with pytest.raises(UserError, match="member 1 is connected"):
+        two.connect(1, "unix:x")
+    address = one.listen("unix")
+    party.events[3] = []
+    mine = Credentials(member=2, role="again", token=TOKEN, fingerprint="task")
+    with Hub(mine, CODEC) as again:
+        again.connect(1, address)
+        party.hubs[3] = again
+        assert party.one(1, Lost).member == 2
+        assert party.one(1, Joined) == Joined(2, "again")
+        assert one.send(2, Number(value=1))
+        assert party.one(3, Received).message == Number(value=1)
+        assert party.one(2, Lost).member == 1
+        del party.hubs[3]
+
+
+# ── strangers, damage and silence ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def dial(address: str) -> socket.socket:
+    how, _, place = address.partition(":")
+    if how == "unix":
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(f"\0{place}")
+    else:
+        host, port = place.split(":")
+        end = socket.create_connection((host, int(port)))
+    return end
+
+
+def control(message: object) -> bytes:
+    kind, body = CONTROL.encode(message)
+    return encode_header(kind, 1, len(body), 0) + body
+
+
+def read_all(party: Party, end: socket.socket) -> bytes:
+    """What comes until something has come and nothing more is there."""
+    data = bytearray()
+
+    def some() -> bool:
+        try:
+            data.extend(end.recv(1 << 16, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass
+        return len(data) > HEADER_BYTES
+
+    party.until(some)
+    return bytes(data)
+
+
+def impostor(party: Party, address: str) -> socket.socket:
+    """A member 9 made of a bare socket, let in by hub 1, that beats no heart."""
+    shake = Handshake(Credentials(member=9, role="impostor", token=TOKEN, fingerprint="task"), expected=1)
+    end = dial(address)
+    end.sendall(control(shake.greeting()))
+    data = read_all(party, end)
+    answer = CONTROL.decode(2, data[HEADER_BYTES:])
+    proof = shake.handle(answer)
+    end.sendall(control(proof))
+    assert party.one(1, Joined).member == 9
+    return end
+
+
+GOOD = encode_header(1, 0, 8, 0) + bytes(8)
+
+
+@both
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (os.urandom(64), "magic"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "magic"),
+        (encode_header(1, 1, 1 << 20, 0), "body_bytes"),
+        (encode_header(1, 1, 0, 1), "payload_bytes"),
+        (encode_header(6, 1, 8, 0) + bytes(8), "out of turn"),
+        (control(Welcome()), "out of turn"),
+        (GOOD, "before the handshake"),
+    ],
+    ids=["garbage", "http", "oversize body", "payload", "heartbeat", "welcome", "message"],
+)
+def test_a_stranger_is_turned_away_and_the_hub_goes_on(
+    party: Party, how: str, data: bytes, reason: str
+) -> None:
+    one, two = party.pair(how)
+    with dial(one.listen(how)) as end:
+        end.sendall(data)
+        assert reason in party.one(1, TurnedAway).reason
+    assert two.send(1, Number(value=1))
+    assert party.one(1, Received).message == Number(value=1)
+
+
+@both
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (os.urandom(64), "magic"),
+        (encode_header(1, 0, 8, 1 << 40), "payload_bytes"),
+        (encode_header(1, 0, 1 << 30, 0), "body_bytes"),
+        (encode_header(7, 0, 0, 0), "no message of this protocol"),
+        (encode_header(2, 0, 2, 0) + b"{}", "Text"),
+        (encode_header(1, 0, 8, 100, 0) + bytes(8) + b"cut", "cut in the middle"),
+        (encode_header(1, 0, 8, 0)[:20], "cut in the middle"),
+        (encode_header(1, IN_ARENA, 8, 100, 64) + bytes(8), "no memory is shared"),
+        (encode_header(8, 1, 8, 0) + bytes(8), "none passed"),
+        (b"", "without a goodbye"),
+    ],
+    ids=[
+        "garbage",
+        "long payload",
+        "long body",
+        "kind",
+        "fields",
+        "cut payload",
+        "cut header",
+        "arena",
+        "share",
+        "end",
+    ],
+)
+def test_a_bad_member_is_lost_after_what_it_said_well_and_the_hub_goes_on(
+    party: Party, how: str, data: bytes, reason: str
+) -> None:
+    one, two = party.pair(how)
+    with impostor(party, one.listen(how)) as end:
+        end.sendall(GOOD + data)
+        end.shutdown(socket.SHUT_WR)
+        assert party.one(1, Received).message == Number(value=0)
+        lost = party.one(1, Lost)
+    assert lost.member == 9
+    assert reason in lost.reason
+    assert not lost.in_peace
+    assert one.members() == (2,)
+    assert two.send(1, Number(value=1))
+    assert party.one(1, Received).message == Number(value=1)
+
+
+def test_descriptors_that_nobody_announced_end_the_connection_and_are_closed(party: Party) -> None:
+    one = party.add(1)
+    with impostor(party, one.listen("unix")) as end, Segment.create(4096, "a test") as segment:
+        for _ in range(9):
+            socket.send_fds(end, [GOOD], [segment.descriptor])
+        assert "more descriptors" in party.one(1, Lost).reason
+
+
+def test_what_is_passed_must_be_memory(party: Party) -> None:
+    one = party.add(1)
+    with impostor(party, one.listen("unix")) as end:
+        socket.send_fds(end, [encode_header(8, 1, 8, 0) + bytes(8)], [end.fileno()])
+        assert "can not be mapped" in party.one(1, Lost).reason
+
+
+@both
+def test_a_silent_member_is_lost_at_the_limit(party: Party, how: str) -> None:
+    clock = Clock()
+    one = party.add(1, clock=clock)
+    with impostor(party, one.listen(how)) as end:
+        for _ in range(9):
+            clock.now_s += 0.5
+            assert one.poll(0) == []
+        end.sendall(GOOD)
+        assert party.one(1, Received).message == Number(value=0)
+        for _ in range(9):
+            clock.now_s += 0.5
+            assert one.poll(0) == []
+        clock.now_s += 0.5
+        (lost,) = one.poll(0)
+        assert isinstance(lost, Lost)
+        assert lost.reason == "nothing heard for 5 s, not even a heartbeat"
+
+
+def test_a_stranger_that_says_nothing_is_turned_away(party: Party) -> None:
+    clock = Clock()
+    one = party.add(1, clock=clock)
+    with dial(one.listen("tcp")):
+        for _ in range(10):
+            assert one.poll(0.001) == []
+            clock.now_s += 0.5
+        assert "did not say who it is" in party.one(1, TurnedAway).reason
+
+
+@both
+def test_a_member_that_computes_is_kept_alive_by_its_heart_and_shows_its_progress(
+    party: Party, how: str
+) -> None:
+    one, two = party.pair(how, first={"settings": FAST}, second={"settings": FAST})
+    two.mark(118)
+    del party.hubs[2]  # it computes: nobody polls it
+    until_s = time.monotonic() + 2 * FAST.silence.silence_s
+    party.until(lambda: time.monotonic() > until_s and one.progress(2) == 118)
+    assert party.events[1] == []
+    two.send(1, Number(value=1), [bytes(8 << 20)])  # what does not fit at once also leaves by itself
+    assert party.one(1, Received).message == Number(value=1)
+
+
+@both
+def test_leaving_is_told_as_peace(party: Party, how: str) -> None:
+    one, two = party.pair(how)
+    two.send(1, Number(value=1))
+    two.close()
+    two.close()
+    assert party.hubs.pop(2) is two
+    assert party.one(1, Received).message == Number(value=1)
+    assert party.one(1, Lost) == Lost(2, "it left in peace", in_peace=True)
+    assert not one.send(2, Number(value=1))
+
+
+@both
+def test_disconnecting_tells_the_other_why(party: Party, how: str) -> None:
+    one, _ = party.pair(how)
+    one.disconnect(2, "its slot belongs to member 7")
+    assert "its slot belongs to member 7" in party.one(2, Lost).reason
+    assert party.events[1] == []

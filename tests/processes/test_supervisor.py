@@ -1,0 +1,336 @@
+"""The supervisor with real processes: members come and go, each end is told, and nothing is left.
+
+Functions of this module go to the children by value, so that a child imports no test module.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+import pytest
+
+from kills import Run, await_that
+from manyhands.cluster.board import State
+from manyhands.cluster.context import RoleContext
+from manyhands.cluster.control import MAX_FRAME_BYTES, Unread
+from manyhands.cluster.supervisor import Ended, Event, Role, Said, Silent, Started, Supervisor
+from manyhands.errors import ManyhandsError, UserError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.timeout(90)
+
+E = TypeVar("E", Started, Said, Silent, Ended)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    before = set(os.listdir("/proc/self/fd"))
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert "manyhands:" not in Path("/proc/self/maps").read_text()
+
+
+class Heard:
+    """Everything a supervisor told, and a way to wait for one thing."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.events: list[Event] = []
+        self._supervisor = supervisor
+
+    def first(self, kind: type[E], member: int, where: Callable[[E], bool] = lambda _: True) -> E:
+        deadline = time.monotonic() + 60.0
+        seen = 0
+        while True:
+            for event in self.events[seen:]:
+                if isinstance(event, kind) and event.member == member and where(event):
+                    return event
+            seen = len(self.events)
+            assert time.monotonic() < deadline, f"no {kind.__name__} of {member}: {self.events}"
+            self.events += self._supervisor.poll(1.0)
+
+
+def echo(context: RoleContext) -> Mapping[str, Any]:
+    """Say back what is said until asked to stop, asleep in between."""
+    from manyhands.cluster.board import State
+
+    context.mark(3, State.COMPUTING)
+    answered = 0
+    while not context.stop_requested():
+        for payload in context.told():
+            answered += 1
+            context.send({"echo": payload})
+        select.select([context.control_fileno()], [], [], 10.0)
+    return {"rank": context.rank, "world": context.world, "answered": answered}
+
+
+def role(name: str, target: Callable[[RoleContext], Mapping[str, Any] | None] = echo, **options: Any) -> Role:
+    return Role(name=name, target=target, **options)
+
+
+def test_members_come_are_killed_are_replaced_and_leave(capfd: pytest.CaptureFixture[str]) -> None:
+    def talk(context: RoleContext) -> Mapping[str, Any]:
+        print(f"hello from {context.name}")
+        context.send({"said": "hello"})
+        return echo(context)
+
+    with Supervisor(num_members=3) as supervisor:
+        heard = Heard(supervisor)
+        numbers = [supervisor.start(role(f"server {index}", talk)) for index in range(3)]
+        assert numbers == [1, 2, 3]
+        pids = {number: heard.first(Started, number).pid for number in numbers}
+        for number in numbers:
+            heard.first(Said, number)
+        assert supervisor.line(2).pid == pids[2]
+
+        start = time.monotonic()
+        os.kill(pids[2], signal.SIGKILL)
+        ended = heard.first(Ended, 2)
+        assert time.monotonic() - start < 1.0
+        assert (ended.name, ended.status, ended.payload) == ("server 1", -signal.SIGKILL, None)
+        assert ended.failure is not None
+        assert f"server 1 (pid {pids[2]}) was killed by SIGKILL" in ended.failure.sentence
+        assert "last seen" in ended.failure.sentence
+        assert supervisor.members == (1, 3), "the end of one is no reason for another's"
+
+        assert supervisor.start(role("server 3", talk)) == 4
+        heard.first(Started, 4)
+        supervisor.kill(1)
+        failure = heard.first(Ended, 1).failure
+        assert failure is not None
+        assert "was killed by its launcher" in failure.sentence
+        for number in (3, 4):
+            supervisor.ask_to_stop(number)
+            assert heard.first(Ended, number).payload == {"rank": number, "world": 3, "answered": 0}
+        assert supervisor.members == ()
+        for late in (supervisor.ask_to_stop, supervisor.kill, lambda member: supervisor.tell(member, {})):
+            late(2)  # who is gone can not be reached, and that is no error
+            with pytest.raises(UserError, match="member=9 was never started"):
+                late(9)
+        with pytest.raises(UserError, match="member=2 is not among"):
+            supervisor.line(2)
+    assert sorted(capfd.readouterr().out.split()) == sorted(["hello", "from", "server"] * 4 + [*"0123"])
+
+
+def test_a_stopped_member_is_told_in_time_and_lives_on_when_it_wakes() -> None:
+    with Supervisor(num_members=2, silent_after_s=2.0) as supervisor:
+        heard = Heard(supervisor)
+        for number in (5, 9):
+            assert supervisor.start(role(f"worker {number}"), member=number) == number
+        assert supervisor.start(role("worker 10")) == 10
+        pid = heard.first(Started, 5).pid
+        supervisor.tell(5, {"are you": "at work"})
+        heard.first(Said, 5)
+        start = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        silent = heard.first(Silent, 5)
+        assert 1.2 < time.monotonic() - start < 2.0
+        assert "worker 5" in silent.seen
+        assert "last seen computing step 3" in silent.seen
+        supervisor.tell(5, {"are you": "there"})
+        os.kill(pid, signal.SIGCONT)
+        heard.first(Said, 5, lambda said: said.payload == {"echo": {"are you": "there"}})
+        assert not [event for event in heard.events if isinstance(event, Silent) and event.member != 5]
+        with pytest.raises(UserError, match="member=5 must be a number"):
+            supervisor.start(role("worker 5"), member=5)
+
+
+def test_much_is_told_to_one_who_does_not_read_without_waiting_and_arrives_in_order() -> None:
+    def slow(context: RoleContext) -> Mapping[str, Any]:
+        os.read(context.descriptor("gate"), 1)
+        told: list[int] = []
+        while not context.stop_requested() or len(told) < 40:
+            told += [payload["number"] for payload in context.told()]
+            select.select([context.control_fileno()], [], [], 0.05)
+        return {"told": told}
+
+    gate, opener = os.pipe()
+    with Supervisor(num_members=1, grace_s=30.0) as supervisor:
+        heard = Heard(supervisor)
+        member = supervisor.start(role("worker 0", slow, descriptors={"gate": gate}))
+        heard.first(Started, member)
+        start = time.monotonic()
+        for number in range(40):
+            supervisor.tell(member, {"number": number, "weight": "x" * 2**18})
+        assert time.monotonic() - start < 2.0
+        supervisor.ask_to_stop(member)
+        os.write(opener, b"!")
+        assert heard.first(Ended, member).payload == {"told": list(range(40))}
+
+        member = supervisor.start(role("worker 1", slow, descriptors={"gate": gate}))
+        supervisor.tell(member, {"weight": "x" * (MAX_FRAME_BYTES - 100)})
+        supervisor.tell(member, {"weight": "x" * 2**20})
+        with pytest.raises(Unread, match="worker 1 has left"):
+            supervisor.tell(member, {"one": "too many"})
+        supervisor.ask_to_stop(member)
+        supervisor.kill(member)
+        assert heard.first(Ended, member).status == -signal.SIGKILL
+    os.close(gate)
+    os.close(opener)
+
+
+def test_a_spare_becomes_the_next_fitting_role_at_once() -> None:
+    def look(context: RoleContext) -> Mapping[str, Any]:
+        loaded = "fractions" in sys.modules
+        os.pwrite(context.descriptor("shared"), str(context.rank).encode(), 0)
+        return {"loaded": loaded, "pid": os.getpid(), **echo(context)}
+
+    shared = os.memfd_create("manyhands:test", os.MFD_CLOEXEC)
+    options: dict[str, Any] = {"descriptors": {"shared": shared}}
+    with Supervisor(num_members=2) as supervisor:
+        heard = Heard(supervisor)
+        supervisor.prepare(1, modules=["fractions"])
+        supervisor.prepare(1, modules=["fractions"])  # there is one
+        other = supervisor.start(role("another environment", look, env={"OWN": "1"}, **options))
+        member = supervisor.start(role("worker 0", look, **options))
+        supervisor.tell(member, {"first": 1})
+        cold = supervisor.start(role("worker 1", look, **options))
+        loaded = []
+        for number in (other, member, cold):
+            heard.first(Started, number)
+            supervisor.ask_to_stop(number)
+            payload = heard.first(Ended, number).payload
+            assert payload is not None
+            assert payload["rank"] == number
+            loaded.append(payload["loaded"])
+        assert loaded == [False, True, False]
+        assert heard.first(Said, member).payload == {"echo": {"first": 1}}
+        assert os.pread(shared, 10, 0) in (b"1", b"2", b"3")
+    os.close(shared)
+
+
+def test_a_spare_that_is_killed_or_can_not_import_is_no_event_and_no_obstacle() -> None:
+    before = children_of(os.getpid())
+    with Supervisor(num_members=1) as supervisor:
+        heard = Heard(supervisor)
+        supervisor.prepare(1)
+        (spare,) = children_of(os.getpid()) - before
+        os.kill(spare, signal.SIGKILL)
+        os.waitid(
+            os.P_PID, spare, os.WEXITED | os.WNOWAIT
+        )  # it is dead, and the supervisor does not know yet
+        member = supervisor.start(role("worker 0"))
+        supervisor.prepare(1, modules=["there.is.no.such.module"])
+        heard.first(Started, member)
+        supervisor.prepare(1)  # leaving ends a spare that waits
+        assert heard.events == [heard.first(Started, member)]
+
+
+def test_lines_of_the_board_are_used_again_but_not_more_than_there_are() -> None:
+    def brief(context: RoleContext) -> None:
+        context.mark(context.rank, State.COMPUTING)
+
+    with Supervisor(num_members=1, capacity=2) as supervisor:
+        heard = Heard(supervisor)
+        stays = supervisor.start(role("worker 0"))
+        for _ in range(3):
+            assert heard.first(Ended, supervisor.start(role("brief", brief))).payload == {}
+        last = supervisor.start(role("worker 4"))
+        with pytest.raises(ManyhandsError, match="2 processes are there already"):
+            supervisor.start(role("one too many"))
+        heard.first(Started, last)
+        assert supervisor.line(stays).pid == heard.first(Started, stays).pid
+        assert supervisor.line(last).pid == heard.first(Started, last).pid
+
+
+def test_leaving_by_an_error_ends_everyone_and_one_who_does_not_stop_is_killed() -> None:
+    def stubborn(context: RoleContext) -> None:
+        context.send({"pid": os.getpid()})
+        time.sleep(600)
+
+    start = 0.0
+    with pytest.raises(KeyError, match="mine"), Supervisor(num_members=2, grace_s=0.5) as supervisor:  # noqa: PT012
+        heard = Heard(supervisor)
+        pid = heard.first(Said, supervisor.start(role("worker 0", stubborn))).payload["pid"]
+        supervisor.start(role("worker 1"))  # is starting when we leave
+        start = time.monotonic()
+        raise KeyError("mine")
+    assert 0.5 < time.monotonic() - start < 5.0
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(RuntimeError, match="as a context manager"):
+        supervisor.start(role("worker 2"))
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(UserError, match="num_members=0 must lie between 1 and capacity=1024"):
+        Supervisor(num_members=0)
+    with pytest.raises(UserError, match=r"silent_after_s=0\.1 must be at least 1"):
+        Supervisor(num_members=1, silent_after_s=0.1)
+
+
+def children_of(pid: int) -> set[int]:
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return {int(child) for children in threads for child in children.read_text().split()}
+
+
+SCRIPT = """
+import os, signal, sys, time
+from manyhands.cluster.signals import as_exception
+from manyhands.cluster.supervisor import *
+
+def job(context):
+    context.send({"at": "work"})
+    while not context.stop_requested():
+        time.sleep(0.005)
+    return {"left": "in peace"}
+
+with Supervisor(num_members=2, grace_s=20.0) as supervisor:
+    supervisor.prepare(1, env={"OWN": "1"}, modules=[])
+    for index in range(2):
+        supervisor.start(Role(name=f"worker {index}", target=job))
+    while supervisor.members:
+        for event in supervisor.poll(5.0):
+            print(event, flush=True)
+            if isinstance(event, Interrupted):
+                for member in supervisor.members:
+                    supervisor.ask_to_stop(member)
+if supervisor.stop_signal is not None:
+    raise as_exception(supervisor.stop_signal)
+"""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Run]:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    with Run.of([sys.executable, str(path)], tmp_path) as started:
+        await_that(lambda: started.text().count("work'}") == 2 or started.ended, "both work", 60.0)
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_an_interruption_is_an_event(number: signal.Signals, status: int, running: Run) -> None:
+    segments = running.segments()
+    running.parent.send_signal(number)
+    assert running.parent.wait(timeout=15.0) == status
+    running.check_nothing_is_left(segments)
+    assert f"Interrupted(signal=<Signals.{number.name}" in running.text()
+    assert running.text().count("payload={'left': 'in peace'}") == 2
+
+
+def test_the_launchers_death_ends_everyone(running: Run) -> None:
+    segments = running.segments()
+    stopped, *_ = running.roles()
+    os.kill(stopped, signal.SIGSTOP)
+    assert len(running.processes()) == 4
+    running.parent.kill()
+    running.parent.wait()
+    running.check_nothing_is_left(segments)
+
+
+def test_an_interruption_that_was_not_told_is_raised_on_leaving() -> None:
+    with pytest.raises(KeyboardInterrupt), Supervisor(num_members=1) as supervisor:  # noqa: PT012
+        supervisor.start(role("worker 0"))
+        os.kill(os.getpid(), signal.SIGINT)
+    assert supervisor.stop_signal is signal.SIGINT

@@ -1,0 +1,197 @@
+"""A parameter server whose roles are threads of the test: real servers, workers, hubs and memory, and no processes.
+
+The test is the launcher: it publishes views and hears what the roles say. Threads share the random generators, so a
+task's model must come with weights of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.cluster.board import Board
+from manyhands.cluster.context import RoleContext, RoleSpec
+from manyhands.cluster.control import Channel, Note, Stop
+from manyhands.cluster.job import pack
+from manyhands.computing import TrainingPlan
+from manyhands.memory.segment import Segment
+from manyhands.observe.ring import EventRing
+from manyhands.server.live.job import Job, view_payload
+from manyhands.server.live.server import serve
+from manyhands.server.live.server_tables import final_bytes, final_tables
+from manyhands.server.live.worker import work
+from manyhands.server.messages import ShardView, SlotView, View
+from manyhands.strategy import Ps, Strategy
+from manyhands.task import Task
+
+__all__ = ["ThreadedRun", "job_for"]
+
+_WITHIN_S = 60.0
+
+
+def job_for(task: Task, strategy: str, *, steps: int, workers: int, evaluate_every: int = 0) -> Job:
+    """What all roles of such a run are told."""
+    parsed = Strategy.parse(strategy)
+    assert isinstance(parsed, Ps)
+    return Job(
+        plan=TrainingPlan(
+            task=task, steps=steps, seed=0, evaluate_every=evaluate_every, checkpoint_every=0, device="cpu"
+        ),
+        strategy=parsed,
+        token="a token that only this test knows",
+        fingerprint="a task",
+        workers=workers,
+        timeout_s=_WITHIN_S,
+        threads=1,
+        run_path=None,
+        keep_checkpoints=1,
+        resume_version=None,
+    )
+
+
+class ThreadedRun:
+    """Servers are members 1 to S, workers follow; a context manager, which ends every thread on leaving."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.heard: list[tuple[int, Mapping[str, Any]]] = []
+        self.addresses: dict[int, str] = {}
+        self._servers = job.strategy.num_server_processes
+        self._stack = ExitStack()
+        self._channels: dict[int, Channel] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._failures: list[BaseException] = []
+        self.totals: dict[int, Mapping[str, Any]] = {}
+
+    def __enter__(self) -> ThreadedRun:
+        _, built, self._layout = self.job.build()
+        self._model = built.model
+        self._board = self._stack.enter_context(Board.create(16))
+        self._final = self._stack.enter_context(Segment.create(final_bytes(self._layout), "the end"))
+        try:
+            for member in range(1, self._servers + 1):
+                self._start(member, serve, {"final": self._final.descriptor})
+            self._await(lambda: len(self.addresses) == self._servers, "servers that listen")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            channel.post(Stop())
+        for thread in self._threads.values():
+            thread.join(_WITHIN_S)
+        self._stack.close()
+
+    def start_workers(self) -> None:
+        """One thread for each slot."""
+        for slot in range(self.job.workers):
+            ring = self._stack.enter_context(EventRing.create(role=slot, capacity=1 << 10))
+            buffers = os.memfd_create("buffers")
+            self._stack.callback(os.close, buffers)
+            files = {"events": os.dup(ring.descriptor), "buffers": buffers}
+            self._start(self._servers + 1 + slot, partial(work, slot=slot), files)
+
+    def publish(self, epoch: int, primaries: tuple[int, ...], backups: tuple[int, ...] = ()) -> None:
+        """Tell everybody who serves which shard."""
+        view = View(
+            epoch=epoch,
+            shards=tuple(
+                ShardView(shard=shard, epoch=epoch, primary=primary, backup=backups[shard] if backups else 0)
+                for shard, primary in enumerate(primaries)
+            ),
+            slots=tuple(
+                SlotView(slot=slot, member=self._servers + 1 + slot) for slot in range(self.job.workers)
+            ),
+        )
+        for channel in self._channels.values():
+            channel.post(Note(payload=view_payload(view, self.addresses)))
+
+    def said(self, key: str) -> list[Mapping[str, Any]]:
+        """What the roles said under this word so far."""
+        self._listen()
+        return [payload for _, payload in self.heard if key in payload]
+
+    def await_said(self, key: str, count: int) -> None:
+        """Wait until so many roles have said it."""
+        self._await(lambda: len(self.said(key)) >= count, f"{count} times {key!r}")
+
+    def finish(self) -> nn.Module:
+        """Wait for the workers, let the servers leave, and give the trained model."""
+        self.await_said("left", self.job.workers)
+        for member in range(1, self._servers + 1):
+            self._channels[member].post(Note(payload={"finish": True}))
+            self._threads[member].join(_WITHIN_S)
+        for member, channel in self._channels.items():
+            if member > self._servers:
+                channel.post(Stop())
+                self._threads[member].join(_WITHIN_S)
+        self._raise()
+        memory = self._final.tensor(0, final_bytes(self._layout), torch.uint8)
+        values = self._layout.views(memory[: self._layout.num_bytes]) | final_tables(self._layout, memory)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(values[name])
+        return self._model
+
+    def _start(self, member: int, target: Callable[[RoleContext], Any], files: Mapping[str, int]) -> None:
+        ours, theirs = socket.socketpair()
+        packed = pack(self.job)
+        self._stack.callback(os.close, packed)
+        for end in (ours, theirs):
+            self._stack.callback(end.close)
+        spec = RoleSpec(
+            name=f"member {member}",
+            rank=member,
+            world=16,
+            parent_pid=os.getpid(),
+            lifeline=-1,
+            board=-1,
+            line=member,
+            descriptors={"job": packed, **files},
+            path=(),
+            python_path=None,
+        )
+        context = RoleContext(spec, Channel(theirs, "the test"), self._board)
+        self._channels[member] = Channel(ours, f"member {member}")
+
+        def run() -> None:
+            try:
+                self.totals[member] = target(context)
+            except BaseException as error:
+                self._failures.append(error)
+
+        thread = self._threads[member] = threading.Thread(target=run, name=f"member {member}", daemon=True)
+        thread.start()
+
+    def _listen(self) -> None:
+        for member, channel in self._channels.items():
+            for message in channel.receive():
+                assert isinstance(message, Note)
+                self.heard.append((member, message.payload))
+                if "address" in message.payload:
+                    self.addresses[member] = message.payload["address"]
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _WITHIN_S
+        while True:
+            self._listen()
+            self._raise()
+            if condition():
+                return
+            assert time.monotonic() < deadline, f"no {what} within {_WITHIN_S:g} s"
+            time.sleep(0.002)
+
+    def _raise(self) -> None:
+        if self._failures:
+            raise self._failures[0]

@@ -1,0 +1,210 @@
+"""Messages as bytes: the layout against `struct` and `json`, every kind of field, and bytes that nobody should send."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.errors import UserError
+from manyhands.link.codec import Codec
+from manyhands.link.message import ProtocolError
+from manyhands.server import messages
+
+
+class Colour(IntEnum):
+    RED = 1
+    BLUE = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    x: int
+    colour: Colour
+    far: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    number: int
+    point: Point
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    name: str
+    points: tuple[Point, ...]
+    either: Point | Flat
+    maybe: tuple[int, ...] | None = None
+    share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picky:
+    even: int
+
+    def __post_init__(self) -> None:
+        if self.even % 2:
+            raise UserError(f"even={self.even}: must be even")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    pass
+
+
+OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing}
+ALL = dict(enumerate(get_args(messages.Message), 1))
+CODEC, SERVER = Codec(OWN), Codec(ALL)
+POINT = Point(x=-3, colour=Colour.BLUE, far=True)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if hint is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    if hint is float:
+        return st.floats(allow_nan=False)
+    if hint in (bool, str) or (isinstance(hint, type) and issubclass(hint, IntEnum)):
+        return (
+            st.text(max_size=8)
+            if hint is str
+            else st.sampled_from([*hint] if hint is not bool else [False, True])
+        )
+    if hint is NoneType:
+        return st.none()
+    if get_origin(hint) is tuple:
+        return st.lists(values_of(get_args(hint)[0]), max_size=3).map(tuple)
+    if get_origin(hint) is UnionType:
+        return st.one_of([values_of(arm) for arm in get_args(hint)])
+    hints = get_type_hints(hint)
+    return st.builds(hint, **{field.name: values_of(hints[field.name]) for field in fields(hint)})
+
+
+@pytest.mark.parametrize("kind", [*ALL], ids=lambda kind: ALL[kind].__name__)
+def test_every_message_of_the_server_comes_back_as_it_was(kind: int) -> None:
+    @given(values_of(ALL[kind]))
+    def check(message: object) -> None:
+        number, body = SERVER.encode(message)
+        assert number == kind
+        back = SERVER.decode(number, body)
+        assert back == message
+        assert repr(back) == repr(message)  # 1 == True == Colour.RED, but they are not the same
+
+    check()
+
+
+def test_a_message_of_numbers_is_one_struct_in_the_order_of_its_fields() -> None:
+    flat = Flat(number=2**62, point=POINT, weight=0.1)
+    assert CODEC.encode(flat) == (1, struct.pack("<qqqBd", 2**62, -3, 7, 1, 0.1))
+
+
+def test_any_other_message_is_a_json_list() -> None:
+    named = Named(name="ä", points=(POINT,), either=POINT, maybe=None)
+    kind, body = CODEC.encode(named)
+    assert (kind, json.loads(body)) == (2, ["ä", [[-3, 7, True]], ["Point", [-3, 7, True]], None, 0.5])
+    assert CODEC.decode(kind, body) == named
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "where"),
+    [
+        (9, b"", "kind"),
+        (0, b"", "kind"),
+        (1, b"", "Flat"),
+        (1, struct.pack("<qqqBd", 0, 0, 2, 1, 0.0), "Point.colour"),
+        (1, struct.pack("<qqqBd", 0, 0, 1, 2, 0.0), "Point.far"),
+        (1, struct.pack("<qqqBd", 0, 0, 1, 1, 0.0) + b"x", "Flat"),
+        (2, b"\xff\xfe", "Named"),
+        (2, b"[" * 100_000, "Named"),
+        (2, b"[" + b"1" * 100_000 + b"]", "Named"),
+        (2, b"{}", "Named"),
+        (2, b'["n",[],["Point",[1,1,true]],null]', "Named"),
+        (2, b'[3,[],["Point",[1,1,true]],null,0.5]', "Named.name"),
+        (2, b'["n",{},["Point",[1,1,true]],null,0.5]', "Named.points"),
+        (2, b'["n",[[1,1,1]],["Point",[1,1,true]],null,0.5]', "Named.points.far"),
+        (2, b'["n",[[true,1,true]],["Point",[1,1,true]],null,0.5]', "Named.points.x"),
+        (2, b'["n",[[9223372036854775808,1,true]],["Point",[1,1,true]],null,0.5]', "Named.points.x"),
+        (2, b'["n",[],["Other",[1,1,true]],null,0.5]', "Named.either"),
+        (2, b'["n",[],["Point",[1,2,true]],null,0.5]', "Named.either.Point.colour"),
+        (2, b'["n",[],[["Point"],[1,1,true]],null,0.5]', "Named.either"),
+        (2, b'["n",[],["Point",[1,1,true]],"x",0.5]', "Named.maybe"),
+        (2, b'["n",[],["Point",[1,1,true]],null,1]', "Named.share"),
+        (3, struct.pack("<q", 3), "Picky"),
+        (4, b"x", "Nothing"),
+    ],
+)
+def test_wrong_bytes_are_refused_with_the_name_of_the_field(kind: int, body: bytes, where: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        CODEC.decode(kind, body)
+    assert caught.value.field == where
+    assert len(str(caught.value)) < 300
+
+
+@given(st.integers(0, len(ALL) + 1), st.binary(max_size=200))
+def test_random_bytes_give_a_message_or_a_protocol_error(kind: int, body: bytes) -> None:
+    try:
+        message = SERVER.decode(kind, body)
+    except ProtocolError:
+        return
+    assert isinstance(message, ALL[kind])
+
+
+@given(st.data())
+def test_damaged_messages_give_a_message_or_a_protocol_error(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from([*ALL]))
+    body = bytearray(SERVER.encode(data.draw(values_of(ALL[kind])))[1])
+    if body and data.draw(st.booleans()):
+        bit = data.draw(st.integers(0, 8 * len(body) - 1))
+        body[bit // 8] ^= 1 << bit % 8
+    else:
+        del body[data.draw(st.integers(0, len(body))) :]
+    try:
+        message = SERVER.decode(kind, memoryview(body))
+    except ProtocolError:
+        return
+    assert SERVER.decode(*SERVER.encode(message)) == message or "nan" in repr(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsendable:
+    table: dict[str, int]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sentence"),
+    [
+        ({0: Flat}, "kind 0 of Flat: must be from 1"),
+        ({1 << 16: Flat}, "must be from 1 to 65535"),
+        ({1: Flat, 2: Flat}, "Flat has two kinds"),
+        ({1: int}, "int is no dataclass"),
+        ({1: Unsendable}, r"Unsendable\.table: dict\[str, int\] can not travel"),
+    ],
+)
+def test_a_protocol_that_can_not_be_is_refused_when_it_is_made(kinds: dict[int, type], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Codec(kinds)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Unsendable(table={}),
+        Flat(number=2**63, point=POINT, weight=0.0),
+        Flat(number=0, point=POINT, weight="much"),  # type: ignore[arg-type]
+        Named(name=b"bytes", points=(), either=POINT),  # type: ignore[arg-type]
+        Named(name="", points=[], either=POINT),  # type: ignore[arg-type]
+        Named(name="", points=(), either=Picky(even=2)),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_a_message_that_has_no_bytes_is_refused_when_it_is_sent(message: object) -> None:
+    with pytest.raises(UserError):
+        CODEC.encode(message)

@@ -1,0 +1,321 @@
+"""A shard's state machine: entries in, steps and rows out, the same on every replica."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.consistency.parse import parse_consistency
+from manyhands.errors import UserError
+from manyhands.server.actions import Apply, Drop, Log
+from manyhands.server.core import Held, Hold, ShardConfig, ShardCore
+from manyhands.server.log import LateRow, LostRow, Row, SkippedRow, StepRow
+from manyhands.server.messages import (
+    Assigned,
+    Chosen,
+    ChosenKept,
+    Entry,
+    Generation,
+    Lost,
+    Outcome,
+    Push,
+    SlotsChanged,
+    Update,
+    Work,
+    WorkKind,
+)
+from manyhands.server.steps import Change
+
+
+def core(consistency: str, *, shard: int = 0, shards: int = 1, slots: int = 3, steps: int = 100) -> ShardCore:
+    policy = parse_consistency(consistency)
+    return ShardCore(
+        ShardConfig(shard=shard, num_shards=shards, policy=policy, steps=steps, slots=tuple(range(slots)))
+    )
+
+
+def push(slot: int, clock: int, *, shard: int = 0, read: int = 0, parts: int = 1, skip: bool = False) -> Push:
+    return Push(
+        shard=shard,
+        slot=slot,
+        member=slot + 10,
+        clock=clock,
+        read_version=read,
+        batch=clock,
+        part=slot if parts > 1 else 0,
+        parts=parts,
+        weight=1 / parts,
+        skip=skip,
+    )
+
+
+def chosen(number: int, *updates: tuple[int, int], shard: int = 1, step: int = 0, kept: int = 0) -> Chosen:
+    return Chosen(
+        shard=shard,
+        term=0,
+        number=number,
+        kept=kept,
+        generations=(Generation(start=0, base=0, slots=(0, 1, 2)),),
+        step=step,
+        updates=tuple(Update(slot=slot, clock=clock) for slot, clock in updates),
+    )
+
+
+def steps_of(change: Change) -> list[list[tuple[int, int]]]:
+    return [
+        [(part.slot, part.clock) for part in action.contributions]
+        for action in change.actions
+        if isinstance(action, Apply)
+    ]
+
+
+def rows_of(change: Change) -> list[Row]:
+    return [action.row for action in change.actions if isinstance(action, Log)]
+
+
+def train(clock: int, batch: int, part: int = 0, parts: int = 1) -> Work:
+    return Work(kind=WorkKind.TRAIN, clock=clock, batch=batch, part=part, parts=parts)
+
+
+def test_sync_sums_in_slot_order_once_all_are_there() -> None:
+    shard = core("sync")
+    for slot in (2, 0):
+        change = shard.commit(push(slot, 0, parts=3))
+        assert (steps_of(change), change.outcome) == ([], Outcome.ACCEPTED)
+        assert shard.answer(slot, 1) == Held(Hold.OTHERS, 1)
+    change = shard.commit(push(1, 0, parts=3))
+    assert steps_of(change) == [[(0, 0), (1, 0), (2, 0)]]
+    assert (change.outcome, shard.version) == (Outcome.APPLIED, 1)
+    assert shard.answer(1, 1) == train(1, 1, part=1, parts=3)
+    assert shard.answer(1, 2) == Held(Hold.OWN, 2)
+
+
+def test_bounded_reads_wait_for_the_slowest() -> None:
+    shard = core("bounded:2")
+    for clock in range(3):
+        assert shard.answer(0, clock) == train(clock, clock * 3)
+        assert steps_of(shard.commit(push(0, clock))) == [[(0, clock)]]
+    assert shard.answer(0, 3) == Held(Hold.OTHERS, 3)
+    shard.commit(push(1, 0))
+    assert shard.answer(0, 3) == Held(Hold.OTHERS, 3)
+    shard.commit(push(2, 0))
+    assert shard.answer(0, 3) == train(3, 9)
+    assert shard.version == 5
+
+
+def test_async_gives_batches_out_in_the_order_of_asking_and_the_same_again() -> None:
+    shard = core("async", steps=3)
+    for slot, batch in ((2, 0), (0, 1)):
+        assert shard.answer(slot, 0) == Held(Hold.BATCH, 0)
+        shard.commit(Assigned(slot=slot, clock=0))
+        assert shard.answer(slot, 0) == train(0, batch)
+    shard.commit(Assigned(slot=2, clock=0))
+    shard.commit(push(2, 0))
+    assert shard.answer(2, 0) == train(0, 0), "a successor repeats what another shard may lack"
+    shard.commit(Assigned(slot=2, clock=1))
+    assert shard.answer(2, 1) == train(1, 2)
+    assert shard.answer(1, 0) == Work(kind=WorkKind.FINISHED)
+
+
+def test_softsync_takes_the_first_to_arrive_and_at_the_end_the_rest() -> None:
+    shard = core("softsync:1", slots=2, steps=3)
+    for slot, clock in ((1, 0), (0, 0), (1, 1)):
+        shard.commit(Assigned(slot=slot, clock=clock))
+    assert steps_of(shard.commit(push(1, 0))) == []
+    assert shard.answer(1, 1) == train(1, 2), "a reader does not wait for its group"
+    change = shard.commit(push(0, 0))
+    assert steps_of(change) == [[(1, 0), (0, 0)]]
+    factors = [
+        part.factor for action in change.actions if isinstance(action, Apply) for part in action.contributions
+    ]
+    assert factors == [0.5, 0.5]
+    assert steps_of(shard.commit(push(1, 1))) == [[(1, 1)]], "no more will come"
+
+
+def test_backup_workers_are_late_and_sent_ahead() -> None:
+    shard = core("sync:1", shards=2)
+    shard.commit(push(2, 0, parts=3))
+    change = shard.commit(push(0, 0, parts=3))
+    assert steps_of(change) == [[(0, 0), (2, 0)]]
+    assert [row for row in rows_of(change) if isinstance(row, LateRow)] == [
+        LateRow(shard=0, term=0, sequence=2, slot=1, clock=0)
+    ]
+    assert [(d.number, d.step, d.updates) for d in change.decisions] == [
+        (1, 0, (Update(slot=0, clock=0), Update(slot=2, clock=0)))
+    ]
+    assert shard.outcome_of(1, 0) is Outcome.LATE
+    assert shard.outcome_of(0, 0) is Outcome.DUPLICATE
+    assert shard.answer(1, 0) == train(1, 1, part=1, parts=3)
+    late = shard.commit(push(1, 0, parts=3))
+    assert (late.outcome, late.actions) == (Outcome.LATE, [Drop(shard=0, slot=1, clock=0)])
+
+
+def test_a_follower_takes_groups_in_the_order_chosen_and_waits_for_their_updates() -> None:
+    shard = core("softsync:1", shard=1, shards=2)
+    for slot in (0, 1, 2):
+        assert steps_of(shard.commit(push(slot, 0, shard=1))) == []
+    assert steps_of(shard.commit(chosen(1, (2, 0), (0, 1)))) == []
+    assert steps_of(shard.commit(chosen(2, (1, 0), (0, 0)))) == []
+    assert steps_of(shard.commit(chosen(2, (1, 0), (0, 0)))) == []
+    assert shard.kept_answer().number == 2
+    change = shard.commit(push(0, 1, shard=1))
+    assert steps_of(change) == [[(2, 0), (0, 1)], [(1, 0)]]
+    lost = [row for row in rows_of(change) if isinstance(row, LostRow)]
+    assert [(row.slot, row.first, row.until) for row in lost] == [(0, 0, 1)], "0 was chosen before 1 or never"
+
+
+def test_a_follower_that_lost_decisions_goes_on_from_where_the_lead_believes_it() -> None:
+    shard = core("sync:1", shard=1, shards=2)
+    shard.commit(push(0, 0, shard=1, parts=3))
+    change = shard.commit(chosen(8, (0, 7), (1, 7), step=7, kept=7))
+    assert shard.steps.step == 7
+    assert Drop(shard=1, slot=0, clock=0) in change.actions
+    assert all(isinstance(row, LostRow) for row in rows_of(change))
+    assert len(rows_of(change)) == 7 * 3
+    shard.commit(push(0, 7, shard=1, parts=3))
+    assert steps_of(shard.commit(push(1, 7, shard=1, parts=3))) == [[(0, 7), (1, 7)]]
+
+
+def test_a_push_without_gradient_has_its_place_in_a_step() -> None:
+    shard = core("sync", slots=2)
+    assert shard.commit(push(0, 0, parts=2, skip=True)).outcome is Outcome.SKIPPED
+    change = shard.commit(push(1, 0, parts=2))
+    assert steps_of(change) == [[(1, 0)]]
+    skipped, step = rows_of(change)
+    assert isinstance(skipped, SkippedRow)
+    assert isinstance(step, StepRow)
+    assert (skipped.slot, skipped.clock, step.updates[0].factor) == (0, 0, 2.0)
+    nothing = core("async")
+    change = nothing.commit(push(0, 0, skip=True))
+    assert (steps_of(change), nothing.version, nothing.next_clock(0)) == ([], 0, 1)
+
+
+def test_what_was_lost_is_not_waited_for() -> None:
+    shard = core("sync", slots=2)
+    shard.commit(Lost(slot=0, until=2))
+    change = shard.commit(push(1, 0, parts=2))
+    assert steps_of(change) == [[(1, 0)]]
+    assert [(row.slot, row.first) for row in rows_of(change) if isinstance(row, LostRow)] == [(0, 0)]
+    change = shard.commit(Lost(slot=1, until=2))
+    assert [(row.slot, row.first) for row in rows_of(change) if isinstance(row, LostRow)] == [(0, 1), (1, 1)]
+    assert (shard.steps.step, shard.version) == (2, 1)
+    free = core("bounded:1", slots=2)
+    assert rows_of(free.commit(Lost(slot=0, until=3))) == [
+        LostRow(shard=0, term=0, sequence=1, slot=0, first=0, until=3)
+    ]
+
+
+def test_slots_change_at_a_clock_that_nobody_has_begun() -> None:
+    shard = core("bounded:1", shards=2, slots=2)
+    shard.commit(push(0, 0))
+    change = shard.commit(SlotsChanged(slots=(0, 2)))
+    assert shard.table.generations[-1] == Generation(start=2, base=4, slots=(0, 2))
+    assert [decision.updates for decision in change.decisions] == [None]
+    assert shard.next_clock(2) == 2
+    shard.commit(push(1, 0))
+    shard.commit(push(0, 1))
+    shard.commit(push(1, 1))
+    assert shard.answer(1, 2) == Work(kind=WorkKind.RETIRED)
+    assert shard.answer(0, 2) == Held(Hold.TABLE, 2), "another shard might not know yet"
+    told = shard.messages_to(1, change.decisions)[0]
+    shard.commit(
+        ChosenKept(shard=1, term=0, number=1, generations=told.generations, top_clock=2, top_batch=4)
+    )
+    assert shard.answer(0, 2) == train(2, 4)
+    assert shard.answer(2, 2) == train(2, 5)
+    shard.commit(push(0, 2))
+    shard.commit(push(0, 3))
+    assert shard.answer(0, 4) == Held(Hold.OTHERS, 4), "now the new slot is waited for"
+
+
+def test_a_follower_learns_the_slots_from_the_lead() -> None:
+    shard = core("sync", shard=1, shards=2, slots=2)
+    table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=2, base=2, slots=(0,)))
+    told = Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0)
+    assert not shard.is_old(told)
+    shard.commit(told)
+    assert shard.is_old(told)
+    for clock in (0, 1):
+        shard.commit(push(0, clock, shard=1, parts=2))
+        assert steps_of(shard.commit(push(1, clock, shard=1, parts=2))) == [[(0, clock), (1, clock)]]
+    assert steps_of(shard.commit(push(0, 2, shard=1))) == [[(0, 2)]]
+
+
+def test_the_end_of_a_run_is_told_at_every_consistency() -> None:
+    finished = Work(kind=WorkKind.FINISHED)
+    bounded = core("bounded:1", slots=2, steps=3)
+    bounded.commit(push(0, 0))
+    bounded.commit(push(1, 0))
+    assert bounded.answer(1, 1) == finished
+    assert bounded.answer(0, 1) == train(1, 2)
+    sync = core("sync", slots=1, steps=1)
+    sync.commit(push(0, 0))
+    assert sync.answer(0, 1) == finished
+    assert core("async", steps=0).answer(0, 0) == finished
+
+
+def test_a_restored_lead_waits_for_the_others_and_believes_them() -> None:
+    lead = core("bounded:1", shards=3, slots=2)
+    lead.restore(term=5)
+    assert (lead.term, lead.awaiting) == (5, {1, 2})
+    assert lead.greetings_to(1)[0].generations == ()
+    table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=4, base=8, slots=(0, 1, 2)))
+    for shard in (1, 2):
+        lead.commit(ChosenKept(shard=shard, term=5, number=0, generations=table, top_clock=9, top_batch=20))
+    assert not lead.awaiting
+    assert tuple(lead.table.generations) == table
+    lead.commit(SlotsChanged(slots=(0, 1)))
+    assert lead.table.generations[-1].start == 10
+
+
+def test_a_removed_slot_does_not_come_back() -> None:
+    shard = core("sync")
+    shard.commit(SlotsChanged(slots=(0, 1)))
+    with pytest.raises(ValueError, match=r"slots \[2\] were removed"):
+        shard.commit(SlotsChanged(slots=(0, 1, 2)))
+
+
+def test_a_config_is_checked() -> None:
+    policy = parse_consistency("sync")
+    for shard, steps, slots in ((2, 1, (0,)), (0, -1, (0,)), (0, 1, ()), (0, 1, (0, 0)), (0, 1, (-1,))):
+        with pytest.raises(UserError):
+            ShardConfig(shard=shard, num_shards=2, policy=policy, steps=steps, slots=slots)
+
+
+CONSISTENCIES = ["sync", "sync:1", "bounded:1", "async", "softsync:1", "aware:softsync:2"]
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_a_copy_made_at_any_moment_goes_the_same_way(consistency: str, data: st.DataObject) -> None:
+    original = core(consistency, steps=30)
+    copy: ShardCore | None = None
+    for _ in range(data.draw(st.integers(1, 25))):
+        slot = data.draw(st.integers(0, 2))
+        record = original.table.records[slot]
+        entry: Entry = data.draw(
+            st.sampled_from(
+                [
+                    push(
+                        slot,
+                        record.next_clock,
+                        read=original.version,
+                        parts=3 if consistency[:4] == "sync" else 1,
+                    ),
+                    push(slot, record.next_clock, skip=True),
+                    Lost(slot=slot, until=record.next_clock + 2),
+                    Assigned(slot=slot, clock=record.next_clock),
+                    SlotsChanged(slots=tuple(s for s in original.table.active if s != slot) or (slot,)),
+                ]
+            )
+        )
+        if copy is None and data.draw(st.booleans()):
+            copy = ShardCore.from_state(original.config, json.loads(json.dumps(original.state())))
+        change = original.commit(entry)
+        if copy is not None:
+            assert copy.commit(entry) == change
+            assert copy.state() == original.state()

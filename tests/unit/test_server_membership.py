@@ -1,0 +1,306 @@
+"""Who serves and who works, decided without a process: events in, actions out."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.server.changes import (
+    AddSlot,
+    Assign,
+    Died,
+    Fail,
+    Finished,
+    Joined,
+    Kill,
+    Lost,
+    MembershipAction,
+    MembershipEvent,
+    Over,
+    Progressed,
+    Publish,
+    Recovered,
+    Rejoin,
+    RemoveSlot,
+    Silent,
+    StartServer,
+    StartWorker,
+)
+from manyhands.server.client import Reason
+from manyhands.server.membership import MAX_DEATHS, Membership, MembershipPlan
+from manyhands.server.messages import Installed, View
+
+
+class Play:
+    """A membership whose launcher starts whatever it is asked for, at once, unless told to hold back."""
+
+    def __init__(self, shards: int = 2, workers: int = 2, replicas: int = 1, *, restore: bool = True) -> None:
+        plan = MembershipPlan(num_shards=shards, num_workers=workers, replicas=replicas, can_restore=restore)
+        self.core = Membership(plan)
+        self.hold = False
+        self.starting: list[int] = []
+        self.view = self.core.view
+        self.seen: list[MembershipAction] = []
+        self._obey(self.core.begin())
+
+    def do(self, event: MembershipEvent) -> list[MembershipAction]:
+        """Every action that `event` leads to."""
+        self.seen = []
+        self._obey(self.core.handle(event))
+        return self.seen
+
+    def install(self) -> list[MembershipAction]:
+        """Every backup gets its copy, every primary its snapshot."""
+        seen: list[MembershipAction] = []
+        for shard in self.view.shards:
+            for member in (shard.primary, shard.backup):
+                seen += self.do(Installed(shard=shard.shard, epoch=shard.epoch, member=member))
+        return seen
+
+    def join(self) -> list[MembershipAction]:
+        """Everybody who was held back joins."""
+        self.hold, held, self.starting = False, self.starting, []
+        return [action for member in held for action in self.do(Joined(member=member))]
+
+    def holder(self, slot: int) -> int:
+        return next(place.member for place in self.view.slots if place.slot == slot)
+
+    def _obey(self, actions: list[MembershipAction]) -> None:
+        for action in actions:
+            self.seen.append(action)
+            match action:
+                case Publish(view=view):
+                    assert view.epoch > self.view.epoch
+                    self.view = view
+                case StartServer(member=member) | StartWorker(member=member):
+                    if self.hold:
+                        self.starting.append(member)
+                    else:
+                        self._obey(self.core.handle(Joined(member=member)))
+
+
+def kinds(actions: list[MembershipAction]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def places(view: View) -> list[tuple[int, int]]:
+    return [(shard.primary, shard.backup) for shard in view.shards]
+
+
+def test_one_view_once_everybody_is_there() -> None:
+    play = Play(shards=3, workers=2)
+    assert places(play.view) == [(1, 2), (2, 3), (3, 1)]
+    assert [(place.slot, place.member) for place in play.view.slots] == [(0, 4), (1, 5)]
+    assert kinds(play.seen).count("Publish") == 1
+    assert play.view.epoch == 1
+    assert places(Play(shards=1, replicas=0).view) == [(1, 0)]
+    assert places(Play(shards=1, replicas=1).view) == [(1, 2)]
+
+
+def test_a_dead_primary_is_followed_by_its_backup_and_a_new_server_takes_the_copies() -> None:
+    play = Play(shards=3)
+    play.install()
+    play.hold = True
+    seen = play.do(Died(member=2))
+    assert kinds(seen) == ["Publish", "StartServer"]
+    assert places(play.view) == [(1, 0), (3, 0), (3, 1)]
+    assert [shard.epoch for shard in play.view.shards] == [2, 2, 1]
+    seen = play.join()
+    new = seen[0]
+    assert kinds(seen) == ["Publish"]
+    assert isinstance(new, Publish)
+    assert places(play.view) == [(1, 6), (3, 6), (3, 1)]
+    assert play.do(Installed(shard=0, epoch=3, member=6)) == []
+    assert play.do(Installed(shard=1, epoch=2, member=6)) == [], "a copy of an older epoch"
+    assert play.do(Installed(shard=1, epoch=3, member=6)) == [Recovered(what="every shard", member=6)]
+
+
+def test_a_silent_server_is_killed_before_its_shard_moves() -> None:
+    play = Play()
+    play.install()
+    before = play.view
+    assert play.do(Silent(member=1)) == [Kill(member=1)]
+    assert play.view == before
+    play.do(Died(member=1))
+    assert play.view.shards[0].primary == 2
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_without_a_whole_copy_a_snapshot_is_restored_or_the_run_fails(replicas: int) -> None:
+    """With replicas: the backups have not been installed yet when the primary dies."""
+    play = Play(shards=2, replicas=replicas)
+    play.hold = True
+    play.do(Died(member=1))
+    assert play.view.shards[0].primary == 0
+    seen = play.join()
+    assert kinds(seen) == ["Lost", "Publish"]
+    assert seen[0] == Lost(shard=0, member=5)
+    assert play.view.shards[0].primary == 5
+    assert all(shard.primary != shard.backup for shard in play.view.shards)
+    assert play.install()[-1] == Recovered(what="every shard", member=play.view.shards[1].backup or 5)
+
+    play = Play(shards=2, replicas=replicas, restore=False)
+    (fail,) = play.do(Died(member=1))
+    assert isinstance(fail, Fail)
+    assert "shard 0" in fail.sentence
+    assert play.do(Died(member=2)) == [], "it is over"
+
+
+def test_the_death_of_a_server_that_serves_nothing_is_made_good_too() -> None:
+    play = Play(shards=1, replicas=1)
+    play.install()
+    play.hold = True
+    play.do(Died(member=1))  # 2 serves now
+    play.do(Died(member=play.starting.pop()))  # the successor dies before it joins
+    assert play.join()[0] == Publish(view=play.view)
+    assert kinds(play.install()) == ["Recovered"]
+
+
+def test_a_dead_workers_slot_is_taken_by_a_new_process() -> None:
+    play = Play(workers=3)
+    play.hold = True
+    holder = play.holder(1)
+    seen = play.do(Died(member=holder))
+    assert kinds(seen) == ["Publish", "StartWorker"]
+    assert play.holder(1) == 0
+    successor = play.starting[0]
+    seen = play.join()
+    assert seen[0] == Assign(member=successor, as_member=successor, slot=1)
+    assert seen[-1] == Recovered(what="slot 1", member=successor)
+    assert play.holder(1) == successor > holder
+
+
+def test_a_paused_worker_that_wakes_takes_the_slot_whose_successor_is_not_there_yet() -> None:
+    play = Play(workers=2)
+    play.hold = True
+    zombie = play.holder(0)
+    assert kinds(play.do(Silent(member=zombie))) == ["Publish", "StartWorker"], "it is not killed"
+    assert play.do(Silent(member=zombie)) == []
+    seen = play.do(Rejoin(member=zombie))
+    assert isinstance(seen[0], Assign)
+    assert seen[0].member == zombie
+    assert seen[0].slot == 0
+    assert seen[0].as_member == play.holder(0) > play.starting[0]
+    assert seen[-1] == Recovered(what="slot 0", member=seen[0].as_member)
+    assert play.join() == [], "the successor stands by"
+    seen = play.do(Died(member=play.holder(1)))
+    assert kinds(seen) == ["Publish", "Assign", "Publish", "Recovered"], "and is used at once"
+    assert play.holder(1) > play.holder(0)
+    assert play.do(Died(member=zombie)) == [], "that number is nobody's"
+
+
+def test_a_paused_worker_that_wakes_too_late_stands_by() -> None:
+    play = Play(workers=2)
+    zombie = play.holder(0)
+    play.do(Silent(member=zombie))
+    assert play.do(Rejoin(member=zombie)) == []
+    play.hold = True
+    assert kinds(play.do(Died(member=play.holder(1)))) == ["Publish", "Assign", "Publish", "Recovered"]
+    assert play.starting == []
+
+
+def test_a_process_that_comes_back_to_a_slot_with_a_higher_number_gets_one_too() -> None:
+    play = Play(workers=2)
+    play.hold = True
+    zombie = play.holder(0)
+    play.do(Silent(member=zombie))
+    play.do(Rejoin(member=zombie))
+    play.do(Died(member=play.holder(0)))  # the zombie, under its new number; a second successor is started
+    first, second = play.starting
+    seen = play.do(Joined(member=first))
+    assert seen[0] == Assign(member=first, as_member=play.holder(0), slot=0)
+    assert play.holder(0) > second
+    assert play.do(Joined(member=second)) == []
+
+
+def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> None:
+    play = Play(workers=2)
+    play.hold = True
+    assert kinds(play.do(AddSlot())) == ["StartWorker"]
+    assert [place.slot for place in play.view.slots] == [0, 1]
+    assert kinds(play.join()) == ["Assign", "Publish"]
+    assert [place.slot for place in play.view.slots] == [0, 1, 2]
+    retiring = play.holder(1)
+    assert kinds(play.do(RemoveSlot(slot=1))) == ["Publish"]
+    assert [place.slot for place in play.view.slots] == [0, 2]
+    seen = play.do(Died(member=retiring))
+    assert kinds(seen) == ["Publish", "StartWorker", "Assign", "Publish", "Recovered"], (
+        "somebody must do what slot 1 owes"
+    )
+    worker = seen[1]
+    assert isinstance(worker, StartWorker)
+    for member in (play.holder(0), play.holder(2)):
+        assert play.do(Finished(member=member, reason=Reason.FINISHED)) == []
+    assert play.do(Finished(member=worker.member, reason=Reason.RETIRED)) == [Over()]
+    with pytest.raises(UserError, match="slot=1"):
+        Play(workers=1).do(RemoveSlot(slot=1))
+    with pytest.raises(UserError, match="last active slot"):
+        Play(workers=1).do(RemoveSlot(slot=0))
+
+
+def test_an_added_slot_that_is_removed_before_its_worker_came_was_never_there() -> None:
+    play = Play(workers=1)
+    play.hold = True
+    play.do(AddSlot())
+    assert play.do(RemoveSlot(slot=1)) == []
+    assert play.join() == []
+    assert [place.slot for place in play.view.slots] == [0]
+    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over()]
+
+
+def test_the_run_is_over_when_every_slot_has_finished() -> None:
+    play = Play(workers=2)
+    first, second = play.holder(0), play.holder(1)
+    assert play.do(Finished(member=first, reason=Reason.FINISHED)) == []
+    assert play.do(Died(member=first)) == [], "it was done"
+    assert play.do(Finished(member=second, reason=Reason.FINISHED)) == [Over()]
+    assert play.do(Died(member=1)) == []
+
+
+def test_a_slot_that_gets_nowhere_ends_the_run() -> None:
+    play = Play(workers=2)
+    for _ in range(MAX_DEATHS - 1):
+        play.do(Died(member=play.holder(1)))
+    play.do(Progressed(member=play.holder(1), clock=3))
+    for _ in range(MAX_DEATHS - 1):
+        play.do(Progressed(member=play.holder(1), clock=3))
+        assert "Fail" not in kinds(play.do(Died(member=play.holder(1))))
+    (fail,) = play.do(Died(member=play.holder(1)))
+    assert isinstance(fail, Fail)
+    assert "slot 1" in fail.sentence
+    assert "clock 3" in fail.sentence
+
+
+def test_servers_that_keep_dying_end_the_run() -> None:
+    play = Play(shards=2)
+    deaths = 0
+    while "Fail" not in kinds(play.do(Died(member=play.view.shards[0].primary))):
+        deaths += 1
+        assert deaths < 100
+    assert deaths == 2 * MAX_DEATHS - 1
+
+
+def test_who_can_not_be_used_while_silent_is_killed() -> None:
+    play = Play(workers=2)
+    play.hold = True
+    zombie = play.holder(0)
+    play.do(Silent(member=zombie))
+    successor = play.starting[0]
+    assert play.do(Silent(member=successor)) == [Kill(member=successor)]
+    play.join()
+    play.do(Rejoin(member=zombie))
+    assert play.do(Silent(member=zombie)) == [Kill(member=zombie)], "it stood by"
+    assert play.do(Died(member=zombie)) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"num_shards": 0, "num_workers": 1}, "num_shards=0"),
+        ({"num_shards": 1, "num_workers": 0}, "num_workers=0"),
+        ({"num_shards": 1, "num_workers": 1, "replicas": 2}, "replicas=2"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(plan: dict[str, int], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        MembershipPlan(**plan)

@@ -1,0 +1,392 @@
+"""A server's part in a shard: replication, fencing, held reads, takeover, restore; message by message."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from manyhands.consistency.parse import parse_consistency
+from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
+from manyhands.server.log import LateRow, LostRow, RestoredRow
+from manyhands.server.messages import (
+    LAUNCHER,
+    Ack,
+    Chosen,
+    ChosenKept,
+    Fenced,
+    Forward,
+    Forwarded,
+    Hello,
+    Install,
+    Installed,
+    Message,
+    NotPrimary,
+    Outcome,
+    Parameters,
+    Push,
+    Read,
+    ShardView,
+    SlotView,
+    Update,
+    View,
+    Welcome,
+    WorkKind,
+    Yield,
+)
+from manyhands.server.replica import Role, ShardReplica
+from manyhands.server.server import ServerCore
+from manyhands.server.steps import ShardConfig
+
+FIRST, SECOND, THIRD = 1, 2, 3  # servers
+WORKER = 10  # the member in slot 0; slot 1 has the next number
+
+
+def config(consistency: str = "async", *, shards: int = 1, slots: int = 2, steps: int = 100) -> ShardConfig:
+    policy = parse_consistency(consistency)
+    return ShardConfig(shard=0, num_shards=shards, policy=policy, steps=steps, slots=tuple(range(slots)))
+
+
+def view(
+    epoch: int,
+    *places: tuple[int, int],
+    members: tuple[int, ...] = (WORKER, WORKER + 1),
+    epochs: tuple[int, ...] = (),
+    gone: tuple[Update, ...] = (),
+) -> View:
+    """The view in which shard j is served by `places[j]`, primary and backup."""
+    numbers = epochs or (epoch,) * len(places)
+    return View(
+        epoch=epoch,
+        shards=tuple(
+            ShardView(shard=shard, epoch=number, primary=primary, backup=backup)
+            for shard, (number, (primary, backup)) in enumerate(zip(numbers, places, strict=True))
+        ),
+        slots=tuple(SlotView(slot=slot, member=member) for slot, member in enumerate(members)),
+        gone=gone,
+    )
+
+
+def push(slot: int, clock: int, *, shard: int = 0, member: int = 0, parts: int = 1) -> Push:
+    return Push(
+        shard=shard,
+        slot=slot,
+        member=member or WORKER + slot,
+        clock=clock,
+        read_version=0,
+        batch=0,
+        part=0,
+        parts=parts,
+        weight=1 / parts,
+    )
+
+
+def read(slot: int, clock: int, *, shard: int = 0, member: int = 0) -> Read:
+    return Read(shard=shard, slot=slot, member=member or WORKER + slot, clock=clock)
+
+
+def hello(slot: int, settled: int = 0, *, shard: int = 0, member: int = 0) -> Hello:
+    return Hello(shard=shard, slot=slot, member=member or WORKER + slot, settled=settled)
+
+
+def sent(actions: list[Action]) -> list[tuple[int, Message]]:
+    return [(action.to, action.message) for action in actions if isinstance(action, Send)]
+
+
+def said(actions: list[Action]) -> list[Message]:
+    return [message for _, message in sent(actions)]
+
+
+def primary(consistency: str = "async", *, backup: int = 0, steps: int = 100) -> ShardReplica:
+    replica = ShardReplica(config(consistency, steps=steps), FIRST)
+    replica.view(view(1, (FIRST, backup)))
+    return replica
+
+
+def pair(consistency: str = "async") -> tuple[ShardReplica, ShardReplica]:
+    """A primary and its installed backup."""
+    first = ShardReplica(config(consistency), FIRST)
+    second = ShardReplica(config(consistency), SECOND)
+    [(to, install)] = sent(first.view(view(1, (FIRST, SECOND))))
+    assert to == SECOND
+    actions = second.handle(install, FIRST)
+    assert actions[0] == Load(shard=0)
+    assert (LAUNCHER, Installed(shard=0, epoch=1, member=SECOND)) in sent(actions)
+    for to, message in sent(actions):
+        if to == FIRST:
+            assert first.handle(message, SECOND) == []
+    return first, second
+
+
+def test_without_backup_a_push_is_applied_and_acknowledged_at_once() -> None:
+    shard = primary()
+    actions = shard.handle(push(0, 0), WORKER)
+    assert actions[0] == Keep(shard=0, slot=0, clock=0, copy=False)
+    assert [type(action) for action in actions[1:]] == [Apply, Log, Send]
+    assert sent(actions) == [(WORKER, Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED))]
+
+
+def test_a_push_sent_again_is_acknowledged_and_not_applied() -> None:
+    shard = primary()
+    shard.handle(push(0, 0), WORKER)
+    actions = shard.handle(push(0, 0), WORKER)
+    assert actions == [Send(to=WORKER, message=Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE))]
+    assert shard.core.version == 1
+
+
+def test_nothing_is_told_before_the_backup_has_it() -> None:
+    first, second = pair()
+    actions = first.handle(push(0, 0), WORKER)
+    assert not any(isinstance(action, Apply) for action in actions)
+    [(to, forward)] = sent(actions)
+    assert (to, forward) == (SECOND, Forward(shard=0, epoch=1, sequence=1, entry=push(0, 0)))
+    assert first.handle(push(0, 0), WORKER) == [], "in flight: neither twice in the log nor acknowledged yet"
+    assert first.handle(read(0, 1), WORKER) == []
+
+    actions = second.handle(forward, FIRST)
+    assert [type(action) for action in actions] == [Keep, Apply, Log, Send]
+    [(to, forwarded)] = sent(actions)
+    assert (to, forwarded) == (FIRST, Forwarded(shard=0, epoch=1, sequence=1))
+    assert sent(second.handle(forward, FIRST)) == [(FIRST, forwarded)], "again: answered, not applied"
+
+    told = said(first.handle(forwarded, SECOND))
+    assert told[0] == Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)
+    assert isinstance(told[1], Forward), "the batch of the next read is given out by the log, too"
+    assert first.core.state() == second.core.state()
+
+
+def test_the_backup_takes_over_with_everything_that_was_acknowledged() -> None:
+    first, second = pair()
+    [(_, forward)] = sent(first.handle(push(0, 0), WORKER))
+    second.handle(forward, FIRST)
+    assert said(second.handle(push(1, 0), WORKER + 1)) == [NotPrimary(shard=0, epoch=1)]
+    second.view(view(2, (SECOND, 0)))
+    assert second.role is Role.PRIMARY
+    assert said(second.handle(hello(0), WORKER)) == [Welcome(shard=0, slot=0, next_clock=1, version=1)]
+    assert said(second.handle(push(0, 0), WORKER)) == [
+        Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE)
+    ]
+    [answer] = said(second.handle(read(0, 1), WORKER))
+    assert isinstance(answer, Parameters)
+    assert (answer.version, answer.work.kind) == (1, WorkKind.TRAIN)
+
+
+def test_a_dead_backup_is_not_waited_for() -> None:
+    first, _ = pair()
+    first.handle(push(0, 0), WORKER)
+    actions = first.view(view(2, (FIRST, 0)))
+    assert said(actions) == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)]
+
+
+def test_a_new_backup_is_given_a_copy_and_waited_for() -> None:
+    shard = primary()
+    shard.handle(push(0, 0), WORKER)
+    [(to, install)] = sent(shard.view(view(2, (FIRST, THIRD))))
+    assert to == THIRD
+    assert isinstance(install, Install)
+    assert install.sequence == 1
+    assert [type(message) for message in said(shard.handle(push(1, 0), WORKER + 1))] == [Forward]
+    assert said(shard.handle(Forwarded(shard=0, epoch=1, sequence=9), THIRD)) == [], "of another epoch"
+    third = ShardReplica(config(), THIRD)
+    third.handle(install, FIRST)
+    assert json.loads(json.dumps(third.core.state())) == json.loads(install.state)
+
+
+def test_of_two_that_claim_a_shard_the_older_epoch_yields() -> None:
+    first, second = pair()
+    [(_, forward)] = sent(first.handle(push(0, 0), WORKER))
+    second.view(view(2, (SECOND, 0)))
+    assert said(second.handle(forward, FIRST)) == [Yield(shard=0, epoch=2)]
+    assert first.handle(Yield(shard=0, epoch=2), SECOND) == [Discard(shard=0)]
+    assert said(first.handle(read(0, 0), WORKER)) == [NotPrimary(shard=0, epoch=1)]
+    assert second.handle(Yield(shard=0, epoch=2), FIRST) == [], "it is of this epoch itself"
+
+
+def test_a_backup_does_not_refuse_its_own_primary_of_a_newer_view() -> None:
+    first, second = pair()
+    [(_, forward)] = sent(first.handle(push(0, 0), WORKER))
+    second.view(view(3, (FIRST, SECOND)))
+    assert second.handle(forward, FIRST) == []
+
+
+def test_a_successor_fences_the_member_before_it() -> None:
+    shard = primary()
+    shard.handle(read(0, 1), WORKER)
+    shard.view(view(2, (FIRST, 0), members=(20, WORKER + 1), epochs=(1,)))
+    for message in (push(0, 0), read(0, 0), hello(0)):
+        assert said(shard.handle(message, WORKER)) == [Fenced(shard=0, slot=0, holder=20)]
+    assert said(shard.handle(push(0, 0, member=20), 20))[0] == Ack(
+        shard=0, slot=0, clock=0, outcome=Outcome.APPLIED
+    )
+    assert shard.handle(read(0, 1, member=20), 20), "the old member's read is gone"
+    assert said(shard.handle(push(0, 1, member=30), 30))[0] == Ack(
+        shard=0, slot=0, clock=1, outcome=Outcome.APPLIED
+    )
+    assert said(shard.handle(read(0, 2, member=20), 20)) == [Fenced(shard=0, slot=0, holder=30)]
+
+
+def test_sync_reads_are_held_until_the_step_is_taken() -> None:
+    shard = primary("sync")
+    assert [m.clock for m in said(shard.handle(read(0, 0), WORKER)) if isinstance(m, Parameters)] == [0]
+    shard.handle(push(0, 0, parts=2), WORKER)
+    assert shard.handle(read(0, 1), WORKER) == []
+    actions = shard.handle(push(1, 0, parts=2), WORKER + 1)
+    order = [type(action).__name__ for action in actions]
+    assert order.index("Apply") < order.index("Send"), "parameters are sent as they are after the step"
+    [answer] = [message for message in said(actions) if isinstance(message, Parameters)]
+    assert (answer.slot, answer.clock, answer.version) == (0, 1, 1)
+
+
+def test_bounded_reads_are_held_until_the_slowest_has_come() -> None:
+    shard = primary("bounded:1")
+    for clock in (0, 1):
+        shard.handle(push(0, clock), WORKER)
+    assert shard.handle(read(0, 2), WORKER) == []
+    answers = [m for m in said(shard.handle(push(1, 0), WORKER + 1)) if isinstance(m, Parameters)]
+    assert [(answer.slot, answer.clock) for answer in answers] == [(0, 2)]
+
+
+def test_softsync_gradients_outlive_the_turn() -> None:
+    shard = primary("softsync:1")
+    assert shard.handle(push(0, 0), WORKER)[0] == Keep(shard=0, slot=0, clock=0, copy=True)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("consistency", ["sync", "sync:1", "bounded:2", "async", "softsync:1"])
+def test_a_restored_shard_reports_what_was_lost_and_goes_on(consistency: str, saved: bool) -> None:
+    snapshot = json.loads(json.dumps(primary(consistency).state())) if saved else None
+    shard = ShardReplica(config(consistency), SECOND)
+    shard.restore(snapshot)
+    actions = shard.view(view(7, (SECOND, 0)))
+    assert Log(row=RestoredRow(shard=0, term=7, sequence=0, version=0)) in actions
+    assert Installed(shard=0, epoch=7, member=SECOND) in said(actions)
+    rows = []
+    for slot in (0, 1):
+        actions = shard.handle(hello(slot, settled=3), WORKER + slot)
+        rows += [a.row for a in actions if isinstance(a, Log) and isinstance(a.row, LostRow | LateRow)]
+        assert said(actions)[-1] == Welcome(shard=0, slot=slot, next_clock=3, version=0)
+    told = [row.until - row.first if isinstance(row, LostRow) else 1 for row in rows]
+    assert sum(told) == 6
+    answers = []
+    for slot in (0, 1):
+        answers += said(shard.handle(read(slot, 3), WORKER + slot))
+    assert [(m.slot, m.work.kind) for m in answers if isinstance(m, Parameters)] == [
+        (0, WorkKind.TRAIN),
+        (1, WorkKind.TRAIN),
+    ]
+
+
+def test_a_restored_shard_does_not_wait_for_who_has_left() -> None:
+    shard = ShardReplica(config("bounded:1"), FIRST)
+    shard.restore(primary("bounded:1").state())
+    shard.view(view(2, (FIRST, 0), gone=(Update(slot=1, clock=5),)))
+    assert shard.core.next_clock(1) == 5
+    shard.handle(hello(0, settled=5), WORKER)
+    assert [type(message) for message in said(shard.handle(read(0, 5), WORKER))] == [Parameters]
+
+
+def two_shards(consistency: str) -> tuple[ServerCore, ServerCore]:
+    """The lead on one server, the other shard on another; no replicas."""
+    servers = tuple(ServerCore(config(consistency, shards=2), member) for member in (FIRST, SECOND))
+    for server in servers:
+        server.view(view(1, (FIRST, 0), (SECOND, 0)))
+    return servers[0], servers[1]
+
+
+def test_the_lead_tells_the_other_shards_its_choice_until_it_is_kept() -> None:
+    lead, other = two_shards("softsync:1")
+    lead.handle(push(1, 0), WORKER + 1)
+    told = [m for m in sent(lead.handle(push(0, 0), WORKER)) if isinstance(m[1], Chosen)]
+    [(to, chosen)] = told
+    assert to == SECOND
+    assert isinstance(chosen, Chosen)
+    assert chosen.updates == (Update(slot=1, clock=0), Update(slot=0, clock=0))
+
+    again = [
+        m for m in said(lead.view(view(2, (FIRST, 0), (THIRD, 0), epochs=(1, 2)))) if isinstance(m, Chosen)
+    ]
+    assert [message.number for message in again] == [0, 1], "a greeting, then what may be lacking"
+    assert again[1] == replace(chosen)
+
+    other.handle(push(0, 0, shard=1), WORKER)
+    other.handle(push(1, 0, shard=1), WORKER + 1)
+    actions = other.handle(chosen, FIRST)
+    assert [a.contributions[0].slot for a in actions if isinstance(a, Apply)] == [1]
+    [kept] = [m for m in said(actions) if isinstance(m, ChosenKept)]
+    assert (kept.shard, kept.number) == (1, 1)
+    lead.handle(kept, SECOND)
+    assert [
+        m.number
+        for m in said(lead.view(view(3, (FIRST, 0), (SECOND, 0), epochs=(1, 3))))
+        if isinstance(m, Chosen)
+    ] == [1]
+
+
+def test_a_new_primary_asks_the_lead_for_what_it_missed() -> None:
+    lead, _ = two_shards("softsync:1")
+    for slot in (0, 1):
+        lead.handle(push(slot, 0), WORKER + slot)
+    new = ServerCore(config("softsync:1", shards=2), THIRD)
+    asks = [
+        m
+        for m in sent(new.view(view(2, (FIRST, 0), (THIRD, 0), epochs=(1, 2))))
+        if isinstance(m[1], ChosenKept)
+    ]
+    [(to, question)] = asks
+    assert to == FIRST
+    answers = lead.handle(question, THIRD)
+    assert [(to, type(message)) for to, message in sent(answers)] == [(THIRD, Chosen), (THIRD, Chosen)]
+
+
+def test_a_lead_that_was_restored_serves_nobody_until_the_others_have_spoken() -> None:
+    lead, other = two_shards("bounded:1")
+    back = ServerCore(config("bounded:1", shards=2), THIRD)
+    back.restore(0, lead.replicas[0].state())
+    greetings = [
+        m for m in sent(back.view(view(2, (THIRD, 0), (SECOND, 0), epochs=(2, 1)))) if m[0] == SECOND
+    ]
+    assert said(back.handle(hello(0), WORKER)) == [NotPrimary(shard=0, epoch=2)]
+    for _, message in greetings:
+        for to, answer in sent(other.handle(message, THIRD)):
+            assert to == THIRD
+            back.handle(answer, SECOND)
+    assert [type(message) for message in said(back.handle(hello(0), WORKER))] == [Welcome]
+
+
+def test_a_slot_added_is_welcome_once_the_shard_knows_it() -> None:
+    lead, other = two_shards("bounded:1")
+    larger = view(2, (FIRST, 0), (SECOND, 0), members=(WORKER, WORKER + 1, WORKER + 2), epochs=(1, 1))
+    assert other.handle(hello(2, shard=1), WORKER + 2) == []
+    [chosen] = [m for m in said(lead.view(larger)) if isinstance(m, Chosen) and m.number == 1]
+    assert said(lead.handle(hello(2), WORKER + 2)) == [Welcome(shard=0, slot=2, next_clock=1, version=0)]
+    lead.handle(push(0, 0), WORKER)
+    lead.handle(push(1, 0), WORKER + 1)
+    assert lead.handle(read(0, 1), WORKER) == [], (
+        "not from the clock on at which the other shard may not know"
+    )
+    actions = other.handle(chosen, FIRST)
+    assert Welcome(shard=1, slot=2, next_clock=1, version=0) in said(actions)
+    [kept] = [m for m in said(actions) if isinstance(m, ChosenKept)]
+    assert [type(message) for message in said(lead.handle(kept, SECOND))] == [Parameters]
+
+
+def test_a_server_without_a_part_in_a_shard_says_so() -> None:
+    server = ServerCore(config(shards=2), FIRST)
+    assert said(server.handle(read(0, 0, shard=1), WORKER)) == [NotPrimary(shard=1, epoch=-1)]
+    assert server.handle(Forwarded(shard=1, epoch=1, sequence=1), SECOND) == []
+    with pytest.raises(ValueError, match="was sent a Welcome"):
+        server.handle(Welcome(shard=0, slot=0, next_clock=0, version=0), WORKER)
+
+
+def test_a_late_gradient_is_dropped_where_it_was_kept() -> None:
+    first, second = ShardReplica(config("sync:1"), FIRST), ShardReplica(config("sync:1"), SECOND)
+    [(_, install)] = sent(first.view(view(1, (FIRST, SECOND))))
+    second.handle(install, FIRST)
+    forwards = [said(first.handle(push(slot, 0, parts=2), WORKER + slot))[0] for slot in (0, 1)]
+    actions = [action for forward in forwards for action in second.handle(forward, FIRST)]
+    assert Drop(shard=0, slot=1, clock=0) in actions
+    acks = [
+        m for m in said(first.handle(Forwarded(shard=0, epoch=1, sequence=2), SECOND)) if isinstance(m, Ack)
+    ]
+    assert [(ack.slot, ack.outcome) for ack in acks] == [(0, Outcome.APPLIED), (1, Outcome.LATE)]

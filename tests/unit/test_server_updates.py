@@ -1,0 +1,129 @@
+"""What a run leaves in its folder of updates comes back as it was; anything damaged is named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.errors import DataError, UserError
+from manyhands.server.digests import gradient_hash, layout_digest
+from manyhands.server.layout import FlatLayout
+from manyhands.server.log import LateRow, row_to_json
+from manyhands.server.rows import RowGradient
+from manyhands.server.updates import (
+    ComputedRow,
+    Recorder,
+    RunRecord,
+    read_computed,
+    read_logs,
+    read_record,
+    write_record,
+)
+
+RECORD = RunRecord(
+    torch="2.13.0", cpu="AVX2", threads=1, strategy="ps", workers=2, steps=9, seed=0, device="cpu", autocast=False,
+    layout="ab",
+)  # fmt: skip
+ROW = ComputedRow(
+    process=4, slot=1, member=5, clock=0, batch=3, part=0, parts=1, versions=(2, 3), rows_versions=(-1, 4),
+    gradients=("0f", "10"),
+)  # fmt: skip
+
+
+def test_what_was_recorded_is_read_again(tmp_path: Path) -> None:
+    write_record(tmp_path, RECORD)
+    recorder = Recorder(tmp_path, 4)
+    later = replace(ROW, clock=1)
+    assert [recorder.write(ROW), recorder.write(later)] == [None, None]
+    recorder.close()
+    recorder.close()
+    assert read_record(tmp_path) == RECORD
+    assert read_computed(tmp_path) == {4: [ROW, later]}
+    assert ROW.reads == {(0, 2), (1, 3), (1, 4)}
+
+
+def test_a_run_without_a_directory_records_nothing() -> None:
+    assert not Recorder(None, 1).records
+
+
+def test_a_disk_that_takes_no_record_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "updates").write_text("a file where the folder should be")
+    recorder = Recorder(tmp_path, 4)
+    sentence = recorder.write(ROW)
+    assert sentence is not None
+    assert "worker.process-4.jsonl could not be written" in sentence
+    assert not recorder.records
+
+
+def test_logs_are_found_by_shard_and_a_cut_last_line_is_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "updates"
+    folder.mkdir()
+    row = LateRow(shard=1, term=0, sequence=4, slot=2, clock=7)
+    line = row_to_json(row)
+    (folder / "shard-1.member-2.jsonl").write_text(f"{line}\n{line[:20]}")
+    (folder / "shard-1.member-10.jsonl").write_text(f"{line}\n")
+    logs = read_logs(tmp_path)
+    assert logs.files == {1: [[row], [row]]}
+    assert logs.notes == (
+        "shard-1.member-2.jsonl: its last line is cut, as of a process that was killed, and was passed over",
+    )
+    (folder / "shard-1.member-2.jsonl").write_text(f"{line}\nnonsense\n{line}\n")
+    with pytest.raises(DataError, match=r"shard-1\.member-2\.jsonl, line 2: .* not JSON"):
+        read_logs(tmp_path)
+
+
+def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no updates/run\.json"):
+        read_record(tmp_path)
+    with pytest.raises(UserError, match="has no logs of updates"):
+        read_logs(tmp_path)
+    write_record(tmp_path, RECORD)
+    file = tmp_path / "updates" / "run.json"
+    table = json.loads(file.read_text())
+    for changed, sentence in (
+        ({**table, "threads": "one"}, "threads='one' is no int"),
+        ({**table, "version": 2}, "not of the format 'manyhands updates' version 1"),
+        ({key: table[key] for key in table if key != "seed"}, "exactly the fields"),
+    ):
+        file.write_text(json.dumps(changed))
+        with pytest.raises(DataError, match=sentence):
+            read_record(tmp_path)
+    (tmp_path / "updates" / "worker.process-1.jsonl").write_text('{"process":1}\n')
+    with pytest.raises(
+        DataError, match=r"worker\.process-1\.jsonl, line 1: .* exactly the fields process, slot"
+    ):
+        read_computed(tmp_path)
+
+
+# ── hashes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def layout_of(*sizes: int, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> FlatLayout:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+    return FlatLayout.of(model, optimizer(model.parameters()), 1)
+
+
+def test_a_gradient_is_what_was_reached_and_nothing_else() -> None:
+    layout = layout_of(5, 30)
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    gradient = layout.range_in(memory, 0)
+    both, first = torch.ones(64, dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.uint8)
+    whole, part = gradient_hash(both, gradient), gradient_hash(first, gradient)
+    assert whole != part
+    gradient.pieces[1][3] = 1.0  # not reached by the second
+    assert gradient_hash(both, gradient) != whole
+    assert gradient_hash(first, gradient) == part
+    gradient.pieces[0][4] = -0.0  # a bit is a bit
+    assert gradient_hash(first, gradient) != part
+    rows = {"table": RowGradient(rows=torch.tensor([3]), values=torch.ones(1, 2))}
+    others = {"table": RowGradient(rows=torch.tensor([4]), values=torch.ones(1, 2))}
+    hashes = {gradient_hash(both, gradient, one) for one in (None, rows, others)}
+    assert len(hashes) == 3
+
+
+def test_a_layout_is_known_by_its_digest() -> None:
+    assert layout_digest(layout_of(5, 30)) == layout_digest(layout_of(5, 30))
+    assert layout_digest(layout_of(5, 30)) != layout_digest(layout_of(30, 5))
