@@ -145,6 +145,46 @@ def step_scaling() -> str:
     return f"**{results[0]['cores']} cores** (torch {results[0]['torch']})\n\n{markdown(rows)}"
 
 
+def server_table(name: str) -> Callable[[], str]:
+    """All contenders of one result of a parameter server's push and pull, and the memory of its servers."""
+
+    def render() -> str:
+        result = load(name)
+        rows = [["", "round trip", "10th to 90th percentile", "per second", "moved", "to the Ray actor"]]
+        for row in result["results"]:
+            about = f"**{row['exchange']}**, {format_bytes(row['gradient_bytes'])} each way, {row['about']}"
+            rows.append([about, *[""] * 5])
+            for contender, cell in row["contenders"].items():
+                rows.append(
+                    [
+                        contender,
+                        show_time(cell["median_us"]),
+                        f"{show_time(cell['p10_us'])} to {show_time(cell['p90_us'])}",
+                        f"{cell['round_trips_per_s']:,.0f}",
+                        f"{cell['moved_bytes_per_s'] / 1e9:.2f} GB/s",
+                        show_ratio(cell["times_ray"]),
+                    ]
+                )
+        versions = f"torch {result['torch']}, ray {result['ray']}"
+        title = f"**One worker and one server on {result['cores']} cores** ({versions})"
+        return f"{title}\n\n{markdown(rows)}"
+
+    return render
+
+
+def server_memory(name: str) -> Callable[[], str]:
+    """What servers keep beside the parameters and the optimizer's state."""
+
+    def render() -> str:
+        rows = [["link", "workers", "parameters", "optimizer state", "private, measured", "shared, measured"]]
+        for row in load(name)["memory"]:
+            sizes = ("parameters_bytes", "state_bytes", "private_bytes", "shared_bytes")
+            rows.append([row["link"], str(row["workers"]), *(format_bytes(row[size]) for size in sizes)])
+        return markdown(rows)
+
+    return render
+
+
 def show_percent(part: float | None) -> str:
     return "" if part is None else f"{100 * part:.0f} %"
 
@@ -155,6 +195,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": links_speed,
     "step-2": step_table("step-2"),
     "step-16core": step_scaling,
+    "server": server_table("server"),
+    "server memory": server_memory("server"),
     **{
         name: allreduce_table(name)
         for name in (

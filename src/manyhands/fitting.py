@@ -75,6 +75,9 @@ class Options:
     slow: Slowdown | None = None
     """Slow a worker on purpose."""
 
+    skip_nonfinite: bool = False
+    """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
+
     autocast: bool = False
     """Compute in bfloat16 where torch's autocast finds that safe."""
 
@@ -168,6 +171,10 @@ class _Request:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
         if isinstance(strategy, Single) and workers > 1:
             raise UserError(f"workers={workers}: single is one process; use strategy=allreduce for more")
+        if options.skip_nonfinite and not isinstance(strategy, Ps):
+            raise UserError(
+                f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can"
+            )
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
@@ -374,6 +381,7 @@ class _Session:
                 timeout_s=options.timeout_s,
                 run_path=self._directory.path.absolute() if self._directory is not None else None,
                 keep_checkpoints=options.keep_checkpoints,
+                skip_nonfinite=options.skip_nonfinite,
                 resume_version=self._point.version if self._point is not None else None,
                 fingerprint=fingerprint(request.config(self._model)).digest,
             )

@@ -168,18 +168,19 @@ def test_adam_leaves_rows_alone_that_do_not_come() -> None:
 
 @pytest.mark.parametrize("link", ["shared", "tcp"])
 def test_groups_that_outlive_a_read_keep_their_rows(link: str) -> None:
-    # gradients of SoftSync wait for their group while their worker has gone on; 5 of them make 2 steps and a rest
+    # Gradients of SoftSync wait for their group while their worker goes on; any two make a step of their mean. At so
+    # small a rate all gradients are those of the first weights, to a few percent.
     strategy = f"ps servers=2 consistency=softsync:1 replicas=1 link={link}"
-    job = job_for(task_of(lambda p: SGD(p, lr=1e-3)), strategy, steps=5, workers=2)
+    job = job_for(task_of(lambda p: SGD(p, lr=1e-3)), strategy, steps=6, workers=2)
     trained, start = train(job, (1, 2), (2, 1)), Tagger()
     gradient = {name: torch.zeros_like(value) for name, value in start.named_parameters()}
     start.words.sparse = False
-    for step in range(5):
+    for step in range(6):
         start.zero_grad()
         loss(start, batch_of(step)).backward()  # type: ignore[no-untyped-call]
         for name, value in start.named_parameters():
             assert value.grad is not None
-            gradient[name] += value.grad / (2 if step < 4 else 1)
+            gradient[name] += value.grad / 2
     for (name, value), (_, begun) in zip(trained.named_parameters(), start.named_parameters(), strict=True):
         torch.testing.assert_close(value - begun, -1e-3 * gradient[name], rtol=0.05, atol=2e-5)
 

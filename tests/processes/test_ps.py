@@ -138,6 +138,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_name() -> None:
         mh.fit(task, "ps consistency=async", workers=2, steps=50)
 
 
+def test_an_update_that_is_not_finite_can_be_left_out() -> None:
+    task = replace(make_task(OPTIMIZERS["sgd"]), loss=_breaks_once)
+    options = mh.Options(skip_nonfinite=True)
+    run = mh.fit(task, "ps servers=2 consistency=async", workers=2, steps=40, options=options)
+    left_out = [note for note in run.summary["notes"] if "is not finite" in note]
+    assert left_out
+    assert len(run.history.loss) == 40 - len(left_out)
+    assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
+
+
 def _breaks_once(model: Any, batch: Any) -> torch.Tensor:
     value = loss(model, batch)
     return value * float("nan") if int(batch[0].sum()) % 5 == 0 else value

@@ -28,15 +28,12 @@ _STATE_TENSORS = 2  # of Adam, each as large as the parameters
 def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
     """One row for each link and number of workers, in bytes."""
     rows = []
+    small = _resident(_LEAST_BYTES, "shared", timeout_s)
     for link in ("shared", "tcp"):
+        large = _resident(num_bytes, link, timeout_s)
         for workers in WORKERS:
             private, shared = (
-                large - small
-                for large, small in zip(
-                    _resident(num_bytes, link, workers, timeout_s),
-                    _resident(_LEAST_BYTES, link, workers, timeout_s),
-                    strict=True,
-                )
+                after - before for after, before in zip(large[workers], small[workers], strict=True)
             )
             rows.append(
                 {
@@ -52,16 +49,23 @@ def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _resident(num_bytes: int, link: str, workers: int, timeout_s: float) -> tuple[int, int]:
-    """Private and shared memory of a server that all its workers have used."""
+def _resident(num_bytes: int, link: str, timeout_s: float) -> dict[int, tuple[int, int]]:
+    """Private and shared memory of a server that so many workers have used."""
     flat = Flat(name="memory", num_bytes=num_bytes)
     task = replace(flat.task(), optimizer=partial(torch.optim.Adam, lr=flat.rate))
-    with OurServer(task, link, workers, timeout_s) as server:
-        for _ in range(_EXCHANGES):
-            for end in server.ends:
+    resident = {}
+    with OurServer(task, link, max(WORKERS), timeout_s) as server:
+        for workers in WORKERS:
+            while len(server.ends) < workers:
+                server.add_worker()
+            for end in server.ends * _EXCHANGES:
                 end.exchange()
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{server.pid}/status").read_text().splitlines()
-        )
+            resident[workers] = _of_process(server.pid)
+    return resident
+
+
+def _of_process(pid: int) -> tuple[int, int]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
     private, shared = (1024 * int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
     return private, shared

@@ -51,6 +51,7 @@ _SERVER = 1
 _FIRST_WORKER = 2
 _ENDLESS = 1 << 40  # steps of a training that the benchmark never sees the end of
 _LOOK_S = 0.2
+_LAST_WORDS_S = 2.0
 _LINKS = {"shared": "shared memory", "tcp": "TCP"}
 
 
@@ -60,7 +61,7 @@ class OurPeer:
     def __init__(self, exchange: Exchange, link: str, timeout_s: float) -> None:
         self.name = f"manyhands, {_LINKS[link]}"
         with ExitStack() as stack:
-            (self._end,) = stack.enter_context(OurServer(exchange.task(), link, 1, timeout_s)).ends
+            self._end = stack.enter_context(OurServer(exchange.task(), link, 1, timeout_s)).add_worker()
             self._stack = stack.pop_all()
 
     @property
@@ -82,7 +83,7 @@ class OurPeer:
 
 
 class OurServer:
-    """One server process with its workers' ends; a context manager."""
+    """One server process of ours, for up to so many workers; a context manager."""
 
     def __init__(self, task: Task, link: str, workers: int, timeout_s: float) -> None:
         self._job = Job(
@@ -109,6 +110,7 @@ class OurServer:
             env = {"OMP_NUM_THREADS": str(self._job.threads)}
             stack.callback(os.close, packed)
             supervisor.start(Role(name="server", target=serve, descriptors={"job": packed}, env=env), _SERVER)
+            stack.callback(supervisor.kill, _SERVER)  # it has nothing to leave in order
             address = self._await_address(supervisor)
             members = range(_FIRST_WORKER, _FIRST_WORKER + self._job.workers)
             view = View(
@@ -118,15 +120,27 @@ class OurServer:
             )
             supervisor.tell(_SERVER, view_payload(view, {_SERVER: address}))
             supervisor.poll(0)
-            for slot, member in enumerate(members):
-                end = stack.enter_context(WorkerEnd(self._job, slot, member))
-                end.join(view, address)
-                self.ends.append(end)
+            self._supervisor, self._view, self._address = supervisor, view, address
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def add_worker(self) -> WorkerEnd:
+        """The next of the workers, connected."""
+        slot = len(self.ends)
+        member = self._view.slots[slot].member
+        end = self._stack.enter_context(WorkerEnd(self._job, slot, member, self._last_words))
+        end.join(self._view, self._address)
+        self.ends.append(end)
+        return end
+
+    def _last_words(self) -> str:
+        """Why the server ended, if it did."""
+        events = self._supervisor.poll(_LAST_WORDS_S)
+        failures = [event.failure for event in events if isinstance(event, Ended)]
+        return "; ".join(failure.sentence for failure in failures if failure is not None)
 
     def _await_address(self, supervisor: Supervisor) -> str:
         while time.monotonic() < self._deadline_s:
@@ -144,8 +158,9 @@ class OurServer:
 class WorkerEnd:
     """A worker that does not compute: it pushes a gradient that it is given, and pulls what comes of it."""
 
-    def __init__(self, job: Job, slot: int, member: int) -> None:
+    def __init__(self, job: Job, slot: int, member: int, why_lost: Callable[[], str]) -> None:
         self._job = job
+        self._why_lost = why_lost
         _, built, layout = job.build(slot)
         self._parameter = built.model.get_parameter(PARAMETER)
         self._area = WorkerArea.create(layout)
@@ -219,7 +234,7 @@ class WorkerEnd:
                     case Received():
                         self._take(event)
                     case Lost(reason=reason):
-                        raise ManyhandsError(f"the server is gone: {reason}")
+                        raise ManyhandsError(f"the server is gone: {self._why_lost() or reason}")
             if time.monotonic() > deadline_s:
                 raise PeerTimeout(f"the server did not answer within {self._job.timeout_s:g} s", peer=_SERVER)
 

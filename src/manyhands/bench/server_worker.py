@@ -10,9 +10,10 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +128,14 @@ def measure(
     return {name: one.seconds for name, one in turns.items()}
 
 
+def _makers(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
+    return [
+        *(partial(OurPeer, exchange, link, plan.timeout_s) for link in ("shared", "tcp")),
+        *([partial(RayPeer, exchange)] if plan.with_ray else []),
+        partial(RpcPeer, exchange),
+    ]
+
+
 def main(plan: ServerPlan) -> None:
     """Measure everything, and print it."""
     torch.set_num_threads(1)
@@ -138,14 +147,10 @@ def main(plan: ServerPlan) -> None:
         for text, rounds, block in zip(plan.exchanges, plan.rounds, plan.blocks, strict=True):
             exchange = Exchange.from_json(text)
             with ExitStack() as stack:
-                contenders: list[Contender] = [
-                    OurPeer(exchange, "shared", plan.timeout_s),
-                    OurPeer(exchange, "tcp", plan.timeout_s),
-                    *([RayPeer(exchange)] if plan.with_ray else []),
-                    RpcPeer(exchange),
-                ]
-                for contender in contenders:
-                    stack.callback(contender.close)
+                contenders: list[Contender] = []
+                for make in _makers(exchange, plan):
+                    contenders.append(make())
+                    stack.callback(contenders[-1].close)
                 seconds.append(measure(exchange, contenders, rounds, block))
     memory = measure_memory(plan.memory_bytes, plan.timeout_s) if plan.memory_bytes else []
     print(json.dumps({"seconds": seconds, "memory": memory}))

@@ -22,19 +22,18 @@ def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.
     # Imported here so that help texts do not wait for torch.
     from manyhands.errors import DataError, UserError
     from manyhands.server.audit import audit
-    from manyhands.server.updates import read_logs
+    from manyhands.server.updates import read_logs, read_record
     from manyhands.store.rundir import RunDirectory
     from manyhands.strategy import Ps, Strategy
 
-    config = RunDirectory.open(run, lock=False).config
-    strategy = Strategy.parse(str(config.get("strategy")))
+    strategy = Strategy.parse(str(RunDirectory.open(run, lock=False).config.get("strategy")))
     if not isinstance(strategy, Ps):
         raise UserError(f"{run} is a run of {strategy}; only ps applies updates that can be audited")
-    logs = read_logs(run)
+    record, logs = read_record(run), read_logs(run)
     for shard in range(strategy.servers):
         if shard not in logs.files:
             raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
-    found = audit(logs.files, strategy.consistency, int(config["steps"]))
+    found = audit(logs.files, strategy.consistency, record.steps)
     for note in logs.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     _print(found, strategy)

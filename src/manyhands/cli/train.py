@@ -24,7 +24,12 @@ train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True)
 
 _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (
-        Annotated[str, typer.Option(help="How: single, mirrored, or allreduce with its settings.")],
+        Annotated[
+            str,
+            typer.Option(
+                help="How: single, mirrored, central, allreduce or ps, with settings, as in 'ps servers=2'."
+            ),
+        ],
         "mirrored",
     ),
     "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
@@ -189,6 +194,13 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
     )
     out.print(f"final  {final}", highlight=False)
     out.print(table)
+    if "staleness" in summary:
+        stale, recoveries = summary["staleness"], summary["recoveries"]
+        took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""
+        out.print(
+            f"staleness  mean {stale['mean']:.2f}  max {stale['max']}   recoveries  {len(recoveries)}{took}",
+            highlight=False,
+        )
     out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
 
 

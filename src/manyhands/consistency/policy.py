@@ -97,6 +97,11 @@ class Policy(ABC):
         """Whether an update may still wait for its group when its worker's next read is answered."""
         return False
 
+    def includes_own(self, num_active: int) -> bool:
+        """Whether a read waits until the steps with the reader's own updates are taken, among so many slots."""
+        del num_active
+        return True
+
     @abstractmethod
     def next_group(self, book: Book) -> Group | None:
         """The next optimizer step, if what has arrived suffices for one."""

@@ -39,6 +39,10 @@ class StalenessAware(Policy):
         """As inside."""
         return self.inner.outlives_read
 
+    def includes_own(self, num_active: int) -> bool:
+        """As inside."""
+        return self.inner.includes_own(num_active)
+
     def next_group(self, book: Book) -> Group | None:
         """As inside."""
         return self.inner.next_group(book)

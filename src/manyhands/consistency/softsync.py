@@ -17,7 +17,7 @@ __all__ = ["SoftSync"]
 
 @dataclass(frozen=True, slots=True)
 class SoftSync(Policy):
-    """Each step is the mean of the next slots // splits gradients to arrive at the lead; readers wait for none."""
+    """Each step is the mean of the next slots // splits gradients to arrive at the lead; readers wait for no step."""
 
     splits: int
 
@@ -40,12 +40,19 @@ class SoftSync(Policy):
         """A worker reads on while its gradient waits for others."""
         return True
 
+    def includes_own(self, num_active: int) -> bool:
+        """Where every gradient is a step of its own: so one worker alone trains as if there were no server."""
+        return self._group_size(num_active) == 1
+
     def next_group(self, book: Book) -> Group | None:
         """The first so many that wait; at the end of the run, the rest."""
-        size = max(1, book.num_active // self.splits)
+        size = self._group_size(book.num_active)
         if book.num_waiting < size:
             size = book.num_waiting if book.drained else 0
         return Group(0, book.first_waiting(size)) if size else None
+
+    def _group_size(self, num_active: int) -> int:
+        return max(1, num_active // self.splits)
 
     def __str__(self) -> str:
         return f"softsync:{self.splits}"

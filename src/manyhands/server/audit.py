@@ -25,6 +25,8 @@ from manyhands.server.log import (
 
 __all__ = ["Audit", "ShardSummary", "Violation", "audit"]
 
+_ALL = 2**62
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
@@ -87,6 +89,7 @@ class _Auditor:
         self._fates: dict[tuple[int, int], str] = {}  # what became of each update (slot, clock)
         self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has dealt with
         self._slots: list[SlotsRow] = []
+        self._lives: list[RestoredRow] = []
         self._step_rows: list[StepRow] = []
         self._settled_at: dict[int, list[tuple[int, int]]] = {}  # by slot: (version, clocks settled by then)
 
@@ -107,6 +110,7 @@ class _Auditor:
                         self._slots.append(row)
                 case RestoredRow():
                     self.summary.restores += 1
+                    self._lives.append(row)
         self._slots.sort(key=lambda row: row.start)
         self._check_gaps()
         self._check_bound()
@@ -165,9 +169,7 @@ class _Auditor:
 
     def _check_update(self, row: StepRow, update: UpdateRow) -> None:
         name = f"version {row.version}, slot {update.slot}, clock {update.clock}"
-        true = row.version - 1 - update.read_version
-        if true < 0 and self.summary.restores:
-            true = 0  # it read a later version of the life before
+        true = row.version - 1 - min(update.read_version, self._kept(update))
         if update.staleness != true or true < 0:
             self._say(
                 f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}, "
@@ -175,6 +177,10 @@ class _Auditor:
             )
         if not 0 <= update.batch < self._steps:
             self._say(f"{name}: batch {update.batch} is none of the run's {self._steps}")
+
+    def _kept(self, update: UpdateRow) -> int:
+        """The last version of the life in which `update` was read that is part of this history."""
+        return min((life.version for life in self._lives if life.term > update.read_term), default=_ALL)
 
     def _check_rate(self, row: StepRow) -> None:
         weights = [update.weight for update in row.updates]
@@ -223,15 +229,19 @@ class _Auditor:
     # ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_bound(self) -> None:
-        """Every read at clock c includes every slot's updates below c - lag."""
+        """Every read at clock c includes every slot's updates below c - lag.
+
+        What was read in a life that the shard lost since, at or beyond the snapshot, can not be judged: what that
+        version included is not in the log any more.
+        """
         lag = self._policy.lag
         if lag is None:
             return
         floors = self._floors()
         for row in self._step_rows:
             for update in row.updates:
-                if not 0 <= update.read_version < row.version:
-                    continue  # of a life before a restore; anywhere else that was said already
+                if not 0 <= update.read_version < min(row.version, self._kept(update)):
+                    continue  # of a life that was lost; anywhere else that was said already
                 floor, slowest = floors[update.read_version]
                 if floor < update.clock - lag:
                     self._say(

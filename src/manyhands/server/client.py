@@ -99,6 +99,7 @@ class _Shard:
     next_clock: int = 0  # the lowest clock of ours that it lacked when it answered
     settled: int = 0  # everything of ours below this clock was settled here
     version: int = 0
+    term: int = 0
     work: Work = field(default=_UNKNOWN)
     push: Push | None = None  # sent or to be sent, and not known to be settled
     read: Read | None = None  # sent or to be sent, and not answered
@@ -243,6 +244,7 @@ class ClientCore:
                 member=self.member,
                 clock=work.clock,
                 read_version=shard.version,
+                read_term=shard.term,
                 batch=work.batch,
                 part=work.part,
                 parts=work.parts,
@@ -280,13 +282,8 @@ class ClientCore:
         return [Wait(shard=shard.index)]
 
     def _welcomed(self, shard: _Shard, message: Welcome) -> list[ClientAction]:
-        if shard.welcome or not shard.greeted:
-            return []
-        if message.next_clock < shard.settled:
-            raise ManyhandsError(
-                f"shard {shard.index} welcomed slot {self.slot} at clock {message.next_clock}, although everything "
-                f"below {shard.settled} was settled there"
-            )
+        if shard.welcome or not shard.greeted or message.next_clock < shard.settled:
+            return []  # the answer to a Hello before the last one: we have gone ahead since
         shard.welcome, shard.next_clock = True, message.next_clock
         if self._clock is None:
             return self._start() if all(place.welcome for place in self._shards) else []
@@ -332,25 +329,25 @@ class ClientCore:
 
     def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:
         shard.settled = max(shard.settled, message.clock)
-        shard.version, shard.work = message.version, message.work
+        shard.version, shard.term, shard.work = message.version, message.term, message.work
         shard.push = shard.read = None
-        actions = self._go_ahead(message.work) if shard.index == LEAD else []
+        if shard.index == LEAD:
+            self._clock = shard.settled = max(shard.settled, message.work.clock)
+        actions = [action for place in self._shards for action in self._go_ahead(place)]
         if any(place.read is not None for place in self._shards):
             return actions
-        return [*actions, *self._begin(self._shards[LEAD].work)]
+        return self._begin(self._shards[LEAD].work)
 
-    def _go_ahead(self, work: Work) -> list[ClientAction]:
-        """The lead says that we came too late for the clock we asked for: read what the others have at its own.
+    def _go_ahead(self, shard: _Shard) -> list[ClientAction]:
+        """Where the lead named a later clock than the one that `shard` answered: say so there, and read for that one.
 
-        Each of the others has heard, or will hear, from the lead that it goes on without us, and answers then.
+        Nobody will send what lies in between (a step did without it, or a shard was restored from before it); all that
+        we pushed is settled there, since it has answered.
         """
-        if work.kind is not WorkKind.TRAIN or work.clock == self._clock:
+        if shard.read is not None or self._clock is None or shard.settled >= self._clock:
             return []
-        self._clock = self._shards[LEAD].settled = work.clock
-        actions: list[ClientAction] = []
-        for shard in self._shards[1:]:
-            actions += self._ask(shard, work.clock)
-        return actions
+        shard.settled = self._clock
+        return [*(self._greet(shard) if shard.greeted else []), *self._ask(shard, self._clock)]
 
     def _begin(self, work: Work) -> list[ClientAction]:
         match work.kind:

@@ -50,8 +50,8 @@ class Hold(Enum):
     """The slot's own updates before it are not settled here."""
     OTHERS = auto()
     """Updates of other slots are missing that the consistency wants included."""
-    TABLE = auto()
-    """Slots change at or before its clock, and not every shard knows yet."""
+    SHARDS = auto()
+    """Not every other shard knows what was decided here: slots that change at or before its clock, or the last steps."""
     BATCH = auto()
     """No batch has been given out for it."""
 
@@ -93,6 +93,13 @@ class ShardCore:
         """How far everybody has come; reads wait for it."""
         return self.steps.step if self.config.policy.stepwise else self.table.floor
 
+    @property
+    def concluded(self) -> bool:
+        """At the lead: whether every step that can be taken is, and every other shard keeps what was decided."""
+        if not self.config.policy.chosen_by_lead:
+            return True
+        return not self.steps.num_waiting and self.decisions.all_kept
+
     def next_clock(self, slot: int) -> int | None:
         """The lowest clock that the slot has not settled here; None for one that is not known (yet)."""
         record = self.table.records.get(slot)
@@ -111,7 +118,10 @@ class ShardCore:
     def answer(self, slot: int, clock: int) -> Work | Held:
         """The work that a read of a known slot is answered with, or why it has to wait."""
         record = self.table.records.get(slot)
-        if (record.next_clock if record is not None else 0) < clock:
+        own = 0 if record is None else record.next_clock
+        if record is not None and self.config.policy.includes_own(len(self.table.active)):
+            own = record.chosen
+        if own < clock:
             return Held(Hold.OWN, clock)
         if self.config.policy.by_clock:
             return self._answer_by_clock(slot, clock)
@@ -133,27 +143,33 @@ class ShardCore:
                 return Held(Hold.OTHERS, clock)
             newest = self.table.generations[-1].start
             if self.config.leads and clock >= newest and not self.decisions.table_is_kept:
-                return Held(Hold.TABLE, clock)
-        return work if self.config.leads else Work(kind=WorkKind.UNKNOWN)
+                return Held(Hold.SHARDS, clock)
+        if not self.config.leads:
+            return Work(kind=WorkKind.UNKNOWN)
+        return self._finish(clock) if work.kind is WorkKind.FINISHED else work
+
+    def _finish(self, clock: int) -> Work | Held:
+        """Let a worker go, unless another shard might never hear of the last steps: with all workers the run ends."""
+        return Work(kind=WorkKind.FINISHED, clock=clock) if self.concluded else Held(Hold.SHARDS, clock)
 
     def _place(self, slot: int, clock: int) -> Work:
         rank = self.table.rank_at(slot, clock)
         if rank is None:
-            return Work(kind=WorkKind.RETIRED)
+            return Work(kind=WorkKind.RETIRED, clock=clock)
         generation = self.table.generation_at(clock)
         first = (generation.start, generation.base)
         place = self.config.policy.place(rank, len(generation.slots), clock, first)
         if place.batch >= self.config.steps:
-            return Work(kind=WorkKind.FINISHED)
+            return Work(kind=WorkKind.FINISHED, clock=clock)
         return Work(kind=WorkKind.TRAIN, clock=clock, batch=place.batch, part=place.part, parts=place.parts)
 
     def _answer_in_turn(self, slot: int, record: SlotRecord, clock: int) -> Work | Held:
         if clock in record.recent:
             return Work(kind=WorkKind.TRAIN, clock=clock, batch=record.recent[clock])
         if not self.table.is_active(slot):
-            return Work(kind=WorkKind.RETIRED)
+            return Work(kind=WorkKind.RETIRED, clock=clock)
         if self._next_batch >= self.config.steps:
-            return Work(kind=WorkKind.FINISHED)
+            return self._finish(clock)
         return Held(Hold.BATCH, clock)
 
     # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
@@ -184,6 +200,13 @@ class ShardCore:
             asks=asks,
         )
 
+    def has_lost_choices(self, kept: ChosenKept) -> bool:
+        """At the lead: whether a new primary of another shard lacks choices that the shard had kept."""
+        policy = self.config.policy
+        if not policy.chosen_by_lead or policy.stepwise:
+            return False
+        return (kept.term, kept.number) < (self.term, self.decisions.kept[kept.shard])
+
     def is_old(self, chosen: Chosen) -> bool:
         """Whether a message of the lead is about what is committed here already."""
         newer_table = len(chosen.generations) > len(self.table.generations)
@@ -192,7 +215,7 @@ class ShardCore:
     # ── what changes it ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_log(self) -> list[Action]:
-        """The rows that the log of a new shard begins with."""
+        """The rows that a log begins with."""
         return [self._slots_row(generation) for generation in self.table.generations]
 
     def restore(self, term: int) -> list[Action]:
@@ -200,8 +223,9 @@ class ShardCore:
         self.term = max(term, self.term + 1)
         self.awaiting = set(self.decisions.kept) if self.config.leads else {LEAD}
         shard, sequence = self.config.shard, self.sequence
+        self.steps.lives.append((self.term, self.version))
         row = RestoredRow(shard=shard, term=self.term, sequence=sequence, version=self.version)
-        return [Log(row=row)]
+        return [Log(row=row), *self.open_log()]
 
     def commit(self, entry: Entry) -> Change:
         """Take the next entry of the log."""
@@ -241,6 +265,12 @@ class ShardCore:
             return
         record = self.table.record(push.slot)
         self._next_batch = max(self._next_batch, push.batch + 1)
+        if push.clock >= record.end:  # begun before a restore, and the slots changed earlier this time
+            self._settle(push.slot, record, push.clock + 1, change)
+            change.outcome = Outcome.LATE
+            change.drop(push)
+            change.log_late(push.slot, push.clock)
+            return
         record.remember(push.clock, push.batch)
         self._settle(push.slot, record, push.clock + 1, change)
         self.steps.wait(push, record, change)
@@ -254,11 +284,17 @@ class ShardCore:
         record = self.table.record(lost.slot)
         first, until = record.next_clock, min(lost.until, record.end)
         if lost.until > first:
+            record.late = lost.until - 1
             self._settle(lost.slot, record, lost.until, change)
-        if (
-            until > first and not self.config.policy.stepwise
-        ):  # a step that wanted them says so when it closes
-            change.log_lost(lost.slot, first, until)
+        if until <= first or self.config.policy.stepwise:
+            return  # a step by clock that wanted them says so when it closes
+        change.log_lost(lost.slot, first, until)
+        if self.config.policy.chosen_by_lead and self.config.leads:
+            self._let_free((Update(slot=lost.slot, clock=until - 1),), change)
+
+    def _let_free(self, updates: tuple[Update, ...], change: Change) -> None:
+        """At the lead: let the other shards take what they have of these without a group; here it is past choosing."""
+        change.decisions.append(self.decisions.take(self.steps.step, updates, freely=True))
 
     def _assign(self, assigned: Assigned, change: Change) -> None:
         record = self.table.record(assigned.slot)
@@ -302,7 +338,12 @@ class ShardCore:
         )
 
     def _hear(self, kept: ChosenKept, change: Change) -> None:
-        """At the lead: another shard said what it keeps."""
+        """At the lead: another shard said what it keeps, or that it lost choices: those are made once more."""
+        if kept.asks:
+            records = sorted(self.table.records.items())
+            last = [Update(slot=slot, clock=record.chosen - 1) for slot, record in records if record.chosen]
+            self._let_free(tuple(last), change)
+            return
         self.awaiting.discard(kept.shard)
         self.table.top = max(self.table.top, kept.top_clock)
         self._next_batch = max(self._next_batch, kept.top_batch)
@@ -322,8 +363,11 @@ class ShardCore:
             self._adopt(chosen.generations, change)
         if chosen.number == self._decided[1] + 1:
             self._decided = (chosen.term, chosen.number)
-            if chosen.updates is not None:
-                self.steps.follow(Group(chosen.step, tuple((u.slot, u.clock) for u in chosen.updates)))
+            names = tuple((update.slot, update.clock) for update in chosen.updates or ())
+            if chosen.freely:
+                self.steps.let_free(names)
+            elif chosen.updates is not None:
+                self.steps.follow(Group(chosen.step, names))
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,11 +18,12 @@ __all__ = ["Decision", "Decisions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A group of updates, or (None) a new table of slots."""
+    """A group of updates, or what is free to be taken without a group, or (None) a new table of slots."""
 
     number: int
     step: int
     updates: tuple[Update, ...] | None
+    freely: bool = False
 
 
 class Decisions:
@@ -41,10 +42,15 @@ class Decisions:
         """Whether every shard knows the newest table of slots."""
         return all(number >= self.table_number for number in self.kept.values())
 
-    def take(self, step: int, updates: tuple[Update, ...] | None) -> Decision:
+    @property
+    def all_kept(self) -> bool:
+        """Whether every shard keeps everything."""
+        return not self._unkept
+
+    def take(self, step: int, updates: tuple[Update, ...] | None, freely: bool = False) -> Decision:
         """The next decision."""
         self.taken += 1
-        decision = Decision(number=self.taken, step=step, updates=updates)
+        decision = Decision(number=self.taken, step=step, updates=updates, freely=freely)
         if updates is None:
             self.table_number = self.taken
         if self.kept:
@@ -72,6 +78,7 @@ class Decisions:
             generations=table,
             step=decision.step,
             updates=decision.updates,
+            freely=decision.freely,
         )
 
     def greeting(self, shard: int, step: int, term: int, table: tuple[Generation, ...]) -> Chosen:
@@ -87,7 +94,12 @@ class Decisions:
             "kept": list(self.kept.items()),
             "table": self.table_number,
             "unkept": [
-                [d.number, d.step, None if d.updates is None else [[u.slot, u.clock] for u in d.updates]]
+                [
+                    d.number,
+                    d.step,
+                    d.freely,
+                    None if d.updates is None else [[u.slot, u.clock] for u in d.updates],
+                ]
                 for d in self._unkept
             ],
         }
@@ -99,7 +111,7 @@ class Decisions:
         book.taken = state["taken"]
         book.kept = dict(state["kept"])
         book.table_number = state["table"]
-        for number, step, updates in state["unkept"]:
+        for number, step, freely, updates in state["unkept"]:
             group = None if updates is None else tuple(Update(slot=s, clock=c) for s, c in updates)
-            book._unkept.append(Decision(number=number, step=step, updates=group))
+            book._unkept.append(Decision(number=number, step=step, updates=group, freely=freely))
         return book

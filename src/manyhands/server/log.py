@@ -42,6 +42,8 @@ class UpdateRow:
     weight: float
     factor: float
     """What its gradient was multiplied by in the sum."""
+    read_term: int = 0
+    """The life of the shard that was read: of an older one, only what a snapshot kept is part of this history."""
     rows_version: int = -1
     """The version at which the rows of tables were read; -1 where none were."""
 

@@ -11,6 +11,8 @@
 - A dead or silent worker: its slot is vacant until somebody takes it. A silent one is not killed: when it wakes it is
   fenced, says so (`Rejoin`), and gets a vacant slot under a new number. If none is vacant it becomes a **standby**, the
   first to be used at the next death.
+- A worker that leaves for good is named in every later view, with the clock after its last update. Who learns that it
+  was restored from an older snapshot knows by this what is lost; without such a shard nobody needs to be told.
 - A slot that is removed keeps its worker, and is given successors, until the lead shard has retired it.
 - A slot whose workers die five times in a row without getting further ends the run, and so do servers that die again
   and again while the shards are not whole: what kills them will kill the next one too.
@@ -44,7 +46,7 @@ from manyhands.server.changes import (
     StartWorker,
 )
 from manyhands.server.client import Reason
-from manyhands.server.messages import Installed, ShardView, SlotView, View
+from manyhands.server.messages import Installed, ShardView, SlotView, Update, View
 
 __all__ = ["MAX_DEATHS", "Membership", "MembershipPlan"]
 
@@ -130,6 +132,8 @@ class Membership:
         self._highest_slot = -1
         self._epoch = 0
         self._ended = False
+        self._gone: dict[int, int] = {}  # by slot that was left for good: the clock after its last update
+        self._restored = False  # a shard went back to a snapshot: it may lack what slots did that were left
         self._server_deaths = 0  # since every shard was whole
         self._shards_missed = False  # a server died: report when every shard is whole again
 
@@ -147,6 +151,7 @@ class Membership:
                 for slot in self._slots.values()
                 if slot.phase in (_Phase.ACTIVE, _Phase.FINISHED)
             ),
+            gone=tuple(Update(slot=slot, clock=clock) for slot, clock in sorted(self._gone.items())),
         )
 
     def begin(self) -> list[MembershipAction]:
@@ -209,6 +214,7 @@ class Membership:
         for shard in self._shards:
             if not shard.primary:
                 shard.primary, shard.epoch = joined.number, shard.epoch + 1
+                self._restored = True
                 actions.append(Lost(shard=shard.number, member=joined.number))
         for shard in self._shards:
             others = [member for member in self._serving() if member != shard.primary]
@@ -362,8 +368,9 @@ class Membership:
             del self._slots[slot.number]
         else:
             slot.phase = _Phase.FINISHED
+        self._gone[slot.number] = slot.clock + 1
         if any(other.phase is not _Phase.FINISHED for other in self._slots.values()):
-            return []
+            return [self._publish()] if self._restored else []
         self._ended = True
         return [Over()]
 

@@ -93,7 +93,10 @@ class WorkKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Part `part` of `parts` of global batch `batch`, to be pushed as `clock`."""
+    """Part `part` of `parts` of global batch `batch`, to be pushed as `clock`.
+
+    A `clock` beyond the one that was read for says that nobody needs those in between any more, whatever the kind.
+    """
 
     kind: WorkKind
     clock: int = 0
@@ -145,9 +148,10 @@ class View:
     Its worker (or a successor of that) still finishes the updates that it owes, until it is told RETIRED.
     """
     gone: tuple[Update, ...] = ()
-    """Slots whose worker has left for good, FINISHED or RETIRED: every shard had settled all below this clock.
+    """Slots whose worker has left for good, FINISHED or RETIRED: nobody will send an update below this clock.
 
-    A shard that has less was restored from an older snapshot, and nobody is left to tell it so.
+    Every shard had all of them. One that lacks some was restored from an older snapshot, and nobody is left in the slot
+    to tell it so.
     """
 
 
@@ -197,6 +201,8 @@ class Parameters:
     clock: int
     version: int
     work: Work
+    term: int = 0
+    """The life of the shard that the version is of: another one after each return to a snapshot."""
     waited_for: int = -1
     """The slot whose update the Read had to wait for; -1 if it was answered at once, or for another reason."""
 
@@ -243,8 +249,9 @@ class RowsUnknown:
 class Push:
     """Worker to primary, with a gradient as its payload: this slot's update `clock`.
 
-    `weight` is the part of its batch that the gradient is of (it is scaled by that already); `batch`, `part` and
-    `parts` are those of its Work. `skip` has no payload: the gradient was not finite, and only the clock moves on.
+    `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the part of its batch
+    that the gradient is of (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip` has
+    no payload: the gradient was not finite, and only the clock moves on.
     """
 
     shard: int
@@ -257,6 +264,7 @@ class Push:
     parts: int
     weight: float
     skip: bool = False
+    read_term: int = 0
     rows_version: int = -1
     """The version at which rows of tables were read here; -1 where none were."""
 
@@ -329,6 +337,11 @@ class Chosen:
     """The clock whose group this is, where groups go by clock; all before it are decided."""
     updates: tuple[Update, ...] | None = None
     """The group, in the order of its sum; None where there is no group in this decision."""
+    freely: bool = False
+    """No group: these updates and all before them in their slots are steps of their own, as they come.
+
+    Somebody chose them, in a life that the lead or this shard has lost since.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +349,8 @@ class ChosenKept:
     """The answer, to the lead: decisions up to and including `number` are safe at `shard`.
 
     The rest is for a lead that was restored: the slots, the highest clock and the highest batch that the shard knows.
-    A new primary of the shard `asks`: it may have missed what it was told before it knew that it serves.
+    A new primary of the shard `asks`: it may have missed what it was told before it knew that it serves, or lost what
+    it kept.
     """
 
     shard: int

@@ -84,9 +84,9 @@ def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
         for row in rows:
             if isinstance(row, RestoredRow):
                 raise UserError(
-                    f"shard {shard} went back to a snapshot of version {row.version}: workers may have read versions "
-                    "of it that are gone, so this run can not be replayed; with replicas=1 a killed server costs "
-                    "nothing"
+                    f"shard {shard} went back to a snapshot of version {row.version}, as after resuming or the death "
+                    "of a server without replicas=1: workers may have read versions of it that are gone, so this run "
+                    "can not be replayed"
                 )
             if isinstance(row, StepRow) and steps.setdefault(row.version, row) != row:
                 raise ReplayImpossible(

@@ -94,7 +94,7 @@ class ShardReplica:
         self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
         self._hellos: dict[int, Hello] = {}  # to be answered once the slot is known, or its loss is safe
         self._held: dict[int, Read] = {}
-        self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.TABLE: []}  # slots of held reads
+        self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.SHARDS: []}  # slots of held reads
         self._mark = 0  # the mark at which those that wait for others were last looked at
         self._asked: set[tuple[int, int]] = set()  # batches that are being given out
 
@@ -323,9 +323,10 @@ class ShardReplica:
     def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
         if self.role is not Role.PRIMARY or not self.config.leads:
             return []  # whoever becomes primary of the lead greets everybody
-        if kept.asks:
-            return [Send(to=sender, message=told) for told in self.core.greetings_to(kept.shard)]
-        return self._append(kept)
+        if not kept.asks:
+            return self._append(kept)
+        actions: list[Action] = [Send(to=sender, message=told) for told in self.core.greetings_to(kept.shard)]
+        return actions + (self._append(kept) if self.core.has_lost_choices(kept) else [])
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -376,16 +377,18 @@ class ShardReplica:
             if primary:
                 told = self.core.messages_to(shard, change.decisions)
                 actions += [Send(to=primary, message=message) for message in told]
+        waited_for = entry.slot if isinstance(entry, Push) else -1
         for slot in change.moved:
             hello = self._hellos.get(slot)
             if hello is not None:
                 actions += self._greet(hello)
             if slot in self._held:
-                actions += self._look_at(slot)
+                actions += self._look_at(slot, waited_for)
         if self.core.mark != self._mark:
             self._mark = self.core.mark
-            waited_for = entry.slot if isinstance(entry, Push) else -1
             actions += self._look_again(Hold.OTHERS, waited_for)
+        if self._waiting_for[Hold.SHARDS] and self.core.concluded:
+            actions += self._look_again(Hold.SHARDS)
         return actions
 
     def _land(self, slot: int) -> None:
@@ -397,7 +400,7 @@ class ShardReplica:
         """At the lead, another shard has answered: reads may wait for that, and after a restore everything does."""
         actions: list[Action] = []
         if self.core.decisions.table_is_kept:
-            actions += self._look_again(Hold.TABLE)
+            actions += self._look_again(Hold.SHARDS)
         if self._listening and not self.core.awaiting:
             self._listening = False
             actions += self._tell_others({})
@@ -429,6 +432,7 @@ class ShardReplica:
             slot=slot,
             clock=read.clock,
             version=self.core.version,
+            term=self.core.term,
             work=answer,
             waited_for=waited_for if waited_for != slot else -1,
         )

@@ -26,11 +26,16 @@ class SlotRecord:
     end: int = _NEVER
     """The first clock it does not owe, once it was removed."""
     late: int = -1
-    """The last clock that its step did not wait for."""
+    """The last clock that counts for nothing: its step did not wait for it, or it was lost."""
     recent: dict[int, int] = field(default_factory=dict)
     """The batches of its last few updates by clock: a successor repeats the same where a shard lacks them."""
     waiting: list[int] = field(default_factory=list)
     """The clocks of its updates that are here and in no step yet, ascending."""
+
+    @property
+    def chosen(self) -> int:
+        """The lowest clock that no step was made of."""
+        return self.waiting[0] if self.waiting else self.next_clock
 
     def remember(self, clock: int, batch: int) -> None:
         """Note the batch of an update."""

@@ -109,10 +109,14 @@ class Steps:
         """Set by the owner: every batch is done, and no update comes after those that wait."""
         self.resume = 0
         """At a shard that follows: steps below this clock are decided, whatever is missing here."""
+        self.lives: list[tuple[int, int]] = []
+        """Every return to a snapshot: the term that began with it, and the version that it went back to."""
         self._config = config
         self._table = table
         self._waiting: dict[tuple[int, int], Push] = {}
         self._arrived: dict[int, int] = {}
+        self._free: dict[int, int] = {}  # by slot: what is below this clock needs no choice (any more)
+        self._next_free: deque[tuple[int, int]] = deque()  # of those, the ones that wait
         self._groups: deque[Group] = deque()  # chosen by the lead, not yet taken here
         self._missing: set[tuple[int, int]] = set()  # what the first of them still waits for
 
@@ -165,12 +169,22 @@ class Steps:
             change.outcome = Outcome.SKIPPED
         self._waiting[push.slot, push.clock] = push
         record.waiting.append(push.clock)
+        if push.clock < self._free.get(push.slot, 0):
+            self._next_free.append((push.slot, push.clock))
 
     def follow(self, group: Group) -> None:
         """Take a group after those that the lead chose before it."""
         self._groups.append(group)
         if len(self._groups) == 1:
             self._await_group()
+
+    def let_free(self, names: tuple[tuple[int, int], ...]) -> None:
+        """Let these updates, and all before them in their slots, be steps of their own whenever they are here."""
+        for slot, clock in names:
+            if clock >= self._free.get(slot, 0):
+                self._free[slot] = clock + 1
+                waiting = self._table.record(slot).waiting
+                self._next_free += [(slot, c) for c in waiting if c <= clock]
 
     def _await_group(self) -> None:
         """Note what the first of the chosen groups still waits for."""
@@ -186,6 +200,8 @@ class Steps:
         """The next step that can be taken."""
         if not self._config.follows:
             return self._config.policy.next_group(self)
+        if self._next_free:
+            return Group(0, (self._next_free.popleft(),))
         if not self._groups or self._missing:
             return None
         group = self._groups.popleft()
@@ -200,8 +216,6 @@ class Steps:
         pushes: list[Push] = []
         present: set[int] = set()
         for slot, clock in group.updates:
-            if not stepwise:
-                self._overtake(slot, clock, change)
             push = self._unwait(slot, clock)
             if push is None:
                 continue
@@ -214,6 +228,8 @@ class Steps:
             self._apply(pushes, change)
         if stepwise:
             self._close(present, self._wanted(group), change)
+        else:
+            change.moved += present
 
     def skip_lost_steps(self, change: Change) -> None:
         """At a shard that follows by clock: close the steps whose decisions went with an earlier life of it."""
@@ -221,15 +237,6 @@ class Steps:
             first = self._groups[0].step if self._groups else self.resume
             while self.step < first:
                 self._close(set(), frozenset(self.slots_at(self.step)), change)
-
-    def _overtake(self, slot: int, clock: int, change: Change) -> None:
-        """Give up on updates of a slot before one that is chosen: who had chosen them is gone."""
-        record = self._table.record(slot)
-        while record.waiting and record.waiting[0] < clock:
-            push = self._unwait(slot, record.waiting[0])
-            if push is not None:
-                change.drop(push)
-                change.log_lost(slot, push.clock, push.clock + 1)
 
     def _unwait(self, slot: int, clock: int) -> Push | None:
         push = self._waiting.pop((slot, clock), None)
@@ -244,8 +251,7 @@ class Steps:
                 change.drop(push)
                 change.log_skipped(push)
             return
-        # a worker may have read a later version of a life that this shard has lost since
-        staleness = [max(self.version - push.read_version, 0) for push in pushes]
+        staleness = [self.version - self._included(push) for push in pushes]
         factors, rate = blend(self._config.policy, weights, staleness, pushes[0].parts)
         self.version += 1
         if change.outcome is Outcome.ACCEPTED:
@@ -271,6 +277,15 @@ class Steps:
         )
         change.actions += [apply, Log(row=row)]
 
+    def _included(self, push: Push) -> int:
+        """How many steps of this shard's history a push was computed with.
+
+        Of a version that was read in an earlier life only what the snapshot kept is part of the history.
+        """
+        return min(
+            [push.read_version, *(version for term, version in self.lives if term > push.read_term)],
+        )
+
     def _wanted(self, group: Group) -> frozenset[int]:
         """The slots whose update a step by clock was to have."""
         if self._config.follows:
@@ -294,7 +309,7 @@ class Steps:
             if slot in wanted:
                 change.log_lost(slot, clock, clock + 1)
             else:
-                record.late = clock
+                record.late = max(record.late, clock)
                 change.log_late(slot, clock)
             if record.next_clock <= clock:
                 self._table.move(record, clock + 1)
@@ -308,6 +323,8 @@ class Steps:
             "version": self.version,
             "step": self.step,
             "resume": self.resume,
+            "free": list(self._free.items()),
+            "lives": [list(life) for life in self.lives],
             "waiting": [asdict(push) for push in self._waiting.values()],
             "arrived": list(self._arrived.items()),
             "groups": [[group.step, [list(name) for name in group.updates]] for group in self._groups],
@@ -318,6 +335,8 @@ class Steps:
         """What `state` was taken of; `table` is of the same moment."""
         steps = cls(config, table)
         steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
+        steps._free = dict(state["free"])
+        steps.lives = [(term, version) for term, version in state["lives"]]
         for fields in state["waiting"]:
             push = Push(**fields)
             steps._waiting[push.slot, push.clock] = push
@@ -338,6 +357,7 @@ def _update_row(push: Push, staleness: int, factor: float) -> UpdateRow:
         parts=push.parts,
         member=push.member,
         read_version=push.read_version,
+        read_term=push.read_term,
         staleness=staleness,
         weight=push.weight,
         factor=factor,

@@ -16,7 +16,7 @@ from manyhands.link.settings import spin_for
 from manyhands.link.silence import Silence
 from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
-from manyhands.server.messages import ShardView, SlotView, View
+from manyhands.server.messages import ShardView, SlotView, Update, View
 from manyhands.server.steps import ShardConfig
 from manyhands.strategy import Ps
 
@@ -66,6 +66,9 @@ class Job:
     resume_version: int | None
     """Go on from the shards' snapshots of this version."""
 
+    skip_nonfinite: bool = False
+    """Leave out an update whose gradient is not finite, instead of ending the run."""
+
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         """This process's end of all connections, as `member`."""
         credentials = Credentials(
@@ -104,6 +107,7 @@ def view_payload(view: View, addresses: Mapping[int, str]) -> dict[str, Any]:
             "epoch": view.epoch,
             "shards": [dataclasses.asdict(shard) for shard in view.shards],
             "slots": [dataclasses.asdict(slot) for slot in view.slots],
+            "gone": [dataclasses.asdict(update) for update in view.gone],
         },
         "addresses": {str(member): address for member, address in addresses.items()},
     }
@@ -116,5 +120,6 @@ def view_from(payload: Mapping[str, Any]) -> tuple[View, dict[int, str]]:
         epoch=told["epoch"],
         shards=tuple(ShardView(**shard) for shard in told["shards"]),
         slots=tuple(SlotView(**slot) for slot in told["slots"]),
+        gone=tuple(Update(**update) for update in told["gone"]),
     )
     return view, {int(member): address for member, address in payload["addresses"].items()}

@@ -189,8 +189,9 @@ class Launcher:
     # ── what members say ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, member: int, said: Mapping[str, Any]) -> None:
-        if "batch" in said:
+        if "progress" in said:
             self._tell_membership(changes.Progressed(member=member, clock=said["clock"]))
+        if "batch" in said:
             row = self._losses.add(said, time.monotonic() - self._began)
             if row is not None:
                 self._on_rows([row])

@@ -65,6 +65,7 @@ class TrainingRequest:
     run_path: Path | None
     keep_checkpoints: int
     resume_version: int | None
+    skip_nonfinite: bool
     fingerprint: str
 
 
@@ -118,6 +119,7 @@ class ServerTraining:
             run_path=request.run_path,
             keep_checkpoints=request.keep_checkpoints,
             resume_version=request.resume_version,
+            skip_nonfinite=request.skip_nonfinite,
         )
         files = RunFiles(final=self._final.descriptor, buffers=self._buffers, rings=self.rings)
         launcher = Launcher(

@@ -127,7 +127,12 @@ class _Turn:
         self, context: RoleContext, job: Job, body: _Body, ring: EventRing, slot: int, member: int
     ) -> None:
         self._context, self._job, self._body, self._ring = context, job, body, ring
-        self._core = ClientCore(slot=slot, member=member, num_shards=job.strategy.servers)
+        self._core = ClientCore(
+            slot=slot,
+            member=member,
+            num_shards=job.strategy.servers,
+            skip_nonfinite=job.skip_nonfinite,
+        )
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
         self._unsent: defaultdict[int, list[Send]] = defaultdict(list)
@@ -224,7 +229,7 @@ class _Turn:
         payload: list[Any] = []
         message = send.message
         if isinstance(message, Push) and not message.skip:
-            part = self._body.area.part(message.shard)
+            part = self._body.parts[message.shard]
             self._body.bytes_sent += part.gradient.memory.nbytes
             if self._job.strategy.link == "tcp":
                 payload = [part.flags.numpy(), part.gradient.memory.numpy()]
@@ -243,7 +248,7 @@ class _Turn:
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
         if isinstance(message, Parameters):
-            values = self._body.area.part(message.shard).values
+            values = self._body.parts[message.shard].values
             if values.nbytes == num_bytes:
                 return memoryview(values.numpy())  # type: ignore[arg-type]
         return None
@@ -277,20 +282,24 @@ class _Turn:
         body.tables.collect(done.share)
         begun = self._begun_ns
         computed = time.monotonic_ns()
-        self._check(work, done)
+        bad = self._complaint(work, done)
+        if bad is not None and not self._job.skip_nonfinite:
+            raise NonFinite(f"{bad}; lower the learning rate or look at that batch")
         body.samples += done.samples
         ring.record(EventKind.COMPUTE, begun, computed - begun, step=work.batch)
         ring.record(
             EventKind.STEP, begin, computed - begin, step=work.batch, count=done.samples, value=done.loss
         )
-        self._context.send(
-            {"progress": self._core.member, "clock": work.clock, **_row(work, done, begin, computed)}
-        )
+        progress = {"progress": self._core.member, "clock": work.clock}
+        if bad is None:
+            self._context.send({**progress, **_row(work, done, begin, computed)})
+        else:
+            self._context.send({**progress, "note": bad})
         self._context.mark(work.batch + 1, State.EXCHANGING)
         self._pushed_ns = self._heard_ns = computed
-        if body.recorder.records:
+        if body.recorder.records and bad is None:
             self._record(compute)
-        self._do(self._core.computed(weight=done.share))
+        self._do(self._core.computed(weight=done.share, skip=bad is not None))
 
     def _record(self, compute: Compute) -> None:
         """Write down what the gradient was made of and what it is, before anybody can have it."""
@@ -367,15 +376,13 @@ class _Turn:
             )
             self._context.send({"evaluation": {"step": work.batch, "metrics": metrics}})
 
-    def _check(self, work: Work, done: Computed) -> None:
+    def _complaint(self, work: Work, done: Computed) -> str | None:
         finite = done.samples == 0 or done.loss - done.loss == 0
         if finite and self._body.model.is_finite(self._body.area.gradients) and self._body.tables.is_finite():
-            return
+            return None
         what = "the gradient" if finite else "the loss"
-        raise NonFinite(
-            f"worker {self._core.slot}, step {work.batch + 1}: {what} is not finite; nothing of it was applied; lower "
-            "the learning rate or look at that batch"
-        )
+        where = f"worker {self._core.slot}, step {work.batch + 1}"
+        return f"{where}: {what} is not finite; nothing of it was applied"
 
 
 def _row(work: Work, done: Computed, begin_ns: int, end_ns: int) -> dict[str, Any]:
