@@ -179,7 +179,9 @@ def server_memory(name: str) -> Callable[[], str]:
         rows = [["link", "workers", "parameters", "optimizer state", "private, measured", "shared, measured"]]
         for row in load(name)["memory"]:
             sizes = ("parameters_bytes", "state_bytes", "private_bytes", "shared_bytes")
-            rows.append([row["link"], str(row["workers"]), *(format_bytes(row[size]) for size in sizes)])
+            rows.append(
+                [row["link"], str(row["workers"]), *(format_bytes(max(row[size], 0)) for size in sizes)]
+            )
         return markdown(rows)
 
     return render

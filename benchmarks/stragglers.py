@@ -30,7 +30,9 @@ def sleeping_task(*, passing: bool) -> mh.Task:
     """A model of one number whose loss takes a while."""
 
     def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        late = passing and float(torch.rand(())) < PROBABILITY  # seeded by the batch: the same delays everywhere
+        late = (
+            passing and float(torch.rand(())) < PROBABILITY
+        )  # seeded by the batch: the same delays everywhere
         time.sleep(STEP_S * (FACTOR if late else 1.0))
         return model(batch).square().mean()
 
@@ -95,7 +97,8 @@ def main() -> None:
         print(f"{scenario}: waiting and updates/s, live | simulated")
         for row in rows:
             cells = " | ".join(
-                f"{row[how]['waiting']:6.1%} {row[how]['updates_per_s']:7.1f}" for how in ("live", "simulated")
+                f"{row[how]['waiting']:6.1%} {row[how]['updates_per_s']:7.1f}"
+                for how in ("live", "simulated")
             )
             print(f"  {row['consistency']:<11} {cells}")
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

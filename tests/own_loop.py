@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -50,6 +51,23 @@ def on_workers(
             if isinstance(result, BaseException):
                 raise result
     return results  # type: ignore[return-value]
+
+
+class Nobody:
+    """Stands for the group in a loop without manyhands."""
+
+    def prepare(self, model: nn.Module, *others: Any) -> Any:
+        self._model = model
+        return model, *others
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -110,6 +110,13 @@ class Exchange(ABC):
 
         As `torch.nn.utils.clip_grad_norm_` on all parameters of the model in one process.
         """
+
+    def parts(self) -> Sequence[torch.Tensor]:
+        """Between `agree` and `apply`: what this worker holds of the gradient, in place, where it `steps_itself`.
+
+        None elsewhere: there each parameter's `grad` is the whole.
+        """
+        return ()
 
     @abstractmethod
     def apply(self) -> None:

@@ -231,6 +231,43 @@ def test_other_descriptors_wake_the_hub(party: Party) -> None:
     os.close(writer)
 
 
+@both
+@pytest.mark.parametrize("let_go", [Hub.send_off, lambda hub: hub.poll(0), lambda hub: hub.flush(PATIENCE_S)])
+def test_messages_that_are_held_back_leave_together(
+    party: Party, how: str, let_go: Callable[[Hub], object]
+) -> None:
+    one, two = party.pair(how, second={"settings": Settings(queue_bytes=1 << 20)})
+    two.hold_back()
+    assert two.send(1, Number(value=1), [bytes(10)])
+    assert two.send(1, Number(value=2), [bytes(100_000)])
+    assert not two.send(1, Number(value=-1), [bytes(2 << 20)])  # what is held back is bounded too
+    assert one.poll(0.05) == []
+    let_go(two)
+    assert two.send(1, Number(value=3))
+    party.until(lambda: len(party.of(1, Received)) == 3)
+    received = party.of(1, Received)
+    assert [event.message.value for event in received] == [1, 2, 3]
+    assert [len(event.payload) for event in received] == [10, 100_000, 0]
+
+
+@both
+def test_a_message_that_is_not_held_back_does_not_overtake(party: Party, how: str) -> None:
+    _, two = party.pair(how)
+    two.hold_back()
+    assert two.send(1, Number(value=1))
+    assert not party.of(1, Received)
+    with Segment.create(64, "a test") as segment:
+        if how == "unix":
+            assert two.share(1, segment)  # not a message, but in order with them
+    two.send_off()
+    assert two.send(1, Number(value=2))
+    party.until(lambda: len(party.of(1, Received)) == 2)
+    kinds = [type(event) for event in party.events[1] if isinstance(event, Received | Shared)]
+    assert kinds == [Received, *([Shared] if how == "unix" else []), Received]
+    for event in party.of(1, Shared):
+        event.segment.close()
+
+
 def test_many_members_at_one_hub(party: Party) -> None:
     server = party.add(1, settings=Settings(spin_s=spin_for(1)))
     addresses = [server.listen("unix"), server.listen("tcp")]

@@ -184,7 +184,15 @@ def test_two_replicas_tell_one_story() -> None:
 
 
 def step(
-    version: int, sequence: int, slot: int, clock: int, term: int = 0, read: int | None = None
+    version: int,
+    sequence: int,
+    slot: int,
+    clock: int,
+    *,
+    term: int = 0,
+    read: int | None = None,
+    read_term: int = 0,
+    stale: int = 0,
 ) -> StepRow:
     update = UpdateRow(
         slot=slot,
@@ -194,9 +202,10 @@ def step(
         parts=1,
         member=2,
         read_version=version - 1 if read is None else read,
-        staleness=0,
+        staleness=stale,
         weight=1.0,
         factor=1.0,
+        read_term=read_term,
     )
     return StepRow(shard=0, term=term, sequence=sequence, version=version, rate=1.0, updates=(update,))
 
@@ -207,13 +216,36 @@ def test_after_a_restore_the_rows_beyond_the_snapshot_did_not_happen() -> None:
         RestoredRow(shard=0, term=4, sequence=1, version=1),
         LostRow(shard=0, term=4, sequence=2, slot=0, first=1, until=3),
         step(2, 3, 0, 3, term=4, read=3),
+        step(3, 4, 0, 4, term=4, read=3, stale=1),
+        step(4, 5, 0, 5, term=4, read=3, read_term=4),
     ]
     found = audit({0: [after, before]}, parse_consistency("async"), 30)
     assert found.violations == ()
     [summary] = found.shards
-    assert (summary.versions, summary.applied, summary.lost, summary.restores) == (2, 2, 2, 1)
+    assert (summary.versions, summary.applied, summary.lost, summary.restores) == (4, 4, 2, 1)
+    dishonest = [*after[:-1], step(4, 5, 0, 5, term=4, read=3)]
+    found = audit({0: [dishonest, before]}, parse_consistency("async"), 30)
+    assert [violation.sentence for violation in found.violations] == [
+        "shard 0: version 4, slot 0, clock 5: staleness 0 is logged, but it read version 3 of a life "
+        "of which 1 were kept, which makes 2"
+    ]
     found = audit({0: [[*before, step(4, 4, 0, 2)]]}, parse_consistency("async"), 30)
     assert "although it was applied as version 3" in found.violations[0].sentence
+
+
+def test_the_bound_is_judged_where_the_log_still_says_what_was_read() -> None:
+    slots = SlotsRow(shard=0, term=0, sequence=0, start=0, base=0, slots=(0, 1))
+    restored = RestoredRow(shard=0, term=4, sequence=4, version=4)
+    rows = [slots, *(step(v + 1, v + 1, v % 2, v // 2) for v in range(4)), restored]
+    policy = parse_consistency("bounded:1")
+    unknown = step(5, 5, 0, 4, term=4, read=6)
+    lost = LostRow(shard=0, term=4, sequence=5, slot=0, first=2, until=4)
+    assert audit({0: [[*rows, lost, unknown]]}, policy, 30).clean, (
+        "of a version that is not in the log any more"
+    )
+    known = step(5, 5, 0, 4, term=4, read=3, stale=1)
+    [violation] = audit({0: [[*rows, lost, known]]}, policy, 30).violations
+    assert "which lacks clock 1 of slot 1; bounded:1 includes all below 3" in violation.sentence
 
 
 def test_violations_name_the_shard() -> None:

@@ -161,8 +161,11 @@ def test_a_late_worker_goes_ahead_and_reads_the_other_shards_where_the_lead_is()
     core = computing(clock=4)
     pushed = sent(core.computed(weight=0.5))
     core.handle(parameters(1, 5, version=5), 2)
-    assert sent(core.handle(parameters(0, 5, version=8, work=train(8)), 1)) == [(2, read(1, 8))]
-    assert core.handle(parameters(1, 5, version=5), 2) == [], "the answer to a question that it gave up"
+    ahead = Hello(shard=1, slot=SLOT, member=MEMBER, settled=8)
+    told = sent(core.handle(parameters(0, 5, version=8, work=train(8)), 1))
+    assert told == [(2, ahead), (2, read(1, 8))], "nobody will send 5 to 7"
+    assert core.handle(welcome(1, 8), 2) == []
+    assert core.handle(parameters(1, 5, version=5), 2) == [], "the answer to a question of the past"
     assert core.handle(parameters(1, 8, version=8), 2) == [Compute(work=train(8), versions=(8, 8))]
     push = sent(core.computed(weight=0.5))[0][1]
     assert isinstance(push, Push)
@@ -174,8 +177,30 @@ def test_a_late_worker_still_owes_the_other_shards_what_the_lead_may_have_counte
     core = computing(clock=4)
     pushed = sent(core.computed(weight=0.5))
     core.handle(parameters(0, 5, version=8, work=train(8)), 1)
+    assert sent(core.view(view(2, 1, 9))) == [(9, Hello(shard=1, slot=SLOT, member=MEMBER, settled=4))]
+    assert sent(core.handle(welcome(1, 4), 9)) == [(9, pushed[2][1]), (9, read(1, 5))]
+    ahead = Hello(shard=1, slot=SLOT, member=MEMBER, settled=8)
+    assert sent(core.handle(parameters(1, 5, version=5), 9)) == [(9, ahead), (9, read(1, 8))]
+
+
+def test_a_worker_that_goes_ahead_while_a_shard_changes_hands_is_welcomed_there_at_its_new_clock() -> None:
+    core = computing(clock=4)
+    core.computed(weight=0.5)
+    core.handle(parameters(1, 5, version=5), 2)
     core.view(view(2, 1, 9))
-    assert sent(core.handle(welcome(1, 4), 9)) == [(9, pushed[2][1]), (9, read(1, 8))]
+    core.handle(parameters(0, 5, version=8, work=train(8)), 1)
+    assert core.handle(welcome(1, 5), 9) == [], "the answer to the first of two greetings"
+    assert sent(core.handle(welcome(1, 8), 9)) == [(9, read(1, 8))]
+
+
+def test_a_worker_that_is_sent_ahead_to_the_end_lets_every_shard_know_what_nobody_will_send() -> None:
+    core = computing(clock=4)
+    core.computed(weight=1.0)
+    core.handle(parameters(1, 5, 22), 2)
+    told = sent(core.handle(parameters(0, 5, 12, Work(kind=WorkKind.FINISHED, clock=9)), 1))
+    assert told == [(2, Hello(shard=1, slot=SLOT, member=MEMBER, settled=9)), (2, read(1, 9))]
+    (leave,) = core.handle(parameters(1, 9, 22), 2)
+    assert isinstance(leave, Leave)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +209,26 @@ def test_a_late_worker_still_owes_the_other_shards_what_the_lead_may_have_counte
 def test_leaves_only_when_every_shard_has_settled_its_last_push(kind: WorkKind, reason: Reason) -> None:
     core = computing(clock=4)
     core.computed(weight=1.0)
-    assert core.handle(parameters(0, 5, 12, Work(kind=kind)), 1) == []
+    assert core.handle(parameters(0, 5, 12, Work(kind=kind, clock=5)), 1) == []
     (leave,) = core.handle(parameters(1, 5, 22), 2)
     assert isinstance(leave, Leave)
     assert leave.reason is reason
     assert core.view(view(2, 9, 9)) == []
     assert core.again(0) == []
+
+
+def test_what_the_lead_alone_lacks_when_all_is_done_is_lost_there() -> None:
+    core = client(2)
+    core.view(view(1, 1, 2))
+    core.handle(welcome(0, 3), 1)
+    core.handle(welcome(1, 5), 2)
+    core.handle(parameters(1, 3, 22), 2)
+    told = sent(core.handle(parameters(0, 3, 12, Work(kind=WorkKind.FINISHED, clock=3)), 1))
+    lost = [Hello(shard=shard, slot=SLOT, member=MEMBER, settled=5) for shard in (0, 1)]
+    assert told == [(1, lost[0]), (1, read(0, 5)), (2, lost[1]), (2, read(1, 5))]
+    core.handle(parameters(1, 5, 22), 2)
+    (leave,) = core.handle(parameters(0, 5, 12, Work(kind=WorkKind.FINISHED, clock=5)), 1)
+    assert isinstance(leave, Leave)
 
 
 def test_a_later_holder_of_the_slot_fences_it() -> None:
@@ -245,6 +284,3 @@ def test_what_can_not_be_is_an_error() -> None:
     core.computed(weight=1.0)
     with pytest.raises(ManyhandsError, match="not asked"):
         core.computed(weight=1.0)
-    core.view(view(2, 1, 9))
-    with pytest.raises(ManyhandsError, match="below 4 was settled"):
-        core.handle(welcome(1, 3), 9)

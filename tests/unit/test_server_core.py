@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from manyhands.consistency.parse import parse_consistency
 from manyhands.errors import UserError
 from manyhands.server.actions import Apply, Drop, Log
-from manyhands.server.core import Held, Hold, ShardConfig, ShardCore
+from manyhands.server.core import Hold, ShardConfig, ShardCore
 from manyhands.server.log import LateRow, LostRow, Row, SkippedRow, StepRow
 from manyhands.server.messages import (
     Assigned,
@@ -85,12 +86,13 @@ def test_sync_sums_in_slot_order_once_all_are_there() -> None:
     for slot in (2, 0):
         change = shard.commit(push(slot, 0, parts=3))
         assert (steps_of(change), change.outcome) == ([], Outcome.ACCEPTED)
-        assert shard.answer(slot, 1) == Held(Hold.OTHERS, 1)
+        assert shard.answer(slot, 1) is Hold.OWN
+    assert shard.answer(1, 0) == train(0, 0, part=1, parts=3)
     change = shard.commit(push(1, 0, parts=3))
     assert steps_of(change) == [[(0, 0), (1, 0), (2, 0)]]
     assert (change.outcome, shard.version) == (Outcome.APPLIED, 1)
     assert shard.answer(1, 1) == train(1, 1, part=1, parts=3)
-    assert shard.answer(1, 2) == Held(Hold.OWN, 2)
+    assert shard.answer(1, 2) is Hold.OWN
 
 
 def test_bounded_reads_wait_for_the_slowest() -> None:
@@ -98,9 +100,9 @@ def test_bounded_reads_wait_for_the_slowest() -> None:
     for clock in range(3):
         assert shard.answer(0, clock) == train(clock, clock * 3)
         assert steps_of(shard.commit(push(0, clock))) == [[(0, clock)]]
-    assert shard.answer(0, 3) == Held(Hold.OTHERS, 3)
+    assert shard.answer(0, 3) is Hold.OTHERS
     shard.commit(push(1, 0))
-    assert shard.answer(0, 3) == Held(Hold.OTHERS, 3)
+    assert shard.answer(0, 3) is Hold.OTHERS
     shard.commit(push(2, 0))
     assert shard.answer(0, 3) == train(3, 9)
     assert shard.version == 5
@@ -109,7 +111,7 @@ def test_bounded_reads_wait_for_the_slowest() -> None:
 def test_async_gives_batches_out_in_the_order_of_asking_and_the_same_again() -> None:
     shard = core("async", steps=3)
     for slot, batch in ((2, 0), (0, 1)):
-        assert shard.answer(slot, 0) == Held(Hold.BATCH, 0)
+        assert shard.answer(slot, 0) is Hold.BATCH
         shard.commit(Assigned(slot=slot, clock=0))
         assert shard.answer(slot, 0) == train(0, batch)
     shard.commit(Assigned(slot=2, clock=0))
@@ -157,14 +159,56 @@ def test_a_follower_takes_groups_in_the_order_chosen_and_waits_for_their_updates
     shard = core("softsync:1", shard=1, shards=2)
     for slot in (0, 1, 2):
         assert steps_of(shard.commit(push(slot, 0, shard=1))) == []
-    assert steps_of(shard.commit(chosen(1, (2, 0), (0, 1)))) == []
-    assert steps_of(shard.commit(chosen(2, (1, 0), (0, 0)))) == []
-    assert steps_of(shard.commit(chosen(2, (1, 0), (0, 0)))) == []
-    assert shard.kept_answer().number == 2
-    change = shard.commit(push(0, 1, shard=1))
-    assert steps_of(change) == [[(2, 0), (0, 1)], [(1, 0)]]
-    lost = [row for row in rows_of(change) if isinstance(row, LostRow)]
-    assert [(row.slot, row.first, row.until) for row in lost] == [(0, 0, 1)], "0 was chosen before 1 or never"
+    assert steps_of(shard.commit(chosen(1, (0, 0)))) == [[(0, 0)]]
+    assert steps_of(shard.commit(chosen(2, (2, 0), (0, 1)))) == []
+    assert steps_of(shard.commit(chosen(3, (1, 0)))) == []
+    assert steps_of(shard.commit(chosen(3, (1, 0)))) == []
+    assert shard.kept_answer().number == 3
+    assert steps_of(shard.commit(push(0, 1, shard=1))) == [[(2, 0), (0, 1)], [(1, 0)]]
+
+
+def test_a_follower_takes_one_by_one_what_was_chosen_in_a_life_that_is_lost() -> None:
+    shard = core("softsync:1", shard=1, shards=2)
+    shard.commit(push(0, 0, shard=1))
+    shard.commit(push(1, 0, shard=1))
+    change = shard.commit(replace(chosen(1, (0, 1), (2, 0)), freely=True))
+    assert steps_of(change) == [[(0, 0)]]
+    shard = ShardCore.from_state(shard.config, json.loads(json.dumps(shard.state())))
+    assert steps_of(shard.commit(push(0, 1, shard=1))) == [[(0, 1)]]
+    assert steps_of(shard.commit(push(0, 2, shard=1))) == [], "this one is still to be chosen"
+    assert steps_of(shard.commit(chosen(2, (1, 0), (0, 2)))) == [[(1, 0), (0, 2)]]
+
+
+def test_a_lead_frees_what_it_can_not_choose_any_more() -> None:
+    shard = core("softsync:1", shards=2)
+    shard.commit(push(0, 0))
+    change = shard.commit(Lost(slot=0, until=5))
+    assert [(d.freely, d.updates) for d in change.decisions] == [(True, (Update(slot=0, clock=4),))]
+    for slot in (1, 2):
+        change = shard.commit(push(slot, 0))
+    assert [d.updates for d in change.decisions] == [tuple(Update(slot=slot, clock=0) for slot in (0, 1, 2))]
+    shard.commit(push(1, 1))
+    kept = ChosenKept(shard=1, term=0, number=2, generations=(), top_clock=0, top_batch=0, asks=False)
+    shard.commit(kept)
+    asks = replace(kept, number=1, asks=True)
+    assert shard.has_lost_choices(asks)
+    assert not shard.has_lost_choices(replace(asks, number=2))
+    [decision] = shard.commit(asks).decisions
+    assert decision.freely
+    assert decision.updates == (Update(slot=0, clock=4), Update(slot=1, clock=0), Update(slot=2, clock=0))
+
+
+def test_where_each_gradient_is_a_step_a_read_includes_its_own_at_every_shard() -> None:
+    alone = core("softsync:1", shard=1, shards=2, slots=1)
+    alone.commit(push(0, 0, shard=1))
+    assert alone.answer(0, 0) == Work(kind=WorkKind.UNKNOWN), "a successor asks again"
+    assert alone.answer(0, 1) is Hold.OWN
+    change = alone.commit(chosen(1, (0, 0)))
+    assert change.moved == [0]
+    assert alone.answer(0, 1) == Work(kind=WorkKind.UNKNOWN)
+    grouped = core("softsync:1", shard=1, shards=2, slots=2)
+    grouped.commit(push(0, 0, shard=1))
+    assert grouped.answer(0, 1) == Work(kind=WorkKind.UNKNOWN)
 
 
 def test_a_follower_that_lost_decisions_goes_on_from_where_the_lead_believes_it() -> None:
@@ -218,8 +262,8 @@ def test_slots_change_at_a_clock_that_nobody_has_begun() -> None:
     shard.commit(push(1, 0))
     shard.commit(push(0, 1))
     shard.commit(push(1, 1))
-    assert shard.answer(1, 2) == Work(kind=WorkKind.RETIRED)
-    assert shard.answer(0, 2) == Held(Hold.TABLE, 2), "another shard might not know yet"
+    assert shard.answer(1, 2) == Work(kind=WorkKind.RETIRED, clock=2)
+    assert shard.answer(0, 2) is Hold.SHARDS, "another shard might not know yet"
     told = shard.messages_to(1, change.decisions)[0]
     shard.commit(
         ChosenKept(shard=1, term=0, number=1, generations=told.generations, top_clock=2, top_batch=4)
@@ -228,7 +272,7 @@ def test_slots_change_at_a_clock_that_nobody_has_begun() -> None:
     assert shard.answer(2, 2) == train(2, 5)
     shard.commit(push(0, 2))
     shard.commit(push(0, 3))
-    assert shard.answer(0, 4) == Held(Hold.OTHERS, 4), "now the new slot is waited for"
+    assert shard.answer(0, 4) is Hold.OTHERS, "now the new slot is waited for"
 
 
 def test_a_follower_learns_the_slots_from_the_lead() -> None:
@@ -245,7 +289,7 @@ def test_a_follower_learns_the_slots_from_the_lead() -> None:
 
 
 def test_the_end_of_a_run_is_told_at_every_consistency() -> None:
-    finished = Work(kind=WorkKind.FINISHED)
+    finished = Work(kind=WorkKind.FINISHED, clock=1)
     bounded = core("bounded:1", slots=2, steps=3)
     bounded.commit(push(0, 0))
     bounded.commit(push(1, 0))
@@ -254,7 +298,45 @@ def test_the_end_of_a_run_is_told_at_every_consistency() -> None:
     sync = core("sync", slots=1, steps=1)
     sync.commit(push(0, 0))
     assert sync.answer(0, 1) == finished
-    assert core("async", steps=0).answer(0, 0) == finished
+    assert core("async", steps=0).answer(0, 0) == Work(kind=WorkKind.FINISHED, clock=0)
+
+
+def test_nobody_is_let_go_before_every_shard_keeps_the_last_choice() -> None:
+    shard = core("softsync:1", shards=2, slots=2, steps=2)
+    for slot in (0, 1):
+        shard.commit(Assigned(slot=slot, clock=0))
+    shard.commit(push(0, 0))
+    assert shard.answer(0, 1) is Hold.SHARDS, "its group is not complete"
+    shard.commit(push(1, 0))
+    assert shard.answer(0, 1) is Hold.SHARDS, "the other shard might not know of it"
+    shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
+    assert shard.answer(0, 1) == Work(kind=WorkKind.FINISHED, clock=1)
+
+
+def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
+    shard = core("bounded:1", slots=2)
+    shard.commit(SlotsChanged(slots=(0,)))
+    shard.commit(Lost(slot=1, until=4))
+    change = shard.commit(push(1, 4))
+    assert (change.outcome, steps_of(change)) == (Outcome.LATE, [])
+    assert [type(row) for row in rows_of(change)] == [LateRow]
+    assert shard.answer(1, 5) == Work(kind=WorkKind.RETIRED, clock=5)
+    assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
+
+
+def test_staleness_counts_the_steps_of_this_history_that_were_not_read() -> None:
+    shard = core("async")
+    for clock in range(3):
+        shard.commit(push(0, clock, read=clock))
+    shard.restore(term=7)
+    taus = []
+    for clock, read, term in ((3, 1, 0), (4, 9, 0), (5, 5, 7)):
+        change = shard.commit(replace(push(0, clock, read=read), read_term=term))
+        [row] = (row for row in rows_of(change) if isinstance(row, StepRow))
+        taus.append(row.updates[0].staleness)
+    assert taus == [3 - 1, 4 - 3, 5 - 5], "of version 9 in the lost life, only 3 steps are in this one"
+    again = ShardCore.from_state(shard.config, json.loads(json.dumps(shard.state())))
+    assert again.state() == shard.state()
 
 
 def test_a_restored_lead_waits_for_the_others_and_believes_them() -> None:

@@ -28,7 +28,7 @@ from manyhands.server.changes import (
 )
 from manyhands.server.client import Reason
 from manyhands.server.membership import MAX_DEATHS, Membership, MembershipPlan
-from manyhands.server.messages import Installed, View
+from manyhands.server.messages import Installed, Update, View
 
 
 class Play:
@@ -255,6 +255,17 @@ def test_the_run_is_over_when_every_slot_has_finished() -> None:
     assert play.do(Died(member=first)) == [], "it was done"
     assert play.do(Finished(member=second, reason=Reason.FINISHED)) == [Over()]
     assert play.do(Died(member=1)) == []
+
+
+def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None:
+    play = Play(workers=3, replicas=0)
+    first, second = play.holder(0), play.holder(1)
+    play.do(Progressed(member=first, clock=7))
+    assert play.do(Finished(member=first, reason=Reason.FINISHED)) == [], "no shard can lack anything"
+    play.do(Died(member=play.view.shards[1].primary))
+    assert play.view.gone == (Update(slot=0, clock=8),)
+    assert kinds(play.do(Finished(member=second, reason=Reason.FINISHED))) == ["Publish"]
+    assert play.view.gone == (Update(slot=0, clock=8), Update(slot=1, clock=0))
 
 
 def test_a_slot_that_gets_nowhere_ends_the_run() -> None:

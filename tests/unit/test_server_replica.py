@@ -286,9 +286,10 @@ def test_a_restored_shard_does_not_wait_for_who_has_left() -> None:
     assert [type(message) for message in said(shard.handle(read(0, 5), WORKER))] == [Parameters]
 
 
-def two_shards(consistency: str) -> tuple[ServerCore, ServerCore]:
+def two_shards(consistency: str, steps: int = 100) -> tuple[ServerCore, ServerCore]:
     """The lead on one server, the other shard on another; no replicas."""
-    servers = tuple(ServerCore(config(consistency, shards=2), member) for member in (FIRST, SECOND))
+    shared = config(consistency, shards=2, steps=steps)
+    servers = tuple(ServerCore(shared, member) for member in (FIRST, SECOND))
     for server in servers:
         server.view(view(1, (FIRST, 0), (SECOND, 0)))
     return servers[0], servers[1]
@@ -337,6 +338,38 @@ def test_a_new_primary_asks_the_lead_for_what_it_missed() -> None:
     assert to == FIRST
     answers = lead.handle(question, THIRD)
     assert [(to, type(message)) for to, message in sent(answers)] == [(THIRD, Chosen), (THIRD, Chosen)]
+
+
+def test_a_restored_shard_is_told_what_it_may_take_without_a_choice() -> None:
+    lead, other = two_shards("softsync:1")
+    snapshot = json.dumps(other.replicas[1].state())
+    for slot in (0, 1):
+        for message in said(lead.handle(push(slot, 0), WORKER + slot)):
+            if isinstance(message, Chosen):
+                [kept] = (m for m in said(other.handle(message, FIRST)) if isinstance(m, ChosenKept))
+                lead.handle(kept, SECOND)
+    back = ServerCore(config("softsync:1", shards=2), THIRD)
+    back.restore(1, json.loads(snapshot))
+    place = view(2, (FIRST, 0), (THIRD, 0), epochs=(1, 2))
+    [asks] = (m for m in said(back.view(place)) if isinstance(m, ChosenKept))
+    lead.view(place)
+    for message in said(lead.handle(asks, THIRD)):
+        back.handle(message, FIRST)
+    steps = [a for a in back.handle(push(0, 0, shard=1), WORKER) if isinstance(a, Apply)]
+    assert [[part.slot for part in step.contributions] for step in steps] == [[0]]
+
+
+def test_a_worker_is_let_go_when_the_last_choice_is_kept_everywhere() -> None:
+    lead, other = two_shards("softsync:1", steps=2)
+    for slot in (0, 1):
+        lead.handle(read(slot, 0), WORKER + slot)
+    lead.handle(push(0, 0), WORKER)
+    assert said(lead.handle(read(0, 1), WORKER)) == [], "its group is not complete"
+    [chosen] = (m for m in said(lead.handle(push(1, 0), WORKER + 1)) if isinstance(m, Chosen))
+    [kept] = (m for m in said(other.handle(chosen, FIRST)) if isinstance(m, ChosenKept))
+    [(to, answer)] = sent(lead.handle(kept, SECOND))
+    assert isinstance(answer, Parameters)
+    assert (to, answer.work.kind) == (WORKER, WorkKind.FINISHED)
 
 
 def test_a_lead_that_was_restored_serves_nobody_until_the_others_have_spoken() -> None:

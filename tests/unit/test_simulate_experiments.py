@@ -7,6 +7,7 @@ import pytest
 from manyhands.simulate import ComputeModel, SimulationSpec, simulate
 from manyhands.simulate.experiments import (
     BOUNDS,
+    LEARNERS,
     PASSING,
     PERMANENT,
     learn_digits,
@@ -50,11 +51,15 @@ def test_staleness_centres_on_the_splitting_parameter(splits: int) -> None:
     assert sum(count for tau, count in staleness.items() if tau > 2 * splits) <= 1e-3 * total
 
 
-def test_thirty_stale_learners_need_a_rate_that_follows_their_staleness() -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_thirty_stale_learners_need_a_rate_that_follows_their_staleness(seed: int) -> None:
     """The synchronous steps are those of one learner: `sync` splits each batch, and its parts add up to the same."""
-    synchronous = learn_digits("sync", learners=1)
-    fixed = learn_digits("softsync:30")
-    aware = learn_digits("aware:softsync:30")
-    assert synchronous.accuracy > 0.96
+    synchronous = learn_digits("sync", learners=1, seed=seed)
+    fixed = learn_digits("softsync:30", seed=seed)
+    aware = learn_digits("aware:softsync:30", seed=seed)
+    assert synchronous.accuracy > 0.94
     assert fixed.accuracy < 0.3, "ten digits: guessing gets 0.1"
     assert aware.accuracy >= synchronous.accuracy - 0.02
+    for row in (fixed, aware):
+        mean = sum(tau * count for tau, count in row.staleness.items()) / row.staleness.total()
+        assert mean == pytest.approx(LEARNERS, rel=0.1)

@@ -45,7 +45,7 @@ def run_bench(
     exchanges: Sequence[Exchange] = DEFAULT_EXCHANGES,
     rounds: int = DEFAULT_ROUNDS,
     memory_bytes: int = MEMORY_BYTES,
-    timeout_s: float = 300.0,
+    timeout_s: float = 900.0,
 ) -> dict[str, Any]:
     """Measure, and return a dictionary ready for JSON; raises if anything fails or `timeout_s` passes.
 
@@ -125,8 +125,8 @@ def format_table(result: dict[str, Any]) -> str:
         lines.append(
             f"{row['link']}, {row['workers']} workers: {format_bytes(row['private_bytes'])} of its own, "
             f"{format_bytes(known)} of them parameters and optimizer state, "
-            f"{format_bytes(max(round(row['private_per_worker_bytes']), 0))} for each worker; "
-            f"{format_bytes(row['shared_bytes'])} of the workers' memory mapped"
+            f"{format_bytes(max(round(row['private_per_worker_bytes']), 0))} more for each worker; "
+            f"{format_bytes(max(row['shared_bytes'], 0))} of the workers' memory mapped"
         )
     return "\n".join(lines)
 

@@ -31,6 +31,8 @@ def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
     small = _resident(_LEAST_BYTES, "shared", timeout_s)
     for link in ("shared", "tcp"):
         large = _resident(num_bytes, link, timeout_s)
+        first, last = WORKERS[0], WORKERS[-1]
+        per_worker = (large[last][0] - large[first][0]) / (last - first)
         for workers in WORKERS:
             private, shared = (
                 after - before for after, before in zip(large[workers], small[workers], strict=True)
@@ -43,7 +45,7 @@ def measure_memory(num_bytes: int, timeout_s: float) -> list[dict[str, Any]]:
                     "state_bytes": _STATE_TENSORS * num_bytes,
                     "private_bytes": private,
                     "shared_bytes": shared,
-                    "private_per_worker_bytes": (private - (1 + _STATE_TENSORS) * num_bytes) / workers,
+                    "private_per_worker_bytes": per_worker,
                 }
             )
     return rows

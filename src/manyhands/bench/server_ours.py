@@ -93,7 +93,7 @@ class OurServer:
             fingerprint="server benchmark",
             workers=workers,
             timeout_s=timeout_s,
-            threads=threads_per_role(1 + workers),
+            threads=threads_per_role(workers),
             run_path=None,
             keep_checkpoints=1,
             resume_version=None,

@@ -15,7 +15,7 @@ each optimizer does 1/P of the work. Gradients are still one copy per worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,7 @@ class CentralExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """Collective: the norm from every worker's slices; each scales its own."""
         attached = self._need()
-        gradients = attached.slices.reached()
+        gradients = self.parts()
         squares = sum(_norm(gradient) ** 2 for gradient in gradients)
         total = attached.reducer.total(torch.tensor([squares], dtype=torch.float64))
         norm = math.sqrt(total.item())
@@ -117,6 +117,10 @@ class CentralExchange(Exchange):
             for gradient in gradients:
                 gradient.mul_(scale)
         return norm
+
+    def parts(self) -> Sequence[torch.Tensor]:
+        """The summed gradient of this worker's slices."""
+        return self._need().slices.reached()
 
     def apply(self) -> None:
         """Collective: update this worker's slices of the shared copy, and wait until all are written."""

@@ -206,10 +206,7 @@ class Hub:
         return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
 
     def sent(self, member: int) -> bool:
-        """Whether everything for a member has left, so that payloads may be changed; also if it is not connected.
-
-        But for what is held back (see `hold_back`).
-        """
+        """Whether all for a member but what is held back has left, so that payloads may change; or it is not there."""
         connection = self._members.get(member)
         return connection is None or connection.outbox.pending_bytes == 0
 

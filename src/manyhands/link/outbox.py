@@ -51,7 +51,8 @@ class Outbox:
         `later` a frame is put aside, and queued together with the next ones or by `pump`.
         """
         with self._lock:
-            if self._closed or (self._queue and self.pending_bytes + num_bytes > self._capacity_bytes):
+            waiting_bytes = self.pending_bytes + self._later_bytes
+            if self._closed or (waiting_bytes and waiting_bytes + num_bytes > self._capacity_bytes):
                 return False
             if later and descriptor < 0:
                 self._later += parts

@@ -12,7 +12,7 @@ from manyhands.link.silence import Silence
 
 __all__ = ["Settings", "spin_for"]
 
-_SPIN_S: Final = 200e-6  # about what a server takes for a small push, and less than waking from sleep costs
+_SPIN_S: Final = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

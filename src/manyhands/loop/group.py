@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,6 +24,7 @@ from manyhands.device import moved
 from manyhands.errors import UserError
 from manyhands.loop.loader import prepare_loader
 from manyhands.loop.rounds import Rounds
+from manyhands.loop.scaler import PartsScaler
 from manyhands.loop.words import Call
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
 from manyhands.store.optimizer_state import restore_optimizer
@@ -85,19 +87,26 @@ class Group:
 
         Models and optimizers stay what they are, all of them in one call: every worker gets worker 0's weights, and
         gradients are exchanged from here on. Loaders, in this or any later call, become loaders of each worker's share.
+        A GradScaler comes back as one that all workers obey; it must be prepared under `central`, and may be elsewhere.
         Where the group was joined with a GPU, models and batches are moved there.
         """
         models = [one for one in objects if isinstance(one, nn.Module)]
         optimizers = [one for one in objects if isinstance(one, Optimizer)]
-        loaders = [one for one in objects if not isinstance(one, nn.Module | Optimizer | LRScheduler)]
+        scalers = [one for one in objects if isinstance(one, GradScaler)]
+        others = nn.Module | Optimizer | LRScheduler | GradScaler
+        loaders = [one for one in objects if not isinstance(one, others)]
         for one in loaders:
             if not isinstance(one, Iterable) or isinstance(one, str | bytes | torch.Tensor):
                 raise UserError(
-                    f"prepare got a {type(one).__name__}; it takes models, optimizers, schedulers and loaders"
+                    f"prepare got a {type(one).__name__}; it takes models, optimizers, schedulers, scalers and loaders"
                 )
         if models or optimizers:
             self._attach(models, optimizers)
-        prepared = {id(one): prepare_loader(one, self._rounds, self._move) for one in loaders}
+        prepared: dict[int, Any] = {id(one): prepare_loader(one, self._rounds, self._move) for one in loaders}
+        if self._rounds.exchange.steps_itself:
+            prepared |= {
+                id(one): PartsScaler(one, self._rounds.unscale) for one in scalers if one.is_enabled()
+            }
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
 
@@ -108,7 +117,8 @@ class Group:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradient of all prepared models down to `max_norm`, and return the norm it had.
 
-        The same under every strategy. Under `mirrored` and `allreduce`, torch's own function does the same.
+        The same under every strategy. Under `mirrored` and `allreduce`, torch's own function does the same; under
+        `central` the next step refuses gradients that it has changed.
         """
         return self._rounds.clip(max_norm)
 

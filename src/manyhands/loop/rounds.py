@@ -7,13 +7,14 @@
 
 So when `loss.backward()` returns, `grad` holds the gradient of the mean over the global batch, and whatever the user
 does with it (clipping, GradScaler, looking at it) is the same on every worker. Where the strategy steps by itself
-(`central`), `grad` holds this worker's part, and `optimizer.step()` is a round of its own.
+(`central`), `grad` holds this worker's part, which only the group may change, and `optimizer.step()` is a round of its
+own, as clipping and unscaling are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from manyhands.exchange import Exchange, LocalStep
 from manyhands.loop.buffers import BufferKeeper
 from manyhands.loop.clock import RoundClock
 from manyhands.loop.loader import Readings
+from manyhands.loop.parts import GradientWatch, unscale
+from manyhands.loop.scaler import require_prepared_scaler, telling_of_scalers
 from manyhands.loop.words import Call, Word, Words, require_same
 from manyhands.worker import Surroundings
 
@@ -53,7 +56,11 @@ class Rounds:
         self._stepping = False
         self._model: nn.Module | None = None
         self._buffers: BufferKeeper | None = None
-        self._hooks: list[Any] = []
+        self._optimizer: Optimizer | None = None
+        self._watch: GradientWatch | None = None
+        """Where the strategy steps by itself."""
+
+        self._hooks = ExitStack()
 
     def require_model(self) -> nn.Module:
         """The models of the group as one; UserError before there is any."""
@@ -75,9 +82,12 @@ class Rounds:
         self._buffers = BufferKeeper(model, buffers, self.words)
         self._weigh(self.readings.part.share)
         self.exchange.on_next_gradient(self._begin_backward)
-        self._hooks = [one.register_forward_pre_hook(self._on_forward) for one in models]
+        for one in models:
+            self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
         if self.exchange.steps_itself:
-            self._hooks.append(optimizer.register_step_pre_hook(self._on_step))
+            self._optimizer, self._watch = optimizer, GradientWatch(model)
+            self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
+            self._hooks.enter_context(telling_of_scalers(optimizer))
         self.clock.start()
 
     @contextmanager
@@ -94,9 +104,28 @@ class Rounds:
     def clip(self, max_norm: float) -> float:
         """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
         self.require_model()
-        if self.exchange.steps_itself:
-            self.words.meet(Call.CLIP, max_norm)
-        return self.exchange.clip(max_norm)
+        if self._watch is None:
+            return self.exchange.clip(max_norm)
+        self._watch.require_untouched()
+        self.words.meet(Call.CLIP, max_norm)
+        norm = self.exchange.clip(max_norm)
+        self._watch.remember()
+        return norm
+
+    def unscale(self, optimizer: Optimizer, factor: torch.Tensor) -> bool:
+        """Collective, where the strategy steps by itself: multiply the gradient by `factor`.
+
+        Whether any of it, on any worker, was not finite.
+        """
+        if optimizer is not self._optimizer or self._watch is None:
+            raise UserError(
+                f"the GradScaler of a group is for its own optimizer, not for another {type(optimizer).__name__}; "
+                "use a second one"
+            )
+        self._watch.require_untouched()
+        found = unscale(self.exchange.parts(), factor)
+        self._watch.remember()
+        return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
 
     def in_worker_0s_order(self, draw: Callable[[], Any], generators: Sequence[torch.Generator]) -> Any:
         """Collective: call `draw` as if torch's random numbers, and these generators, were worker 0's."""
@@ -142,9 +171,7 @@ class Rounds:
 
     def close(self) -> None:
         """Take the hooks off and let go of everything; idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
         self.exchange.close()
         self.words.close()
 
@@ -159,11 +186,14 @@ class Rounds:
         if self._says_stop and self.world == 1:
             self._stop()
 
-    def _on_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stepping:  # the strategy itself calls the optimizer, for this worker's part
             return
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise UserError("optimizer.step(closure) runs backward inside the step, which central can not do")
+        assert self._watch is not None
+        require_prepared_scaler(optimizer)
+        self._watch.require_untouched()
         self.words.meet(Call.STEP)
         self._stepping = True
         try:
@@ -209,6 +239,8 @@ class Rounds:
         assert self._buffers is not None
         self.exchange.agree(LocalStep(loss=0.0, share=share))
         self._buffers.exchange(words, share)
+        if self._watch is not None:
+            self._watch.remember()
 
     def _bring_nothing(self, words: Sequence[Word]) -> None:
         """Take part in a round of others that are still at work."""

@@ -58,6 +58,7 @@ class Call(IntEnum):
     SAVE = 9
     LOAD = 10
     LEAVE = 11
+    UNSCALE = 12
 
     @property
     def sentence(self) -> str:
@@ -69,6 +70,8 @@ class Call(IntEnum):
                 return "is in optimizer.step()"
             case Call.CLIP:
                 return "is in clip_grad_norm_()"
+            case Call.UNSCALE:
+                return "is in GradScaler's unscale_()"
             case Call.EPOCH:
                 return "begins to read a loader"
             case Call.LEAVE:

@@ -169,10 +169,12 @@ class _Auditor:
 
     def _check_update(self, row: StepRow, update: UpdateRow) -> None:
         name = f"version {row.version}, slot {update.slot}, clock {update.clock}"
-        true = row.version - 1 - min(update.read_version, self._kept(update))
+        kept = self._kept(update)
+        true = row.version - 1 - min(update.read_version, kept)
         if update.staleness != true or true < 0:
+            lost = f" of a life of which {kept} were kept" if kept < update.read_version else ""
             self._say(
-                f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}, "
+                f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}{lost}, "
                 f"which makes {true}"
             )
         if not 0 <= update.batch < self._steps:

@@ -164,7 +164,7 @@ class ClientCore:
         if self._left or view.epoch <= self._view_epoch:
             return []
         self._view_epoch = view.epoch
-        for place in view.slots:
+        for place in (*view.slots, *view.retiring):
             if place.slot == self.slot and place.member > self.member:
                 return self._fenced(place.member)
         actions: list[ClientAction] = []
@@ -332,16 +332,27 @@ class ClientCore:
         shard.version, shard.term, shard.work = message.version, message.term, message.work
         shard.push = shard.read = None
         if shard.index == LEAD:
-            self._clock = shard.settled = max(shard.settled, message.work.clock)
+            self._clock = self._next_clock(shard, message.work)
         actions = [action for place in self._shards for action in self._go_ahead(place)]
         if any(place.read is not None for place in self._shards):
             return actions
         return self._begin(self._shards[LEAD].work)
 
-    def _go_ahead(self, shard: _Shard) -> list[ClientAction]:
-        """Where the lead named a later clock than the one that `shard` answered: say so there, and read for that one.
+    def _next_clock(self, lead: _Shard, work: Work) -> int:
+        """The clock to go on with, now that the lead has said what to do."""
+        if work.kind is WorkKind.AHEAD:
+            return work.clock
+        lead.settled = max(lead.settled, work.clock)
+        if work.kind is WorkKind.TRAIN:
+            return lead.settled
+        return max(
+            lead.settled, *(shard.next_clock for shard in self._shards)
+        )  # it will not get what it lacks
 
-        Nobody will send what lies in between (a step did without it, or a shard was restored from before it); all that
+    def _go_ahead(self, shard: _Shard) -> list[ClientAction]:
+        """Where we are at a later clock than the one that `shard` answered: say so there, and read for that one.
+
+        Nobody will send what lies in between: a step did without it, or a shard was restored from before it. All that
         we pushed is settled there, since it has answered.
         """
         if shard.read is not None or self._clock is None or shard.settled >= self._clock:
@@ -358,7 +369,7 @@ class ClientCore:
                 return self._leave(Reason.FINISHED, f"slot {self.slot} has nothing more to do")
             case WorkKind.RETIRED:
                 return self._leave(Reason.RETIRED, f"slot {self.slot} was removed from the run")
-            case WorkKind.UNKNOWN:
+            case WorkKind.UNKNOWN | WorkKind.AHEAD:
                 raise ManyhandsError("the lead shard answered a Read without saying what to do")
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,6 @@ and answers no read from that clock on until all other shards keep the table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -40,28 +39,20 @@ from manyhands.server.messages import (
 from manyhands.server.slots import SlotRecord, SlotTable
 from manyhands.server.steps import Change, ShardConfig, Steps
 
-__all__ = ["Held", "Hold", "ShardConfig", "ShardCore"]
+__all__ = ["Hold", "ShardConfig", "ShardCore"]
 
 
 class Hold(Enum):
     """Why a read can not be answered yet."""
 
     OWN = auto()
-    """The slot's own updates before it are not settled here."""
+    """The slot's own updates before it are not settled here, or wait for their step where that is included."""
     OTHERS = auto()
     """Updates of other slots are missing that the consistency wants included."""
     SHARDS = auto()
-    """Not every other shard knows what was decided here: slots that change at or before its clock, or the last steps."""
+    """Not every other shard knows what was decided: slots that change at or before its clock, or the last steps."""
     BATCH = auto()
     """No batch has been given out for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A read that has to wait; `clock` is the one to work on when it is answered, its own or a later one."""
-
-    reason: Hold
-    clock: int
 
 
 class ShardCore:
@@ -107,6 +98,17 @@ class ShardCore:
             return record.next_clock
         return None if self.config.policy.by_clock or self.config.leads else 0
 
+    def owed_until(self, last: Update) -> int:
+        """The clock below which a slot owes what its worker, which left before update `last`, will never send.
+
+        As far as anybody has come: a shard that was restored may share the batches out in another way than before.
+        """
+        clock = max(last.clock, self.next_clock(last.slot) or 0)
+        if self.config.policy.by_clock:
+            while clock < self.table.top and self._place(last.slot, clock).kind is WorkKind.TRAIN:
+                clock += 1
+        return clock
+
     def outcome_of(self, slot: int, clock: int) -> Outcome | None:
         """What became of an update that is settled; None if it is not."""
         record = self.table.records.get(slot)
@@ -115,42 +117,44 @@ class ShardCore:
         late = clock <= record.late and clock not in record.recent
         return Outcome.LATE if late else Outcome.DUPLICATE
 
-    def answer(self, slot: int, clock: int) -> Work | Held:
+    def answer(self, slot: int, clock: int) -> Work | Hold:
         """The work that a read of a known slot is answered with, or why it has to wait."""
         record = self.table.records.get(slot)
         own = 0 if record is None else record.next_clock
         if record is not None and self.config.policy.includes_own(len(self.table.active)):
             own = record.chosen
         if own < clock:
-            return Held(Hold.OWN, clock)
-        if self.config.policy.by_clock:
-            return self._answer_by_clock(slot, clock)
-        if record is None or not self.config.leads:
-            return Work(kind=WorkKind.UNKNOWN)
-        return self._answer_in_turn(slot, record, self._ahead(record, clock))
+            return Hold.OWN
+        if not self.config.leads or record is None:
+            late = self.config.policy.by_clock and self._lacks_others(slot, clock)
+            return Hold.OTHERS if late else Work(kind=WorkKind.UNKNOWN)
+        later = clock if clock >= record.next_clock or clock in record.recent else record.next_clock
+        by_clock = self.config.policy.by_clock
+        answer = self._answer_by_clock(slot, later) if by_clock else self._answer_in_turn(slot, record, later)
+        if later > clock and isinstance(
+            answer, Hold
+        ):  # to be told now: other shards may wait for what is lost
+            return Work(kind=WorkKind.AHEAD, clock=later)
+        return answer
 
-    def _ahead(self, record: SlotRecord, clock: int) -> int:
-        """The clock to work on: a later one where nobody needs this one (any more)."""
-        return clock if clock >= record.next_clock or clock in record.recent else record.next_clock
-
-    def _answer_by_clock(self, slot: int, clock: int) -> Work | Held:
+    def _lacks_others(self, slot: int, clock: int) -> bool:
         lag = self.config.policy.lag
-        if self.config.leads:
-            clock = self._ahead(self.table.records[slot], clock)
-        work = self._place(slot, clock)
-        if work.kind is WorkKind.TRAIN:
-            if lag is not None and self.mark < clock - lag:
-                return Held(Hold.OTHERS, clock)
-            newest = self.table.generations[-1].start
-            if self.config.leads and clock >= newest and not self.decisions.table_is_kept:
-                return Held(Hold.SHARDS, clock)
-        if not self.config.leads:
-            return Work(kind=WorkKind.UNKNOWN)
-        return self._finish(clock) if work.kind is WorkKind.FINISHED else work
+        trains = self._place(slot, clock).kind is WorkKind.TRAIN
+        return trains and lag is not None and self.mark < clock - lag
 
-    def _finish(self, clock: int) -> Work | Held:
+    def _answer_by_clock(self, slot: int, clock: int) -> Work | Hold:
+        work = self._place(slot, clock)
+        if self._lacks_others(slot, clock):
+            return Hold.OTHERS
+        if work.kind is WorkKind.FINISHED:
+            return self._finish(clock)
+        newest = self.table.generations[-1].start
+        unsure = work.kind is WorkKind.TRAIN and clock >= newest and not self.decisions.table_is_kept
+        return Hold.SHARDS if unsure else work
+
+    def _finish(self, clock: int) -> Work | Hold:
         """Let a worker go, unless another shard might never hear of the last steps: with all workers the run ends."""
-        return Work(kind=WorkKind.FINISHED, clock=clock) if self.concluded else Held(Hold.SHARDS, clock)
+        return Work(kind=WorkKind.FINISHED, clock=clock) if self.concluded else Hold.SHARDS
 
     def _place(self, slot: int, clock: int) -> Work:
         rank = self.table.rank_at(slot, clock)
@@ -163,14 +167,14 @@ class ShardCore:
             return Work(kind=WorkKind.FINISHED, clock=clock)
         return Work(kind=WorkKind.TRAIN, clock=clock, batch=place.batch, part=place.part, parts=place.parts)
 
-    def _answer_in_turn(self, slot: int, record: SlotRecord, clock: int) -> Work | Held:
+    def _answer_in_turn(self, slot: int, record: SlotRecord, clock: int) -> Work | Hold:
         if clock in record.recent:
             return Work(kind=WorkKind.TRAIN, clock=clock, batch=record.recent[clock])
         if not self.table.is_active(slot):
             return Work(kind=WorkKind.RETIRED, clock=clock)
         if self._next_batch >= self.config.steps:
             return self._finish(clock)
-        return Held(Hold.BATCH, clock)
+        return Hold.BATCH
 
     # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -146,11 +146,8 @@ class Membership:
                 ShardView(shard=shard.number, epoch=shard.epoch, primary=shard.primary, backup=shard.backup)
                 for shard in self._shards
             ),
-            slots=tuple(
-                SlotView(slot=slot.number, member=slot.member)
-                for slot in self._slots.values()
-                if slot.phase in (_Phase.ACTIVE, _Phase.FINISHED)
-            ),
+            slots=self._places(_Phase.ACTIVE, _Phase.FINISHED),
+            retiring=self._places(_Phase.RETIRING),
             gone=tuple(Update(slot=slot, clock=clock) for slot, clock in sorted(self._gone.items())),
         )
 
@@ -403,6 +400,10 @@ class Membership:
         self._highest_slot += 1
         slot = self._slots[self._highest_slot] = _Slot(self._highest_slot, phase)
         return slot
+
+    def _places(self, *phases: _Phase) -> tuple[SlotView, ...]:
+        slots = (slot for slot in self._slots.values() if slot.phase in phases)
+        return tuple(SlotView(slot=slot.number, member=slot.member) for slot in slots)
 
     def _publish(self) -> Publish:
         self._epoch += 1

@@ -89,6 +89,8 @@ class WorkKind(IntEnum):
     """The slot was removed from the run."""
     UNKNOWN = 4
     """This shard does not lead: the answer of another one says."""
+    AHEAD = 5
+    """Nobody needs the clock that was read for any more: read for this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +145,9 @@ class View:
     epoch: int
     shards: tuple[ShardView, ...]
     slots: tuple[SlotView, ...]
-    """The active slots, in order; one that is missing here has been removed, and its number is never given again.
-
-    Its worker (or a successor of that) still finishes the updates that it owes, until it is told RETIRED.
-    """
+    """The active slots, in order; one that is missing here has been removed, and its number is never given again."""
+    retiring: tuple[SlotView, ...] = ()
+    """Slots that were removed: their worker, or a successor, finishes what they owe, until it is told RETIRED."""
     gone: tuple[Update, ...] = ()
     """Slots whose worker has left for good, FINISHED or RETIRED: nobody will send an update below this clock.
 
@@ -250,8 +251,8 @@ class Push:
     """Worker to primary, with a gradient as its payload: this slot's update `clock`.
 
     `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the part of its batch
-    that the gradient is of (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip` has
-    no payload: the gradient was not finite, and only the clock moves on.
+    that the gradient is of (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip`
+    has no payload: the gradient was not finite, and only the clock moves on.
     """
 
     shard: int

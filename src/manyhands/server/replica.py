@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import Any
 
 from manyhands.server.actions import Action, Discard, Keep, Load, Send
-from manyhands.server.core import Held, Hold, ShardConfig, ShardCore
+from manyhands.server.core import Hold, ShardConfig, ShardCore
 from manyhands.server.messages import (
     LAUNCHER,
     LEAD,
@@ -45,7 +45,6 @@ from manyhands.server.messages import (
     RowValues,
     ShardView,
     SlotsChanged,
-    Update,
     View,
     Welcome,
     Yield,
@@ -81,14 +80,12 @@ class ShardReplica:
         self.epoch = -1
         self._restored = False
         self._listening = False  # a lead that was restored: until every other shard has answered
-        self._view_epoch = -1
         self._primary = 0  # of this epoch
         self._lead = 0  # the member that last told us of a decision
         self._backup = 0
-        self._primaries: dict[int, tuple[int, int]] = {}  # epoch and primary of every shard
+        self._view = View(epoch=-1, shards=(), slots=())
+        self._primaries: dict[int, tuple[int, int]] = {}  # of that view: epoch and primary of every shard
         self._holders: dict[int, int] = {}  # the newest member known of each slot
-        self._view_slots: tuple[int, ...] = config.slots
-        self._gone: tuple[Update, ...] = ()  # slots that nobody will ever speak for again
         self._in_flight: deque[Entry] = deque()  # entries after core.sequence that the backup may lack
         self._forwarded = 0  # the backup has everything up to this
         self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
@@ -116,14 +113,12 @@ class ShardReplica:
     def view(self, view: View) -> list[Action]:
         """Membership changed (or is told again)."""
         mine = next((place for place in view.shards if place.shard == self.config.shard), None)
-        if mine is None or mine.epoch < self.epoch or view.epoch < self._view_epoch:
+        if mine is None or mine.epoch < self.epoch or view.epoch < self._view.epoch:
             return []
         before, changed = self._primaries, mine.epoch > self.epoch
-        self._view_epoch, self.epoch, self._primary = view.epoch, mine.epoch, mine.primary
+        self._view, self.epoch, self._primary = view, mine.epoch, mine.primary
         self._primaries = {place.shard: (place.epoch, place.primary) for place in view.shards}
-        self._view_slots = tuple(sorted(place.slot for place in view.slots))
-        self._gone = view.gone
-        for place in view.slots:
+        for place in (*view.slots, *view.retiring):
             self._know(place.slot, place.member)
         if mine.primary == self.member:
             actions = self._serve(mine, changed)
@@ -187,19 +182,30 @@ class ShardReplica:
         """Log what the view says of slots, once it is sure that no other shard knows better."""
         if self.core.awaiting:
             return []
-        actions: list[Action] = []
-        for last in self._gone:
-            known = self._next_to_take(last.slot)
-            if known is not None and known < last.clock:
-                actions += self._append_lost(last.slot, last.clock)
+        actions = self._lose_owed()
         return [*actions, *self._change_slots()] if self.config.leads else actions
+
+    def _lose_owed(self) -> list[Action]:
+        """Wait for nothing that a slot owes which nobody will ever speak for again."""
+        actions: list[Action] = []
+        for last in self._view.gone:
+            known, until = self._next_to_take(last.slot), self.core.owed_until(last)
+            if known is not None and known < until:
+                actions += self._append_lost(last.slot, until)
+        return actions
 
     def _change_slots(self) -> list[Action]:
         coming = [entry.slots for entry in self._in_flight if isinstance(entry, SlotsChanged)]
         latest = coming[-1] if coming else self.core.table.active
-        if latest == self._view_slots or not self._view_slots:
-            return []
-        return self._append(SlotsChanged(slots=self._view_slots))
+        known = set(self.core.table.records).union(*coming)
+        missed = {place.slot for place in self._view.retiring} - known  # added and removed behind our back
+        slots = {place.slot for place in self._view.slots}
+        actions: list[Action] = []
+        for wanted in (slots | missed, slots) if missed else (slots,):
+            if slots and wanted != set(latest):
+                latest = tuple(sorted(wanted))
+                actions += self._append(SlotsChanged(slots=latest))
+        return actions
 
     def _step_down(self) -> list[Action]:
         """Somebody else serves: forget everything; what was in flight was never acknowledged."""
@@ -377,6 +383,8 @@ class ShardReplica:
             if primary:
                 told = self.core.messages_to(shard, change.decisions)
                 actions += [Send(to=primary, message=message) for message in told]
+        if self._view.gone and change.moved and not self.core.awaiting:
+            actions += self._lose_owed()
         waited_for = entry.slot if isinstance(entry, Push) else -1
         for slot in change.moved:
             hello = self._hellos.get(slot)
@@ -419,13 +427,13 @@ class ShardReplica:
         if read is None or self.core.next_clock(slot) is None:
             return []
         answer = self.core.answer(slot, read.clock)
-        if isinstance(answer, Held):
-            if answer.reason in self._waiting_for:
-                self._waiting_for[answer.reason].append(slot)
-            if answer.reason is not Hold.BATCH or (slot, answer.clock) in self._asked:
+        if isinstance(answer, Hold):
+            if answer in self._waiting_for:
+                self._waiting_for[answer].append(slot)
+            if answer is not Hold.BATCH or (slot, read.clock) in self._asked:
                 return []
-            self._asked.add((slot, answer.clock))
-            return self._append(Assigned(slot=slot, clock=answer.clock))
+            self._asked.add((slot, read.clock))
+            return self._append(Assigned(slot=slot, clock=read.clock))
         del self._held[slot]
         parameters = Parameters(
             shard=self.config.shard,

@@ -17,10 +17,8 @@ from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, L
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Wait
 from manyhands.server.log import Row
 from manyhands.server.messages import (
-    LAUNCHER,
     Forward,
     Install,
-    Installed,
     Message,
     Parameters,
     Push,
@@ -157,7 +155,6 @@ class ServerProcess(Process):
         }  # by this server alone
         self._spec, self._world = spec, world
         self._serving: set[int] = set()
-        self._restored: set[int] = set()
         for shard in range(spec.shards):
             self._empty(shard)
 
@@ -172,7 +169,6 @@ class ServerProcess(Process):
             case Restore(shard=shard, copy=copy):
                 self._load(shard, copy)
                 self.core.restore(shard, json.loads(copy.core))
-                self._restored.add(shard)
                 return 0.0
             case _:
                 raise ManyhandsError(f"server {self.member} got {type(item).__name__}, which is for workers")
@@ -201,16 +197,13 @@ class ServerProcess(Process):
         return seconds
 
     def _look_around(self, view: View) -> None:
-        """Say of which shards this server has become the primary, and that a restored one is there again."""
+        """Say of which shards this server has become the primary."""
         for place in view.shards:
             if place.primary != self.member:
                 self._serving.discard(place.shard)
             elif place.shard not in self._serving:
                 self._serving.add(place.shard)
                 self._world.serves(self, place.shard)
-                if place.shard in self._restored:
-                    installed = Installed(shard=place.shard, epoch=place.epoch, member=self.member)
-                    self._world.post(self.member, LAUNCHER, installed, None, 0.0)
 
     def first_copies(self, view: View) -> dict[int, Copy]:
         """Every shard of a view that makes this server the first primary, before anything has happened."""

@@ -107,6 +107,7 @@ def view_payload(view: View, addresses: Mapping[int, str]) -> dict[str, Any]:
             "epoch": view.epoch,
             "shards": [dataclasses.asdict(shard) for shard in view.shards],
             "slots": [dataclasses.asdict(slot) for slot in view.slots],
+            "retiring": [dataclasses.asdict(slot) for slot in view.retiring],
             "gone": [dataclasses.asdict(update) for update in view.gone],
         },
         "addresses": {str(member): address for member, address in addresses.items()},
@@ -120,6 +121,7 @@ def view_from(payload: Mapping[str, Any]) -> tuple[View, dict[int, str]]:
         epoch=told["epoch"],
         shards=tuple(ShardView(**shard) for shard in told["shards"]),
         slots=tuple(SlotView(**slot) for slot in told["slots"]),
+        retiring=tuple(SlotView(**slot) for slot in told["retiring"]),
         gone=tuple(Update(**update) for update in told["gone"]),
     )
     return view, {int(member): address for member, address in payload["addresses"].items()}

@@ -54,12 +54,12 @@ from manyhands.store.atomic import WriteFailed
 __all__ = ["serve"]
 
 _LOOK_S = 0.2
+_THREADS_FROM_BYTES = 1 << 20  # less is done before a second thread is awake
 
 
 def serve(context: RoleContext) -> Mapping[str, Any]:
     """The whole life of a server process."""
     job: Job = load(context.descriptor("job"))
-    torch.set_num_threads(job.threads)
     with _Server(context, job) as server:
         return server.run()
 
@@ -71,6 +71,8 @@ class _Server:
         self._context, self._job = context, job
         self._member = context.rank
         _, _, self._layout = job.build()
+        largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
+        torch.set_num_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
         self._stores: dict[int, ShardStore] = {}
         self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp")

@@ -299,7 +299,9 @@ class _Turn:
         self._pushed_ns = self._heard_ns = computed
         if body.recorder.records and bad is None:
             self._record(compute)
+        self._hub.hold_back()  # a push and the read behind it
         self._do(self._core.computed(weight=done.share, skip=bad is not None))
+        self._hub.send_off()
 
     def _record(self, compute: Compute) -> None:
         """Write down what the gradient was made of and what it is, before anybody can have it."""
