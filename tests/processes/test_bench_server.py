@@ -25,6 +25,7 @@ def result() -> dict[str, Any]:
     return run_bench(SMALL, rounds=ROUNDS, memory_bytes=8 << 20, timeout_s=150)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_every_contender_that_is_there_is_checked_and_measured(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
@@ -40,6 +41,7 @@ def test_every_contender_that_is_there_is_checked_and_measured(result: dict[str,
             assert ("times_ray" in cell) == HAS_RAY
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_ray_is_the_measure_where_it_is_there(result: dict[str, Any]) -> None:
     if not HAS_RAY:
@@ -51,6 +53,7 @@ def test_ray_is_the_measure_where_it_is_there(result: dict[str, Any]) -> None:
             assert cell["times_ray"] == pytest.approx(ray["median_us"] / cell["median_us"])
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_a_server_keeps_no_more_than_two_gradients_per_worker(result: dict[str, Any]) -> None:
     rows = result["memory"]
@@ -70,6 +73,7 @@ def test_a_server_keeps_no_more_than_two_gradients_per_worker(result: dict[str, 
         assert row["shared_bytes"] == pytest.approx(mapped, abs=0.25 * model)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
     table = format_table(result)

@@ -16,7 +16,7 @@ import torch
 
 import manyhands as mh
 from assassin import Assassin, events
-from equality import OPTIMIZERS, distance, loss, make_task, same_bits, train_plainly
+from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
 from manyhands.errors import NonFinite
 from manyhands.tasks import TASKS
 
@@ -44,21 +44,6 @@ def test_sync_ends_with_the_weights_of_the_plain_loop(strategy: str, workers: in
     assert distance(run.model.state_dict(), plain) < 1e-9
     assert len(run.history.loss) == 50
     assert run.summary["staleness"]["max"] == 0
-
-
-def test_bounded_0_is_sync_to_the_bit() -> None:
-    task = make_task(OPTIMIZERS["adamw"])
-    sync, bounded = (
-        mh.fit(task, f"ps consistency={text}", workers=2, steps=20) for text in ("sync", "bounded:0")
-    )
-    assert same_bits(sync.model.state_dict(), bounded.model.state_dict())
-
-
-@pytest.mark.parametrize("consistency", ["bounded:2", "softsync:1"])
-def test_one_worker_equals_the_plain_loop_at_every_consistency(consistency: str) -> None:
-    task = make_task(OPTIMIZERS["momentum"])
-    run = mh.fit(task, f"ps servers=2 consistency={consistency}", workers=1, steps=30)
-    assert distance(run.model.state_dict(), train_plainly(task, 30)) < 1e-9
 
 
 def test_six_kills_of_workers_and_servers(tmp_path: Path) -> None:
@@ -92,7 +77,7 @@ def test_a_paused_worker_is_fenced_and_comes_back(tmp_path: Path) -> None:
 
 def test_workers_come_and_go_and_sync_still_equals_the_plain_loop(tmp_path: Path) -> None:
     task, out = make_task(OPTIMIZERS["momentum"]), tmp_path / "run"
-    with mh.start(_patient(task, 0.02), "ps servers=2", workers=1, steps=500, out=out) as running:
+    with mh.start(_patient(task, 0.02), "ps servers=2", workers=1, steps=300, out=out) as running:
         _await(lambda: len(_joined(out)) == 3)
         assert running.add_worker() == 1
         with pytest.raises(mh.UserError, match="slot=7"):
@@ -100,7 +85,7 @@ def test_workers_come_and_go_and_sync_still_equals_the_plain_loop(tmp_path: Path
         _await(lambda: len(_joined(out)) == 4)
         running.remove_worker(0)
         run = running.result(200)
-    assert distance(run.model.state_dict(), train_plainly(task, 500)) < 1e-9
+    assert distance(run.model.state_dict(), train_plainly(task, 300)) < 1e-9
     assert [worker["steps"] > 0 for worker in run.summary["per_worker"]] == [True, True]
 
 

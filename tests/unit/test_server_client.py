@@ -231,6 +231,19 @@ def test_what_the_lead_alone_lacks_when_all_is_done_is_lost_there() -> None:
     assert isinstance(leave, Leave)
 
 
+def test_sent_ahead_before_the_lead_can_say_more_it_reads_everywhere_again() -> None:
+    core = client(2)
+    core.view(view(1, 1, 2))
+    core.handle(welcome(0, 4), 1)
+    core.handle(welcome(1, 0), 2)
+    told = sent(core.handle(parameters(0, 0, 12, Work(kind=WorkKind.AHEAD, clock=4)), 1))
+    assert told == [(1, Hello(shard=0, slot=SLOT, member=MEMBER, settled=4)), (1, read(0, 4))]
+    told = sent(core.handle(parameters(1, 0, 2), 2))
+    assert told == [(2, Hello(shard=1, slot=SLOT, member=MEMBER, settled=4)), (2, read(1, 4))]
+    core.handle(parameters(1, 4, 2), 2)
+    assert core.handle(parameters(0, 4, 13, train(4)), 1) == [Compute(work=train(4), versions=(13, 2))]
+
+
 def test_a_later_holder_of_the_slot_fences_it() -> None:
     core = computing()
     assert core.handle(Fenced(shard=0, slot=SLOT, holder=MEMBER), 1) == []

@@ -324,6 +324,30 @@ def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
 
 
+def test_a_read_for_what_is_long_forgotten_is_sent_ahead_without_waiting() -> None:
+    shard = core("bounded:1")
+    for slot, clocks in ((1, 3), (2, 3), (0, 5)):
+        for clock in range(clocks):
+            shard.commit(push(slot, clock))
+    assert shard.answer(0, 5) is Hold.OTHERS
+    assert shard.answer(0, 3) == train(3, 9), "one that it remembers"
+    assert shard.answer(0, 0) == Work(kind=WorkKind.AHEAD, clock=5)
+    shard.commit(push(1, 3))
+    shard.commit(push(2, 3))
+    assert shard.answer(0, 0) == train(5, 15)
+
+
+def test_who_has_left_owes_what_the_slots_say_up_to_where_the_others_are() -> None:
+    shard = core("bounded:3", slots=2, steps=7)
+    for clock in range(3):
+        shard.commit(push(0, clock))
+    assert shard.owed_until(Update(slot=1, clock=1)) == 3
+    shard.commit(push(0, 3))
+    assert shard.owed_until(Update(slot=1, clock=1)) == 3, "there is no batch 7"
+    assert shard.owed_until(Update(slot=1, clock=5)) == 5
+    assert core("async").owed_until(Update(slot=1, clock=2)) == 2
+
+
 def test_staleness_counts_the_steps_of_this_history_that_were_not_read() -> None:
     shard = core("async")
     for clock in range(3):

@@ -286,6 +286,34 @@ def test_a_restored_shard_does_not_wait_for_who_has_left() -> None:
     assert [type(message) for message in said(shard.handle(read(0, 5), WORKER))] == [Parameters]
 
 
+def test_a_slot_that_was_added_and_removed_unseen_is_retired() -> None:
+    shard = primary("bounded:1")
+    assert said(shard.handle(hello(2), WORKER + 2)) == [], "nobody has told of it yet"
+    removed = replace(view(2, (FIRST, 0)), retiring=(SlotView(slot=2, member=WORKER + 2),))
+    [welcome] = (m for m in said(shard.view(removed)) if isinstance(m, Welcome))
+    assert shard.core.table.active == (0, 1)
+    for clock in range(welcome.next_clock):
+        for slot in (0, 1):
+            shard.handle(push(slot, clock), WORKER + slot)
+    shard.handle(push(2, welcome.next_clock), WORKER + 2)
+    [answer] = said(shard.handle(read(2, welcome.next_clock + 1), WORKER + 2))
+    assert isinstance(answer, Parameters)
+    assert answer.work.kind is WorkKind.RETIRED
+
+
+def test_a_step_does_not_wait_for_a_slot_that_was_left_even_where_it_owes_more_than_before() -> None:
+    shard = primary("sync")
+    shard.view(view(2, (FIRST, 0), epochs=(1,), gone=(Update(slot=1, clock=0),)))
+    for clock in range(3):
+        [lost] = (
+            action.row
+            for action in shard.handle(push(0, clock, parts=2), WORKER)
+            if isinstance(action, Log) and isinstance(action.row, LostRow)
+        )
+        assert (lost.slot, lost.first) == (1, clock)
+    assert shard.core.version == 3
+
+
 def two_shards(consistency: str, steps: int = 100) -> tuple[ServerCore, ServerCore]:
     """The lead on one server, the other shard on another; no replicas."""
     shared = config(consistency, shards=2, steps=steps)

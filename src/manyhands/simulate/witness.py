@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.server.log import StepRow
+from manyhands.server.log import LateRow, LostRow, StepRow
 from manyhands.server.messages import LEAD, Ack, Message, Outcome, Work
 from manyhands.simulate.driver import Observer
 from manyhands.simulate.models import LedgerStore, Mark, Seen
@@ -48,13 +48,13 @@ class Witness(Observer):
         self._promise = promise
         self._readings: list[_Reading] = []
         self._acknowledged: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        self._lossy: set[int] = set()
+        self._at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that went back to a snapshot
         self._lost_at_takeover: list[str] = []
 
     @property
     def lost_replicas(self) -> bool:
         """Whether any shard had to go back to a snapshot."""
-        return bool(self._lossy)
+        return bool(self._at_risk)
 
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
         """Remember what the worker had read."""
@@ -83,10 +83,9 @@ class Witness(Observer):
             )
 
     def restores(self, shard: int, copy: Copy, now_s: float) -> None:
-        """Nothing was promised for more deaths than there are replicas."""
+        """More deaths than there are replicas: what was acknowledged may be lost, but not in silence."""
         del copy, now_s
-        self._lossy.add(shard)
-        self._acknowledged[shard].clear()
+        self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
 
     def complaints(self, run: SimulatedRun) -> list[str]:
         """Everything that broke a promise; empty for a good run."""
@@ -95,7 +94,8 @@ class Witness(Observer):
             assert isinstance(store, LedgerStore)
             found += self._repeated(shard, store)
             found += self._forgotten(shard, store)
-            if not self._lossy:
+            found += self._unreported(shard, store, run)
+            if not self._at_risk:
                 found += self._incomplete(shard, store)
                 found += self._diverged(shard, store)
                 found += self._too_stale(shard, store)
@@ -114,6 +114,16 @@ class Witness(Observer):
     def _forgotten(self, shard: int, store: LedgerStore) -> list[str]:
         missing = sorted(self._acknowledged[shard] - _names(store))
         return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
+
+    def _unreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
+        told: set[tuple[int, int]] = set()
+        for row in run.logs[shard]:
+            if isinstance(row, LostRow):
+                told.update((row.slot, clock) for clock in range(row.first, row.until))
+            elif isinstance(row, LateRow):
+                told.add((row.slot, row.clock))
+        missing = sorted(self._at_risk.get(shard, set()) - _names(store) - told)
+        return [f"shard {shard} lost update {c} of slot {s} and does not say so" for s, c in missing]
 
     def _incomplete(self, shard: int, store: LedgerStore) -> list[str]:
         promise = self._promise
