@@ -37,7 +37,7 @@ check: setup
 
 test: check $(VENV)/.kernels
 	$(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
-	$(BIN)/python -m pytest -m "not soak" -n 2 tests/processes
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile tests/processes
 
 bench: setup $(VENV)/.kernels
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json

@@ -12,7 +12,10 @@ pytestmark = pytest.mark.timeout(150)
 CHECKS = [*checks_of(c10d_programs), "descriptors"]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda world: f"world{world}")
+WORLDS = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world{world}")
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, str]]:

@@ -75,6 +75,7 @@ def test_a_paused_worker_is_fenced_and_comes_back(tmp_path: Path) -> None:
     _audit(out)
 
 
+@pytest.mark.soak
 def test_workers_come_and_go_and_sync_still_equals_the_plain_loop(tmp_path: Path) -> None:
     task, out = make_task(OPTIMIZERS["momentum"]), tmp_path / "run"
     with mh.start(_patient(task, 0.02), "ps servers=2", workers=1, steps=300, out=out) as running:
@@ -89,6 +90,7 @@ def test_workers_come_and_go_and_sync_still_equals_the_plain_loop(tmp_path: Path
     assert [worker["steps"] > 0 for worker in run.summary["per_worker"]] == [True, True]
 
 
+@pytest.mark.soak
 def test_without_a_replica_a_server_goes_on_from_its_snapshot_and_says_what_was_lost(tmp_path: Path) -> None:
     out = tmp_path / "run"
     task = _patient(make_task(OPTIMIZERS["momentum"]), 0.02)

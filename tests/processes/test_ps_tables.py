@@ -90,6 +90,7 @@ def test_a_killed_primary_loses_no_row(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak
 def test_over_tcp(tmp_path: Path) -> None:
     def optimizer(parameters: Iterable[Parameter]) -> Optimizer:
         return SGD(parameters, lr=0.5)

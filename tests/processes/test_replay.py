@@ -164,6 +164,7 @@ def test_a_run_of_another_task_is_refused(asynchronous: tuple[mh.Run, Path]) -> 
         mh.replay(path)
 
 
+@pytest.mark.soak
 def test_deaths_buffers_dropout_and_a_schedule_are_replayed_too(tmp_path: Path) -> None:
     """Bounded, with a worker and a server killed on the way: successors make some updates a second time."""
     out, flags = tmp_path / "run", tmp_path / "flags"
@@ -218,6 +219,7 @@ class Bag(nn.Module):
         return logits
 
 
+@pytest.mark.soak
 def test_groups_and_rows_of_tables_are_replayed_too(tmp_path: Path) -> None:
     words = torch.randint(0, 50, (240, 3), generator=torch.Generator().manual_seed(5))
     task = make_task(

@@ -51,7 +51,7 @@ def test_staleness_centres_on_the_splitting_parameter(splits: int) -> None:
     assert sum(count for tau, count in staleness.items() if tau > 2 * splits) <= 1e-3 * total
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_thirty_stale_learners_need_a_rate_that_follows_their_staleness(seed: int) -> None:
     """The synchronous steps are those of one learner: `sync` splits each batch, and its parts add up to the same."""
     synchronous = learn_digits("sync", learners=1, seed=seed)
