@@ -217,6 +217,17 @@ def test_leaves_only_when_every_shard_has_settled_its_last_push(kind: WorkKind, 
     assert core.again(0) == []
 
 
+def test_it_does_not_leave_a_restored_shard_without_a_word() -> None:
+    core = computing(clock=4)
+    core.computed(weight=1.0)
+    core.handle(parameters(0, 5, 12, Work(kind=WorkKind.FINISHED, clock=5)), 1)
+    core.view(view(2, 9, 2))
+    assert core.handle(parameters(1, 5, 22), 2) == [], "the lead's new server does not know how far we were"
+    assert core.waiting_for == (0,)
+    (leave,) = core.handle(welcome(0, 5), 9)
+    assert isinstance(leave, Leave)
+
+
 def test_what_the_lead_alone_lacks_when_all_is_done_is_lost_there() -> None:
     core = client(2)
     core.view(view(1, 1, 2))

@@ -324,6 +324,17 @@ def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
 
 
+@pytest.mark.parametrize("consistency", ["sync", "bounded:1"])
+def test_what_is_lost_beyond_the_end_of_a_slot_is_reported_too(consistency: str) -> None:
+    shard = core(consistency, slots=2)
+    shard.commit(SlotsChanged(slots=(0,)))
+    rows = rows_of(shard.commit(Lost(slot=1, until=4)))
+    for clock in range(2):
+        rows += rows_of(shard.commit(push(0, clock, parts=2)))
+    lost = [(row.first, row.until) for row in rows if isinstance(row, LostRow)]
+    assert sorted(clock for first, until in lost for clock in range(first, until)) == [0, 1, 2, 3]
+
+
 def test_a_read_for_what_is_long_forgotten_is_sent_ahead_without_waiting() -> None:
     shard = core("bounded:1")
     for slot, clocks in ((1, 3), (2, 3), (0, 5)):

@@ -266,6 +266,11 @@ def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None
     assert play.view.gone == (Update(slot=0, clock=8),)
     assert kinds(play.do(Finished(member=second, reason=Reason.FINISHED))) == ["Publish"]
     assert play.view.gone == (Update(slot=0, clock=8), Update(slot=1, clock=0))
+    play.hold = True
+    play.do(Died(member=play.view.shards[0].primary))
+    assert kinds(play.do(Finished(member=play.holder(2), reason=Reason.FINISHED))) == ["Publish"], "not yet"
+    play.join()
+    assert kinds(play.install())[-2:] == ["Publish", "Over"]
 
 
 def test_a_slot_that_gets_nowhere_ends_the_run() -> None:

@@ -287,7 +287,9 @@ class ClientCore:
         shard.welcome, shard.next_clock = True, message.next_clock
         if self._clock is None:
             return self._start() if all(place.welcome for place in self._shards) else []
-        return [*self._send_push(shard), *self._send_read(shard), *self._send_rows(shard)]
+        actions = [*self._send_push(shard), *self._send_read(shard), *self._send_rows(shard)]
+        done = self._shards[LEAD].work.kind in (WorkKind.FINISHED, WorkKind.RETIRED)
+        return [*actions, *self._go_on()] if done else actions
 
     def _start(self) -> list[ClientAction]:
         """Every shard has welcomed us: begin at the lowest clock that any of them lacks."""
@@ -334,9 +336,19 @@ class ClientCore:
         if shard.index == LEAD:
             self._clock = self._next_clock(shard, message.work)
         actions = [action for place in self._shards for action in self._go_ahead(place)]
-        if any(place.read is not None for place in self._shards):
-            return actions
-        return self._begin(self._shards[LEAD].work)
+        return [*actions, *self._go_on()]
+
+    def _go_on(self) -> list[ClientAction]:
+        """Do as the lead said, once every shard has answered.
+
+        To leave takes a welcome everywhere besides: who was restored meanwhile must hear from us what it has lost.
+        """
+        work = self._shards[LEAD].work
+        if any(shard.read is not None for shard in self._shards):
+            return []
+        if work.kind is not WorkKind.TRAIN and not all(shard.welcome for shard in self._shards):
+            return []
+        return self._begin(work)
 
     def _next_clock(self, lead: _Shard, work: Work) -> int:
         """The clock to go on with, now that the lead has said what to do."""

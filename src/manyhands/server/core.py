@@ -286,14 +286,16 @@ class ShardCore:
 
     def _lose(self, lost: Lost, change: Change) -> None:
         record = self.table.record(lost.slot)
-        first, until = record.next_clock, min(lost.until, record.end)
-        if lost.until > first:
-            record.late = lost.until - 1
-            self._settle(lost.slot, record, lost.until, change)
-        if until <= first or self.config.policy.stepwise:
-            return  # a step by clock that wanted them says so when it closes
-        change.log_lost(lost.slot, first, until)
-        if self.config.policy.chosen_by_lead and self.config.leads:
+        first, until = record.next_clock, lost.until
+        if until <= first:
+            return
+        record.late = until - 1
+        self._settle(lost.slot, record, until, change)
+        if self.config.policy.stepwise:  # a step that wanted some of them says so when it closes
+            first = max(first, record.end)
+        if first < until:
+            change.log_lost(lost.slot, first, until)
+        if self.config.policy.chosen_by_lead and not self.config.policy.stepwise and self.config.leads:
             self._let_free((Update(slot=lost.slot, clock=until - 1),), change)
 
     def _let_free(self, updates: tuple[Update, ...], change: Change) -> None:

@@ -230,7 +230,7 @@ class Membership:
             return []
         shard.lost = False
         shard.whole = shard.whole or message.member == shard.backup or not self._plan.replicas
-        return self._whole_again(message.member)
+        return [*self._whole_again(message.member), *self._end_if_done()]
 
     def _whole_again(self, member: int) -> list[MembershipAction]:
         starting = any(
@@ -366,10 +366,18 @@ class Membership:
         else:
             slot.phase = _Phase.FINISHED
         self._gone[slot.number] = slot.clock + 1
-        if any(other.phase is not _Phase.FINISHED for other in self._slots.values()):
-            return [self._publish()] if self._restored else []
+        return self._end_if_done() or ([self._publish()] if self._restored else [])
+
+    def _end_if_done(self) -> list[MembershipAction]:
+        """The run is over when every slot has finished and no shard is on its way back from a snapshot.
+
+        One that came back has to know how far every slot had come, to say what it lost.
+        """
+        busy = any(slot.phase is not _Phase.FINISHED for slot in self._slots.values())
+        if busy or any(shard.lost for shard in self._shards):
+            return []
         self._ended = True
-        return [Over()]
+        return [self._publish(), Over()] if self._restored else [Over()]
 
     def _remove_slot(self, number: int) -> list[MembershipAction]:
         slot = self._slots.get(number)

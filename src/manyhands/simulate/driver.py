@@ -291,6 +291,9 @@ class _Simulation:
                     raise ManyhandsError(sentence)
                 case Over():
                     self._over = True
+                    for server in self._servers:
+                        if server.alive and server.joined and self._view is not None:
+                            server.take(Letter(LAUNCHER, self._view))  # the last they hear before they stop
 
     def _start(self, process: Process) -> None:
         self._processes[process.member] = process

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.server.log import LateRow, LostRow, StepRow
+from manyhands.server.log import LateRow, LostRow, SlotsRow, StepRow
 from manyhands.server.messages import LEAD, Ack, Message, Outcome, Work
 from manyhands.simulate.driver import Observer
 from manyhands.simulate.models import LedgerStore, Mark, Seen
@@ -117,13 +117,22 @@ class Witness(Observer):
 
     def _unreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
         told: set[tuple[int, int]] = set()
+        starts: dict[int, int] = {}
         for row in run.logs[shard]:
-            if isinstance(row, LostRow):
+            if isinstance(
+                row, SlotsRow
+            ):  # a slot that is added a second time begins later, and the row says when
+                starts = {**dict.fromkeys(row.slots, row.start), **starts}
+            elif isinstance(row, LostRow):
                 told.update((row.slot, clock) for clock in range(row.first, row.until))
             elif isinstance(row, LateRow):
                 told.add((row.slot, row.clock))
         missing = sorted(self._at_risk.get(shard, set()) - _names(store) - told)
-        return [f"shard {shard} lost update {c} of slot {s} and does not say so" for s, c in missing]
+        return [
+            f"shard {shard} lost update {clock} of slot {slot} and does not say so"
+            for slot, clock in missing
+            if clock >= starts.get(slot, 0)
+        ]
 
     def _incomplete(self, shard: int, store: LedgerStore) -> list[str]:
         promise = self._promise
