@@ -16,7 +16,7 @@ SMALL = (
     Flat(name="dense", num_bytes=1 << 20),
     Rows(name="rows", table_rows=500, width=8, rows=50, sets=3),
 )
-OURS = ["manyhands, shared memory", "manyhands, TCP"]
+OURS = ["manyhands, shared memory, sync", "manyhands, shared memory, async", "manyhands, TCP, sync"]
 ROUNDS = 3
 
 

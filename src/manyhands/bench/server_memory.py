@@ -16,6 +16,8 @@ import torch
 
 from manyhands.bench.server_ours import OurServer
 from manyhands.bench.server_work import Flat
+from manyhands.consistency.asynchronous import Async
+from manyhands.strategy import Ps
 
 __all__ = ["WORKERS", "measure_memory"]
 
@@ -56,7 +58,7 @@ def _resident(num_bytes: int, link: str, timeout_s: float) -> dict[int, tuple[in
     flat = Flat(name="memory", num_bytes=num_bytes)
     task = replace(flat.task(), optimizer=partial(torch.optim.Adam, lr=flat.rate))
     resident = {}
-    with OurServer(task, link, max(WORKERS), timeout_s) as server:
+    with OurServer(task, Ps(consistency=Async(), link=link), max(WORKERS), timeout_s) as server:
         for workers in WORKERS:
             while len(server.ends) < workers:
                 server.add_worker()

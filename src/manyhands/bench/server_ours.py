@@ -21,15 +21,17 @@ from manyhands.cluster.job import pack
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.computing import TrainingPlan
-from manyhands.consistency.asynchronous import Async
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.link.hub import Hub, Lost, Received
+from manyhands.memory.segment import Segment
 from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute
-from manyhands.server.live.area import WorkerArea
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.area import Home, WorkerArea
 from manyhands.server.live.job import Job, view_payload
 from manyhands.server.live.launcher import new_token
 from manyhands.server.live.server import serve
+from manyhands.server.live.server_tables import final_bytes
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import (
     Message,
@@ -58,10 +60,10 @@ _LINKS = {"shared": "shared memory", "tcp": "TCP"}
 class OurPeer:
     """A server of ours with one worker."""
 
-    def __init__(self, exchange: Exchange, link: str, timeout_s: float) -> None:
-        self.name = f"manyhands, {_LINKS[link]}"
+    def __init__(self, exchange: Exchange, strategy: Ps, timeout_s: float) -> None:
+        self.name = f"manyhands, {_LINKS[strategy.link]}, {strategy.consistency}"
         with ExitStack() as stack:
-            self._end = stack.enter_context(OurServer(exchange.task(), link, 1, timeout_s)).add_worker()
+            self._end = stack.enter_context(OurServer(exchange.task(), strategy, 1, timeout_s)).add_worker()
             self._stack = stack.pop_all()
 
     @property
@@ -85,10 +87,10 @@ class OurPeer:
 class OurServer:
     """One server process of ours, for up to so many workers; a context manager."""
 
-    def __init__(self, task: Task, link: str, workers: int, timeout_s: float) -> None:
+    def __init__(self, task: Task, strategy: Ps, workers: int, timeout_s: float) -> None:
         self._job = Job(
             plan=TrainingPlan(task=task, steps=_ENDLESS, seed=0, evaluate_every=0, checkpoint_every=0),
-            strategy=Ps(servers=1, consistency=Async(), link=link),
+            strategy=strategy,
             token=new_token(),
             fingerprint="server benchmark",
             workers=workers,
@@ -109,7 +111,10 @@ class OurServer:
             packed = pack(self._job)
             env = {"OMP_NUM_THREADS": str(self._job.threads)}
             stack.callback(os.close, packed)
-            supervisor.start(Role(name="server", target=serve, descriptors={"job": packed}, env=env), _SERVER)
+            _, _, layout = self._job.build()
+            self._final = stack.enter_context(Segment.create(final_bytes(layout), "the parameters"))
+            files = {"job": packed, "final": self._final.descriptor}
+            supervisor.start(Role(name="server", target=serve, descriptors=files, env=env), _SERVER)
             stack.callback(supervisor.kill, _SERVER)  # it has nothing to leave in order
             address = self._await_address(supervisor)
             members = range(_FIRST_WORKER, _FIRST_WORKER + self._job.workers)
@@ -131,12 +136,16 @@ class OurServer:
         """The next of the workers, connected."""
         slot = len(self.ends)
         member = self._view.slots[slot].member
-        end = self._stack.enter_context(WorkerEnd(self._job, slot, member, self._last_words))
+        end = self._stack.enter_context(WorkerEnd(self._job, slot, member, self))
         end.join(self._view, self._address)
         self.ends.append(end)
         return end
 
-    def _last_words(self) -> str:
+    def home(self, layout: FlatLayout) -> Home | None:
+        """Where workers read the parameters, if not in memory of their own."""
+        return self._job.home(self._final.descriptor, layout)
+
+    def last_words(self) -> str:
         """Why the server ended, if it did."""
         events = self._supervisor.poll(_LAST_WORDS_S)
         failures = [event.failure for event in events if isinstance(event, Ended)]
@@ -158,12 +167,13 @@ class OurServer:
 class WorkerEnd:
     """A worker that does not compute: it pushes a gradient that it is given, and pulls what comes of it."""
 
-    def __init__(self, job: Job, slot: int, member: int, why_lost: Callable[[], str]) -> None:
+    def __init__(self, job: Job, slot: int, member: int, server: OurServer) -> None:
         self._job = job
-        self._why_lost = why_lost
+        self._server = server
         _, built, layout = job.build(slot)
         self._parameter = built.model.get_parameter(PARAMETER)
-        self._area = WorkerArea.create(layout)
+        self._home = server.home(layout)
+        self._area = WorkerArea.create(layout, self._home.values if self._home is not None else None)
         self._part = self._area.part(0)
         self._tables = WorkerTables(built.model, layout, job.plan.task.sparse)
         self._tables.begin()
@@ -183,6 +193,8 @@ class WorkerEnd:
     def __exit__(self, *_: object) -> None:
         self._hub.close()
         self._area.close()
+        if self._home is not None:
+            self._home.close()
 
     def join(self, view: View, address: str) -> None:
         """Connect, share memory where the link does, and pull for the first time."""
@@ -234,7 +246,7 @@ class WorkerEnd:
                     case Received():
                         self._take(event)
                     case Lost(reason=reason):
-                        raise ManyhandsError(f"the server is gone: {self._why_lost() or reason}")
+                        raise ManyhandsError(f"the server is gone: {self._server.last_words() or reason}")
             if time.monotonic() > deadline_s:
                 raise PeerTimeout(f"the server did not answer within {self._job.timeout_s:g} s", peer=_SERVER)
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +24,9 @@ from manyhands.bench.server_ours import OurPeer
 from manyhands.bench.server_peers import RayPeer, RpcPeer, ray_running, rpc_running
 from manyhands.bench.server_work import Array, Exchange
 from manyhands.cluster.entry import die_with_parent
+from manyhands.consistency.asynchronous import Async
 from manyhands.errors import ManyhandsError
+from manyhands.strategy import Ps
 
 __all__ = ["Contender", "ServerPlan"]
 
@@ -128,32 +130,54 @@ def measure(
     return {name: one.seconds for name, one in turns.items()}
 
 
-def _makers(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
-    return [
-        *(partial(OurPeer, exchange, link, plan.timeout_s) for link in ("shared", "tcp")),
-        *([partial(RayPeer, exchange)] if plan.with_ray else []),
-        partial(RpcPeer, exchange),
-    ]
+OURS = (
+    Ps(),
+    Ps(consistency=Async()),
+    Ps(link="tcp"),
+)
+"""How our own server runs: the default, the one that copies, and over TCP."""
+
+
+def _ours_and_ray(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
+    ours = [partial(OurPeer, exchange, strategy, plan.timeout_s) for strategy in OURS]
+    return [*ours, *([partial(RayPeer, exchange)] if plan.with_ray else [])]
+
+
+def _rpc(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
+    del plan
+    return [partial(RpcPeer, exchange)]
+
+
+def _measure_all(
+    plan: ServerPlan, makers: Callable[[Exchange, ServerPlan], list[Callable[[], Contender]]]
+) -> list[dict[str, list[float]]]:
+    """By exchange: the seconds of each contender."""
+    seconds = []
+    for text, rounds, block in zip(plan.exchanges, plan.rounds, plan.blocks, strict=True):
+        exchange = Exchange.from_json(text)
+        with ExitStack() as stack:
+            contenders: list[Contender] = []
+            for make in makers(exchange, plan):
+                contenders.append(make())
+                stack.callback(contenders[-1].close)
+            seconds.append(measure(exchange, contenders, rounds, block))
+    return seconds
 
 
 def main(plan: ServerPlan) -> None:
-    """Measure everything, and print it."""
+    """Measure everything, and print it.
+
+    Torch's rpc comes by itself, at the end: its threads poll without rest, in this process too, and on two cores that
+    doubles the time of everybody else.
+    """
     torch.set_num_threads(1)
-    seconds = []
-    with ExitStack() as running:
-        running.enter_context(rpc_running(plan.folder, plan.timeout_s))
-        if plan.with_ray:
-            running.enter_context(ray_running())
-        for text, rounds, block in zip(plan.exchanges, plan.rounds, plan.blocks, strict=True):
-            exchange = Exchange.from_json(text)
-            with ExitStack() as stack:
-                contenders: list[Contender] = []
-                for make in _makers(exchange, plan):
-                    contenders.append(make())
-                    stack.callback(contenders[-1].close)
-                seconds.append(measure(exchange, contenders, rounds, block))
+    with ray_running() if plan.with_ray else nullcontext():
+        seconds = _measure_all(plan, _ours_and_ray)
     memory = measure_memory(plan.memory_bytes, plan.timeout_s) if plan.memory_bytes else []
-    print(json.dumps({"seconds": seconds, "memory": memory}))
+    with rpc_running(plan.folder, plan.timeout_s):
+        by_rpc = _measure_all(plan, _rpc)
+    together = [{**one, **other} for one, other in zip(seconds, by_rpc, strict=True)]
+    print(json.dumps({"seconds": together, "memory": memory}))
 
 
 if __name__ == "__main__":

@@ -45,12 +45,13 @@ class ShardStore:
     sum. Not for use by several threads at once.
     """
 
-    def __init__(self, built: Built, layout: FlatLayout, shard: int) -> None:
+    def __init__(self, built: Built, layout: FlatLayout, shard: int, memory: Tensor | None = None) -> None:
+        """Keep the values in `memory`, a range of bytes that others may read, or in memory of its own."""
         self._layout = layout
         self._shard = shard
         named = dict(built.model.named_parameters())
         parameters = [named[entry.name] for entry in layout.entries]
-        self._values = self._new_range()
+        self._values = layout.range_in(memory, shard) if memory is not None else self._new_range()
         for value, initial in zip(self._values.pieces, self._owned(parameters), strict=True):
             value.copy_(initial.view(value.shape))
         pieces = layout.pieces[shard]
@@ -93,6 +94,11 @@ class ShardStore:
             for _ in range(batches):
                 self._scheduler.step()
         self._batches += batches
+
+    @property
+    def memory(self) -> Tensor:
+        """The current values where they lie, as bytes; the next `apply` changes them."""
+        return self._values.memory
 
     def read_into(self, values: Tensor) -> None:
         """Copy the current values into a range of bytes, such as a worker's."""

@@ -1,15 +1,19 @@
 """A worker's memory that the servers of its host share: its parameters, its gradients, and which of them it reached.
 
-    flags of shard 0 · flags of shard 1 · … │ values, flat │ gradients, flat
+    flags of shard 0 · flags of shard 1 · … │ gradients, flat │ values, flat
 
 The model's parameters are views of the values, so a pull is one copy by the server and none by the worker. A push is
 none at all: the server reads the gradients where backward left them. Who may write when follows from the protocol: a
 shard writes its range of the values only between the worker's Read and its own answer, and the worker writes gradients
 only after every shard has answered the Read behind the push before.
+
+Where no shard takes a step before every worker has pushed, a pull needs no copy either: all workers then read the
+values where the shards keep them (`values` is given), and the area ends with the gradients.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +22,25 @@ from torch import Tensor
 from manyhands.memory.segment import PAGE, Segment, round_up
 from manyhands.server.layout import FlatLayout, ShardRange
 
-__all__ = ["AreaPart", "WorkerArea"]
+__all__ = ["AreaPart", "Home", "WorkerArea"]
+
+
+class Home:
+    """The one copy of the dense parameters that all processes of a host share, flat."""
+
+    def __init__(self, descriptor: int, layout: FlatLayout) -> None:
+        """Map the memory of a descriptor, which stays the caller's; what lies behind the parameters is left alone."""
+        self._segment = Segment.attach(os.dup(descriptor))
+        self._layout = layout
+        self.values = self._segment.tensor(0, layout.num_bytes, torch.uint8)
+
+    def part(self, shard: int) -> Tensor:
+        """A shard's range, as bytes."""
+        return self._layout.part(self.values, shard).memory
+
+    def close(self) -> None:
+        """Let go."""
+        self._segment.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,22 +57,26 @@ class AreaPart:
 class WorkerArea:
     """The area in this process: made by the worker, attached by its servers; a segment of no name."""
 
-    def __init__(self, segment: Segment, layout: FlatLayout) -> None:
-        """Take over `segment`, which must have the size that this layout gives it."""
-        expected = _num_bytes(layout)
+    def __init__(self, segment: Segment, layout: FlatLayout, values: Tensor | None = None) -> None:
+        """Take over `segment`, which must have the size that this layout gives it; `values` lie elsewhere, if given."""
+        expected = _num_bytes(layout, with_values=values is None)
         if segment.num_bytes != expected:
             segment.close()
             raise ValueError(f"a worker's area of this task has {expected} bytes, not {segment.num_bytes}")
         self.segment = segment
         self._layout = layout
         begin = _flags_bytes(layout)
-        self.values = segment.tensor(begin, layout.num_bytes, torch.uint8)
-        self.gradients = segment.tensor(begin + _value_bytes(layout), layout.num_bytes, torch.uint8)
+        self.gradients = segment.tensor(begin, layout.num_bytes, torch.uint8)
+        self.is_in_place = values is not None
+        if values is None:
+            values = segment.tensor(begin + _flat_bytes(layout), layout.num_bytes, torch.uint8)
+        self.values = values
 
     @classmethod
-    def create(cls, layout: FlatLayout) -> WorkerArea:
+    def create(cls, layout: FlatLayout, values: Tensor | None = None) -> WorkerArea:
         """Reserve it."""
-        return cls(Segment.create(_num_bytes(layout), "a worker's parameters and gradients"), layout)
+        num_bytes = _num_bytes(layout, with_values=values is None)
+        return cls(Segment.create(num_bytes, "a worker's parameters and gradients"), layout, values)
 
     def part(self, shard: int) -> AreaPart:
         """What one shard reads and writes."""
@@ -74,10 +100,10 @@ def _flags_bytes(layout: FlatLayout) -> int:
     return round_up(sum(layout.flag_bytes(shard) for shard in range(layout.shards)), PAGE)
 
 
-def _value_bytes(layout: FlatLayout) -> int:
+def _flat_bytes(layout: FlatLayout) -> int:
     return round_up(layout.num_bytes, PAGE)
 
 
-def _num_bytes(layout: FlatLayout) -> int:
+def _num_bytes(layout: FlatLayout, *, with_values: bool) -> int:
     # at least a page: a model of tables alone has nothing here, and memory of no bytes can not be shared
-    return max(PAGE, _flags_bytes(layout) + 2 * _value_bytes(layout))
+    return max(PAGE, _flags_bytes(layout) + (1 + with_values) * _flat_bytes(layout))

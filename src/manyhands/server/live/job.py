@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.computing import Built, Computer, TrainingPlan
+from manyhands.consistency.sync import Sync
 from manyhands.link.codec import Codec
 from manyhands.link.handshake import Credentials
 from manyhands.link.hub import Hub, Settings
@@ -16,6 +17,7 @@ from manyhands.link.settings import spin_for
 from manyhands.link.silence import Silence
 from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
+from manyhands.server.live.area import Home
 from manyhands.server.messages import ShardView, SlotView, Update, View
 from manyhands.server.steps import ShardConfig
 from manyhands.strategy import Ps
@@ -68,6 +70,20 @@ class Job:
 
     skip_nonfinite: bool = False
     """Leave out an update whose gradient is not finite, instead of ending the run."""
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether no shard takes a step before every worker has pushed, so that nobody reads what changes."""
+        return self.strategy.consistency == Sync()
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether workers read parameters where the shards keep them, in the memory that all processes share."""
+        return self.is_lockstep and self.strategy.link == "shared"
+
+    def home(self, descriptor: int, layout: FlatLayout) -> Home | None:
+        """That memory, where there is one."""
+        return Home(descriptor, layout) if self.reads_in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         """This process's end of all connections, as `member`."""

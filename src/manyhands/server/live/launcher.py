@@ -64,7 +64,7 @@ class RunFiles:
     """Memory files that the launcher made for its children, by what they hold."""
 
     final: int
-    """The parameters at the end, as the flat layout has them."""
+    """The parameters at the end, as the flat layout has them; where workers read in place, all the time."""
 
     buffers: int
     """The buffers of a worker's model at the end."""
@@ -301,7 +301,11 @@ class Launcher:
         self._supervisor.start(role, member)
 
     def _worker_files(self, slot: int) -> dict[str, int]:
-        return {"events": self._files.rings[slot].descriptor, "buffers": self._files.buffers}
+        return {
+            "events": self._files.rings[slot].descriptor,
+            "buffers": self._files.buffers,
+            "final": self._files.final,
+        }
 
     def _env(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(self._job.threads)}

@@ -19,7 +19,7 @@ from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
 from manyhands.server.actions import Keep
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.area import AreaPart, WorkerArea
+from manyhands.server.live.area import AreaPart, Home, WorkerArea
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.messages import Push
 from manyhands.server.rows import RowGradient
@@ -29,9 +29,13 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """All gradients of one server process; with `inline`, workers share no memory with it and send all."""
+    """All gradients of one server process; with `inline`, workers share no memory with it and send all.
 
-    def __init__(self, layout: FlatLayout, *, inline: bool) -> None:
+    `home` is where workers read parameters, if they do not have memory of their own for them.
+    """
+
+    def __init__(self, layout: FlatLayout, *, inline: bool, home: Home | None = None) -> None:
+        self._home = home
         self.tables = ServerTables(layout)
         self._layout = layout
         self._inline = inline
@@ -47,7 +51,9 @@ class Gradients:
         known = self._areas.pop(member, None)
         if known is not None:
             known.close()
-        area = self._areas[member] = WorkerArea(segment, self._layout)
+        area = self._areas[member] = WorkerArea(
+            segment, self._layout, self._home.values if self._home is not None else None
+        )
         for shard in range(self._layout.shards):
             self._parts[member, shard] = area.part(shard)
 

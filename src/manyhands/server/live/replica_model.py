@@ -28,7 +28,8 @@ class ReplicaModel:
         self._share = 1.0
         self._reached: set[str] = set()
         for name, view in values.items():
-            view.copy_(named[name].detach())
+            if not area.is_in_place:  # else the shards have long written something better there
+                view.copy_(named[name].detach())
             if not self._on_gpu:
                 named[name].data = view
             hook = _Mover(self, name, gradients[name])

@@ -75,11 +75,15 @@ class _Server:
         torch.set_num_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
         self._stores: dict[int, ShardStore] = {}
-        self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp")
+        self._home = job.home(context.descriptor("final"), self._layout)
+        self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp", home=self._home)
+        self._published: dict[int, int] = {}  # by shard, the version that was last copied home
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = _Logs(job.run_path, self._member)
         self._snapshots = ShardSnapshots(job.run_path, job.keep_checkpoints)
         self._stack = ExitStack()
+        if self._home is not None:
+            self._stack.callback(self._home.close)
         self._hub = self._stack.enter_context(job.hub(self._member, "server", destination=self._destination))
         self._hub.register(context.control_fileno())
         self._stack.callback(self._gradients.close)
@@ -172,11 +176,11 @@ class _Server:
             self._finished = True
 
     def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
-        if self._view is None and self._job.resume_version is not None:
+        is_first, self._view = self._view is None, view
+        if is_first and self._job.resume_version is not None:
             for place in view.shards:
                 if place.primary == self._member:
                     self._restore(place.shard, self._job.resume_version)
-        self._view = view
         for member, address in addresses.items():
             if member < self._member and member not in self._dialled:
                 self._dialled.add(member)
@@ -309,10 +313,17 @@ class _Server:
             self._hub.share(to, segment, worker)
 
     def _parameters(self, to: int, shard: int) -> list[Any]:
+        if self._home is not None:
+            self._publish(shard, self._home.part(shard))
+            return []
         values = self._gradients.values(to, shard)
         if values is not None:
             self._store(shard).read_into(values)
             return []
+        if (
+            self._job.is_lockstep
+        ):  # the next step waits for this worker, who pushes when all of it has arrived
+            return [self._store(shard).memory.numpy()]
         values = self._outgoing.get((to, shard))
         if values is None or not self._hub.sent(to):  # what is still on its way must not change
             values = self._outgoing[to, shard] = torch.empty(
@@ -321,6 +332,13 @@ class _Server:
         self._store(shard).read_into(values)
         return [values.numpy()]
 
+    def _publish(self, shard: int, values: Tensor) -> None:
+        """See that the parameters are where workers read them; a store that began as a backup's is elsewhere."""
+        store, version = self._store(shard), self._core.replicas[shard].core.version
+        if store.memory.data_ptr() != values.data_ptr() and self._published.get(shard) != version:
+            store.read_into(values)
+            self._published[shard] = version
+
     # ── stores ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _store(self, shard: int) -> ShardStore:
@@ -328,7 +346,9 @@ class _Server:
         store = self._stores.get(shard)
         if store is None:
             _, built, _ = self._job.build()
-            store = self._stores[shard] = ShardStore(built, self._layout, shard)
+            is_read_here = self._home is not None and self._is_primary(shard)
+            memory = self._home.part(shard) if self._home is not None and is_read_here else None
+            store = self._stores[shard] = ShardStore(built, self._layout, shard, memory)
         return store
 
     def _install(self, shard: int, payload: memoryview) -> None:

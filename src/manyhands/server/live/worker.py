@@ -78,7 +78,8 @@ class _Body:
         self.context = context
         self.job = job
         self.computer, built, self.layout = job.build(slot)
-        self.area = WorkerArea.create(self.layout)
+        self.home = job.home(context.descriptor("final"), self.layout)
+        self.area = WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
@@ -114,6 +115,8 @@ class _Body:
         """Let go of the shared memory."""
         self.recorder.close()
         self.area.close()
+        if self.home is not None:
+            self.home.close()
 
 
 class _SlotLeft(Exception):
