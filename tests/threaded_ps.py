@@ -99,7 +99,11 @@ class ThreadedRun:
             ring = self._stack.enter_context(EventRing.create(role=slot, capacity=1 << 10))
             buffers = os.memfd_create("buffers")
             self._stack.callback(os.close, buffers)
-            files = {"events": os.dup(ring.descriptor), "buffers": buffers}
+            files = {
+                "events": os.dup(ring.descriptor),
+                "buffers": buffers,
+                "final": self._final.descriptor,
+            }
             self._start(self._servers + 1 + slot, partial(work, slot=slot), files)
 
     def publish(self, epoch: int, primaries: tuple[int, ...], backups: tuple[int, ...] = ()) -> None:

@@ -25,7 +25,10 @@ NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 class Tables(nn.Module):
-    """Ten rows of 3 items in single precision, seven of 2 in double."""
+    """Ten rows of 3 items in single precision, seven of 2 in double.
+
+    Of two shards, the first has rows 1, 2, 5, 7 of the one and 1, 2, 5 of the other (see `placement`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +72,9 @@ def with_gradients(model: Tables, tables: WorkerTables, **batch: list[int]) -> N
 def test_what_is_packed_comes_back() -> None:
     _, layout = made()
     values = [torch.rand(3, 3), torch.rand(1, 2, dtype=torch.float64)]
-    payload = joined(pack([given(5, 7, 9), given(3)], values))
+    payload = joined(pack([given(0, 4, 9), given(3)], values))
     rows, rest = take_sets(layout, 1, payload, RowSets(1024))
-    assert [one.tolist() for one in rows if one is not None] == [[5, 7, 9], [3]]
+    assert [one.tolist() for one in rows if one is not None] == [[0, 4, 9], [3]]
     back = take_values(layout.tables, [3, 1], rest)
     assert all(torch.equal(one, other) for one, other in zip(back, values, strict=True) if one is not None)
     assert len(payload) <= most_bytes(layout, 1)
@@ -99,7 +102,7 @@ def test_a_table_that_was_not_reached_is_not_there() -> None:
 def test_gradients_arrive_with_their_rows_and_their_share(sparse: bool) -> None:
     model, layout = made()
     server, tables = ServerTables(layout), WorkerTables(model, layout, SPARSE)
-    with_gradients(model, tables, a=[8, 0, 4, 8], b=[6])
+    with_gradients(model, tables, a=[8, 1, 5, 8], b=[6])
     assert model.a.weight.grad is not None
     if sparse:
         model.a.weight.grad = model.a.weight.grad.to_sparse(1)
@@ -107,8 +110,8 @@ def test_gradients_arrive_with_their_rows_and_their_share(sparse: bool) -> None:
     assert tables.is_finite()
     assert model.a.weight.grad is None
     first, second = server.gradients(0, sent(tables, 0)), server.gradients(1, sent(tables, 1))
-    assert first["a.weight"].rows.tolist() == [0, 4]
-    assert first["a.weight"].values.tolist() == [[0.0, 0.5, 1.0], [2.0, 2.5, 3.0]]
+    assert first["a.weight"].rows.tolist() == [1, 5]
+    assert first["a.weight"].values.tolist() == [[0.5, 1.0, 1.5], [2.5, 3.0, 3.5]]
     assert second["a.weight"].rows.tolist() == [8]
     assert second["b.weight"].values.tolist() == [[3.0, 3.5]]
     assert first["b.weight"].rows.tolist() == []
@@ -127,7 +130,7 @@ def test_a_gradient_that_is_not_finite_is_seen() -> None:
 def test_a_set_that_was_sent_once_costs_its_name() -> None:
     model, layout = made()
     server, tables = ServerTables(layout), WorkerTables(model, layout, SPARSE)
-    batch = {"a": torch.tensor([0, 1, 2, 3, 4]), "b": torch.tensor([0, 1])}
+    batch = {"a": torch.tensor([1, 2, 5, 7]), "b": torch.tensor([1, 2])}
 
     def request(member: int = SERVER) -> memoryview:
         tables.begin()
@@ -137,12 +140,12 @@ def test_a_set_that_was_sent_once_costs_its_name() -> None:
     first, again = request(), request()
     assert (len(first), len(again)) == (128 + 64 + 64, 128)  # two heads fill two lines; each set is a line
     assert [one.tolist() for one in server.asked(0, first, False) if one is not None] == [
-        [0, 1, 2, 3, 4],
-        [0, 1],
+        [1, 2, 5, 7],
+        [1, 2],
     ]
     assert [one.tolist() for one in server.asked(0, again, False) if one is not None] == [
-        [0, 1, 2, 3, 4],
-        [0, 1],
+        [1, 2, 5, 7],
+        [1, 2],
     ]
     assert len(request(OTHER_SERVER)) == len(first), "another server was told nothing"
     tables.forget(SERVER)
@@ -173,20 +176,20 @@ def test_values_reach_the_rows_that_were_asked_for_and_no_others() -> None:
     tables = WorkerTables(model, layout, SPARSE)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     tables.begin()
-    tables.choose({"a": torch.tensor([[9, 5], [5, 7]]), "b": torch.tensor([])})
+    tables.choose({"a": torch.tensor([[9, 0], [0, 4]]), "b": torch.tensor([])})
     new = torch.arange(9.0).view(3, 3)
     tables.take(1, joined(pack((), [new, torch.empty(0, 2, dtype=torch.float64)])))
     expected = before["a.weight"].clone()
-    expected[[5, 7, 9]] = new
+    expected[[0, 4, 9]] = new
     assert torch.equal(model.a.weight, expected)
     assert torch.equal(model.b.weight, before["b.weight"])
     assert list(tables.choose_whole()) == [0, 1]
     assert tables.request(SERVER, 1) == []
-    whole = [torch.rand(5, 3), torch.rand(4, 2, dtype=torch.float64)]
+    whole = [torch.rand(6, 3), torch.rand(4, 2, dtype=torch.float64)]
     tables.take(1, joined(pack((), whole)))
-    assert torch.equal(model.a.weight[5:], whole[0])
-    assert torch.equal(model.b.weight[3:], whole[1])
-    with pytest.raises(ProtocolError, match="128 bytes, not 64"):
+    assert torch.equal(model.a.weight[[0, 3, 4, 6, 8, 9]], whole[0])
+    assert torch.equal(model.b.weight[[0, 3, 4, 6]], whole[1])
+    with pytest.raises(ProtocolError, match="192 bytes, not 64"):
         tables.take(1, memoryview(bytes(64)))
 
 
@@ -218,13 +221,13 @@ ABSENT = head(0, 0)
         (head(-1, 0) + ABSENT + bytes(32), "kind -1"),
         (head(0, 1) + ABSENT + bytes(32), "kind 0 with 1 rows"),
         (head(1, 4) + ABSENT + bytes(32), "kind 1 with 4 rows"),
-        (head(2, 6) + ABSENT + bytes(96), "kind 2 with 6 rows"),  # a shard has five
+        (head(2, 6) + ABSENT + bytes(96), "kind 2 with 6 rows"),  # this shard has four
         (head(2, -1) + ABSENT + bytes(96), "kind 2 with -1 rows"),
         (head(2, 1 << 62) + ABSENT + bytes(96), "kind 2 with"),
         (head(2, 2) + ABSENT + bytes(32), "0 bytes are left where 64 are announced"),
-        (head(2, 2, given(0, 1).name) + ABSENT + bytes(96), "do not ascend"),
-        (bytes(joined(pack([given(4, 5), None]))), "4 to 5 of table 'a.weight'; here are 0 to 4"),
-        (bytes(joined(pack([given(-1), None]))), "-1 to -1"),
+        (bytes(joined(pack([given(2, 1), None]))), "do not ascend"),
+        (bytes(joined(pack([given(5, 6), None]))), "row 6 of table 'a.weight' is not shard 0's"),
+        (bytes(joined(pack([given(-1), None]))), "row -1 of table"),
         (bytes(joined(pack([Given(name=bytes(32), rows=torch.tensor([1])), None]))), "not its own"),
         (bytes(joined(pack([None, None]))) + bytes(64), "64 bytes follow"),
         (bytes(joined(pack([given(1), None]))), "0 bytes are left where 64 are announced"),
@@ -240,9 +243,9 @@ def test_garbage_is_named(payload: bytes, reason: str) -> None:
 def test_a_set_of_another_shard_by_name_is_refused() -> None:
     _, layout = made()
     server = ServerTables(layout)
-    foreign = given(5, 6)
+    foreign = given(3, 4)
     server.gradients(1, joined(pack([foreign, None], [torch.zeros(2, 3)])))
-    with pytest.raises(ProtocolError, match=r"5 to 6 of table .*; here are 0 to 4"):
+    with pytest.raises(ProtocolError, match=r"row 3 of table .* is not shard 0's"):
         server.asked(0, joined(pack([Named(name=foreign.name), None])), False)
 
 
@@ -250,7 +253,7 @@ def test_no_bytes_whatever_bring_anything_but_a_refusal() -> None:
     _, layout = made()
     server, draw = ServerTables(layout), random.Random(5)
     good = bytearray(
-        joined(pack([given(0, 2, 4), given(1)], [torch.rand(3, 3), torch.rand(1, 2, dtype=torch.float64)]))
+        joined(pack([given(1, 2, 7), given(1)], [torch.rand(3, 3), torch.rand(1, 2, dtype=torch.float64)]))
     )
     server.gradients(0, memoryview(good))
     taken = 0
@@ -304,10 +307,10 @@ PUSH = Push(shard=0, slot=0, member=5, clock=3, read_version=0, batch=3, part=0,
 
 
 def pushed(layout: FlatLayout) -> bytes:
-    """Flags, a dense gradient of fours, and rows 1 and 3 of the first table."""
+    """Flags, a dense gradient of fours, and rows 1 and 5 of the first table."""
     flags = layout.flags(0, ["dense.weight", "dense.bias"])
     gradient = torch.full((layout.range_bytes(0) // 4,), 4.0)
-    rows = pack([given(1, 3), None], [torch.arange(6.0).view(2, 3)])
+    rows = pack([given(1, 5), None], [torch.arange(6.0).view(2, 3)])
     return flags.numpy().tobytes() + gradient.numpy().tobytes() + bytes(joined(rows))
 
 
@@ -330,7 +333,7 @@ def held(copy: bool) -> tuple[Gradients, memoryview, FlatLayout]:
 def assert_held(gradients: Gradients) -> None:
     taken = gradients.take(0, 0, 3)
     assert list(taken.rows) == ["a.weight"]
-    assert taken.rows["a.weight"].rows.tolist() == [1, 3]
+    assert taken.rows["a.weight"].rows.tolist() == [1, 5]
     assert taken.rows["a.weight"].values.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert all(bool((run == 4).all()) for run in taken.gradient.runs)
 

@@ -152,10 +152,9 @@ def test_tables_lie_apart_and_are_divided_by_rows() -> None:
     assert [entry.name for entry in layout.entries] == ["norm.weight", "norm.bias", "out.bias"]
     [table] = layout.tables
     assert (table.name, table.aliases, table.width) == ("embed.weight", ("embed.weight", "out.weight"), 4)
-    assert [list(table.rows(shard, 3)) for shard in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    rows = torch.tensor([0, 2, 2, 6, 9])
-    assert [rows[one].tolist() for one in table.segments(rows, 3)] == [[0, 2, 2], [], [6, 9]]
-    assert table.segments(rows, 1) == [slice(0, 5)]
+    assert sorted(row for shard in range(3) for row in table.placed(3).rows(shard).tolist()) == list(
+        range(10)
+    )
 
 
 def test_flags_name_the_pieces_that_a_gradient_reached() -> None:

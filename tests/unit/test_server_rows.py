@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from manyhands.computing import Built, Computer, TrainingPlan
 from manyhands.optim import FTRL
 from manyhands.server.layout import FlatLayout
+from manyhands.server.placement import place
 from manyhands.server.rows import RowGradient, RowTable
 from manyhands.server.shard_state import merge, split
 from manyhands.server.store import Contribution, ShardStore
@@ -43,7 +44,7 @@ class Side:
         start = self.random(ROWS, WIDTH)
         self.dense = nn.Parameter(start.clone())
         self.optimizer = make([self.dense])
-        self.lazy = RowTable("table", 0, start.clone(), type(self.optimizer))
+        self.lazy = RowTable("table", start.clone(), type(self.optimizer), place(len(start), 1))
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
@@ -103,7 +104,7 @@ def test_rows_that_do_not_come_are_not_touched(make: Make) -> None:
 
 def test_lazy_adam_corrects_its_bias_by_the_steps_of_the_table() -> None:
     """A row that comes first in step 3 moves by lr * m / (1 - b1^3) / (sqrt(v / (1 - b2^3)) + eps)."""
-    table = RowTable("t", 0, torch.zeros(2, 1, dtype=torch.float64), optim.Adam)
+    table = RowTable("t", torch.zeros(2, 1, dtype=torch.float64), optim.Adam, place(2, 1))
     settings = optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.1).param_groups[0]
     gradient = torch.ones(1, 1, dtype=torch.float64)
     for row in (0, 0, 1):
@@ -128,7 +129,7 @@ def test_float32_is_close_to_torchs() -> None:
     torch.manual_seed(0)
     dense = nn.Parameter(torch.randn(ROWS, WIDTH))
     optimizer = optim.Adam([dense], lr=0.01)
-    lazy = RowTable("t", 0, dense.detach().clone(), optim.Adam)
+    lazy = RowTable("t", dense.detach().clone(), optim.Adam, place(len(dense), 1))
     for _ in range(10):
         dense.grad = torch.randn(ROWS, WIDTH)
         lazy.apply(RowGradient(rows=torch.arange(ROWS), values=dense.grad), optimizer.param_groups[0])
@@ -138,8 +139,10 @@ def test_float32_is_close_to_torchs() -> None:
 
 def test_gathered_rows_are_those_of_the_table() -> None:
     values = torch.arange(20, dtype=torch.float32).view(10, 2)
-    part = RowTable("words", 4, values[4:].clone(), optim.SGD)
-    rows = torch.tensor([9, 4, 4])
+    placement = place(10, 2)
+    own = placement.rows(1)
+    part = RowTable("words", values[own].clone(), optim.SGD, placement, shard=1)
+    rows = own[[-1, 0, 0]]
     assert torch.equal(part.gather(rows), values[rows])
     out = torch.empty(3, 2)
     assert part.gather(rows, out) is out
@@ -147,19 +150,23 @@ def test_gathered_rows_are_those_of_the_table() -> None:
 
 
 def test_a_wrong_row_or_gradient_is_named_and_changes_nothing() -> None:
-    part = RowTable("words", 4, torch.ones(6, 2), optim.SGD)
+    placement = place(10, 2)
+    own, others = placement.rows(1), placement.rows(0)
+    part = RowTable("words", torch.ones(len(own), 2), optim.SGD, placement, shard=1)
     settings = optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1).param_groups[0]
-    for row in (3, 10, -1):
-        rows = torch.tensor([5, row])
-        with pytest.raises(IndexError, match=f"row {row} of table 'words' is not here; here are 4 to 9"):
+    for row in (int(others[0]), 10, -1):
+        rows = torch.tensor([int(own[0]), row])
+        with pytest.raises(
+            IndexError, match=f"row {row} of table 'words' is not here; shard 1 has {len(own)}"
+        ):
             part.gather(rows)
         with pytest.raises(IndexError, match=f"row {row} of table 'words'"):
             part.apply(RowGradient(rows=rows, values=torch.ones(2, 2)), settings)
     with pytest.raises(ValueError, match=r"gradient of 1 rows of table 'words' is \(2, 2\)"):
-        part.apply(RowGradient(rows=torch.tensor([5]), values=torch.ones(2, 2)), settings)
+        part.apply(RowGradient(rows=own[:1], values=torch.ones(2, 2)), settings)
     with pytest.raises(ValueError, match="one dimension of int64"):
         part.apply(RowGradient(rows=torch.tensor([5.0]), values=torch.ones(1, 2)), settings)
-    assert torch.equal(part.values, torch.ones(6, 2))
+    assert torch.equal(part.values, torch.ones(len(own), 2))
 
 
 class Words(nn.Module):
@@ -203,9 +210,8 @@ class SparseShards:
         table = parameters["embed.weight"].grad
         assert table is not None
         rows = table.abs().sum(dim=1).nonzero().view(-1)
-        segments = self.layout.tables[0].segments(rows, len(self.stores))
-        for shard, (store, segment) in enumerate(zip(self.stores, segments, strict=True)):
-            mine = rows[segment]
+        split = self.layout.tables[0].placed(len(self.stores)).split(rows)
+        for shard, (store, mine) in enumerate(zip(self.stores, split, strict=True)):
             half = RowGradient(rows=mine, values=table[mine])
             part, flags = self.layout.part(buffer, shard), self.layout.flags(shard, set(parameters))
             contribution = Contribution(gradient=part, present=flags, factor=0.5, rows={"embed.weight": half})
@@ -238,8 +244,7 @@ def test_a_model_with_a_table_trains_as_in_one_process(name: str, count: int) ->
     for one, same in zip(shards.stores, other.stores, strict=True):
         for key, value in one.state().model.items():
             assert torch.equal(value, same.state().model[key])
-        mine = shards.layout.tables[0].rows(shards.stores.index(one), count)
-        rows = torch.arange(mine.start, mine.stop)
+        rows = shards.layout.tables[0].placed(count).rows(shards.stores.index(one))
         assert torch.equal(one.gather("embed.weight", rows), same.gather("embed.weight", rows))
 
 

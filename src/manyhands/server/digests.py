@@ -51,8 +51,8 @@ def shard_digest(store: ShardStore, layout: FlatLayout, shard: int) -> str:
     store.read_into(values)
     digest = hashlib.sha256(_bytes(values))
     for table in layout.tables:
-        own = table.rows(shard, layout.shards)
-        digest.update(_bytes(store.gather(table.name, torch.arange(own.start, own.stop))))
+        own = table.placed(layout.shards).rows(shard)
+        digest.update(_bytes(store.gather(table.name, own)))
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ travels is always one range, whole, and never a parameter. The entries of the bu
 registration order; where tensors stay whole, the largest goes first to the shard that has least (LPT, Graham 1969), and
 those of a shard lie together. Tied weights are one entry. Frozen parameters and buffers never travel.
 
-Row-sparse tables lie apart: their rows are divided evenly over the shards, and travel by row.
+Row-sparse tables lie apart: their rows are spread over the shards by hashing (`placement`), and travel by row.
 
 Pure: the same model and optimizer give the same layout in every process.
 """
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError, nearest
 from manyhands.memory.segment import round_up
+from manyhands.server.placement import Placement, place
 from manyhands.server.rows import require_lazy
 from manyhands.sharding.optimizers import is_elementwise, positions
 from manyhands.sharding.pieces import Piece
@@ -71,15 +72,9 @@ class Table:
         """Items in a row."""
         return self.shape[1:].numel()
 
-    def rows(self, shard: int, shards: int) -> range:
-        """The rows that a shard has."""
-        return range(self.shape[0] * shard // shards, self.shape[0] * (shard + 1) // shards)
-
-    def segments(self, rows: Tensor, shards: int) -> list[slice]:
-        """By shard: which of `rows`, sorted, are its own."""
-        starts = [self.rows(shard, shards).start for shard in range(1, shards)]
-        cuts = torch.searchsorted(rows, torch.tensor(starts, dtype=rows.dtype)).tolist()
-        return [slice(begin, end) for begin, end in pairwise([0, *cuts, rows.numel()])]
+    def placed(self, shards: int) -> Placement:
+        """Which of so many shards has which rows."""
+        return place(self.shape[0], shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

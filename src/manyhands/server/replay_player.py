@@ -203,8 +203,8 @@ class Player:
             values = []
             for table, rows in zip(self._layout.tables, tables.chosen(shard), strict=True):
                 if kept is not None:
-                    first = table.rows(shard, self._layout.shards).start
-                    values.append(kept.tables[table.name][rows - first])
+                    local = table.placed(self._layout.shards).local(rows)
+                    values.append(kept.tables[table.name][local])
                 else:
                     values.append(self._stores[shard].gather(table.name, rows))
             tables.take(shard, memoryview(b"".join(map(bytes, pack((), values)))))
@@ -261,8 +261,8 @@ class Player:
         self._stores[shard].read_into(dense)
         tables = {}
         for table in self._layout.tables:
-            own = table.rows(shard, self._layout.shards)
-            tables[table.name] = self._stores[shard].gather(table.name, torch.arange(own.start, own.stop))
+            own = table.placed(self._layout.shards).rows(shard)
+            tables[table.name] = self._stores[shard].gather(table.name, own)
         return _Values(dense, tables)
 
     def _end(self, shard: int) -> None:
@@ -277,9 +277,8 @@ class Player:
             for shard, values in self._ends.items():
                 self._parts[shard].values.copy_(values.dense)
                 for table in self._layout.tables:
-                    own = table.rows(shard, self._layout.shards)
-                    rows = values.tables[table.name].view(len(own), *table.shape[1:])
-                    named[table.name][own.start : own.stop] = rows
+                    own = table.placed(self._layout.shards).rows(shard)
+                    named[table.name][own] = values.tables[table.name].view(len(own), *table.shape[1:])
         self._stage.replica.pulled()
 
     def _count_bytes(self) -> None:

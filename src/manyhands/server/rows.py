@@ -27,6 +27,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from manyhands.errors import UserError
 from manyhands.optim import FTRL
+from manyhands.server.placement import Placement
 from manyhands.server.row_kernels import (
     adagrad_rows,
     adam_rows,
@@ -60,17 +61,19 @@ class RowGradient:
 
 
 class RowTable:
-    """Rows `first` to `first + len(values)` of table `name`, with the optimizer's state for them.
+    """The rows of table `name` that `shard` has, with the optimizer's state for them.
 
-    `values` has one row per row of the table, contiguous, and is updated in place. `kind` is that of the optimizer.
+    `values` has these rows in their order, contiguous, and is updated in place. `kind` is that of the optimizer.
     """
 
-    def __init__(self, name: str, first: int, values: Tensor, kind: type[Optimizer]) -> None:
+    def __init__(
+        self, name: str, values: Tensor, kind: type[Optimizer], placement: Placement, shard: int = 0
+    ) -> None:
         self.name = name
         self.values = values
         self.state: State = {}
         """By torch's names; what belongs to single items has the shape of `values`."""
-        self._first = first
+        self._placement, self._shard = placement, shard
         self._rule = _RULES[kind]
 
     @property
@@ -81,12 +84,8 @@ class RowTable:
 
     def gather(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The values of these rows of the whole table, in a new tensor or in `out`; IndexError names a wrong one."""
-        local = rows - self._first if self._first else rows
-        try:
-            return torch.index_select(self.values, 0, local, out=out)
-        except (IndexError, RuntimeError):
-            self._require_inside(rows)
-            raise
+        self._require_inside(rows)
+        return torch.index_select(self.values, 0, self._placement.local(rows), out=out)
 
     def apply(self, gradient: RowGradient, settings: Mapping[str, Any], rate: float = 1.0) -> None:
         """Take one step, with learning rate times `rate`; `settings` is the parameter group of the optimizer.
@@ -111,24 +110,21 @@ class RowTable:
     def _summed(self, gradient: RowGradient) -> tuple[Any, Any]:
         """Rows of this part, each named once, and their gradients."""
         self.require_fit(gradient)
-        rows, values = gradient.rows.contiguous().numpy(), gradient.values.contiguous().numpy()
+        rows = self._placement.local(gradient.rows).contiguous().numpy()
+        values = gradient.values.contiguous().numpy()
         numbers, local = np.empty_like(rows), np.empty_like(rows)
-        count = number_rows(rows, self._first, numbers, local)
+        count = number_rows(rows, numbers, local)
         if count < rows.size:
             values = sum_rows(values, numbers, count)
         return local[:count], values
 
     def _require_inside(self, rows: Tensor) -> None:
-        end = self._first + len(self.values)
-        if not rows.numel():
-            return
-        lowest, highest = (int(bound) for bound in torch.aminmax(rows))
-        if self._first <= lowest and highest < end:
-            return
-        bad = rows[(rows < self._first) | (rows >= end)]
-        raise IndexError(
-            f"row {int(bad[0])} of table {self.name!r} is not here; here are {self._first} to {end - 1}"
-        )
+        bad = self._placement.stranger(rows, self._shard)
+        if bad is not None:
+            raise IndexError(
+                f"row {bad} of table {self.name!r} is not here; shard {self._shard} has {len(self.values)} of "
+                f"{self._placement.num_rows} rows"
+            )
 
 
 def require_lazy(optimizer: Optimizer) -> None:

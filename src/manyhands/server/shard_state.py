@@ -34,17 +34,18 @@ class ShardState:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Items `begin` to `end` of a parameter, or of the optimizer's state for it."""
+    """Some rows of a parameter, or of the optimizer's state for it; the rows of a dense one are its items."""
 
     name: str
     shape: torch.Size
     position: int | None
-    begin: int
-    end: int
+    rows: slice | Tensor
+    count: int
+    width: int = 1
 
     @property
     def is_whole(self) -> bool:
-        return self.end - self.begin == self.shape.numel()
+        return self.count * self.width == self.shape.numel()
 
     def cut(self, value: Any) -> Any:
         """A copy of this part of a whole; what has another shape than the parameter is not cut."""
@@ -52,15 +53,15 @@ class _Part:
             return value
         if self.is_whole or value.shape != self.shape:
             return value.detach().clone()
-        return value.detach().reshape(-1)[self.begin : self.end].clone()
+        return value.detach().reshape(-1, self.width)[self.rows].reshape(-1).clone()
 
     def lay_into(self, whole: Tensor | None, value: Tensor) -> Tensor:
         """The whole with this part in it; the part itself where that is all."""
-        if self.is_whole or value.shape != (self.end - self.begin,):
+        if self.is_whole or value.shape != (self.count * self.width,):
             return value
         if whole is None:
             whole = torch.empty(self.shape, dtype=value.dtype)
-        whole.view(-1)[self.begin : self.end] = value
+        whole.view(-1, self.width)[self.rows] = value.view(-1, self.width)
         return whole
 
 
@@ -68,11 +69,11 @@ def _parts(layout: FlatLayout, shard: int) -> list[_Part]:
     parts = []
     for piece in layout.pieces[shard]:
         entry = layout.entries[piece.parameter]
-        parts.append(_Part(entry.name, entry.shape, entry.position, piece.begin, piece.end))
+        items = slice(piece.begin, piece.end)
+        parts.append(_Part(entry.name, entry.shape, entry.position, items, piece.end - piece.begin))
     for table in layout.tables:
-        rows = table.rows(shard, layout.shards)
-        begin, end = rows.start * table.width, rows.stop * table.width
-        parts.append(_Part(table.name, table.shape, table.position, begin, end))
+        rows = table.placed(layout.shards).rows(shard)
+        parts.append(_Part(table.name, table.shape, table.position, rows, len(rows), table.width))
     return parts
 
 

@@ -197,9 +197,10 @@ class ShardStore:
         ]
 
     def _own_rows(self, table: Table, parameter: nn.Parameter) -> RowTable:
-        mine = table.rows(self._shard, self._layout.shards)
-        values = parameter.detach()[mine.start : mine.stop].reshape(len(mine), table.width).cpu().clone()
-        return RowTable(table.name, mine.start, values, type(self._optimizer))
+        placement = table.placed(self._layout.shards)
+        mine = placement.rows(self._shard)
+        values = parameter.detach().cpu()[mine].reshape(len(mine), table.width).contiguous()
+        return RowTable(table.name, values, type(self._optimizer), placement, self._shard)
 
     def _apply_rows(self, contributions: Sequence[Contribution], rate: float) -> None:
         groups = [group for group in self._optimizer.param_groups for _ in group["params"]]

@@ -6,8 +6,7 @@
 
 Kind 0: the table is not there (in a gradient: it was not reached), 1: a set of rows by its name, 2: a set that is
 given, `count` rows. Little-endian; each of the parts begins at a multiple of 64 bytes and is filled up with zeros. An
-answer has values alone, for the reader knows of which rows. Rows ascend, each named once, so that one look at the ends
-tells whether they are a shard's own.
+answer has values alone, for the reader knows of which rows. Rows ascend, each named once.
 
 What arrives is checked against the layout before anything of its length is made; ProtocolError says what is wrong.
 """
@@ -26,6 +25,7 @@ from torch import Tensor
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import LINE_BYTES, FlatLayout, Table
+from manyhands.server.placement import Placement
 from manyhands.server.rowsets import Given, Named, RowSets, Unknown
 
 __all__ = [
@@ -75,7 +75,7 @@ def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
 
 def most_bytes(layout: FlatLayout, shard: int) -> int:
     """The longest payload that can be right: every row of every table, given and with values."""
-    counts = [len(table.rows(shard, layout.shards)) for table in layout.tables]
+    counts = [table.placed(layout.shards).count(shard) for table in layout.tables]
     rows = sum(round_up(count * _ROW_BYTES, LINE_BYTES) for count in counts)
     return _heads_bytes(layout) + rows + values_bytes(layout.tables, counts)
 
@@ -98,13 +98,18 @@ def take_sets(
     found: list[Tensor | Unknown | None] = []
     for number, table in enumerate(layout.tables):
         kind, count, name = _HEAD.unpack_from(payload, number * _HEAD.size)
-        own = table.rows(shard, layout.shards)
-        if kind == _Kind.GIVEN and 0 <= count <= len(own):
+        placement = table.placed(layout.shards)
+        if kind == _Kind.GIVEN and 0 <= count <= placement.count(shard):
             rows, rest = _cut(rest, count, torch.int64)
-            found.append(_learn(table, own, Given(name=name, rows=rows), sets))
+            _require_own(table, placement, shard, rows)
+            found.append(_learn(table, Given(name=name, rows=rows), sets))
         elif kind == _Kind.NAMED and count == 0:
             known = sets.find(Named(name=name))
-            found.append(known if isinstance(known, Unknown) else _own(table, own, known))
+            if not isinstance(
+                known, Unknown
+            ):  # a set of another table may have the same rows, and the same name
+                _require_own(table, placement, shard, known)
+            found.append(known)
         elif kind == _Kind.ABSENT and count == 0:
             found.append(None)
         else:
@@ -174,21 +179,16 @@ def _cut(rest: memoryview, count: int, dtype: torch.dtype) -> tuple[Tensor, memo
     return torch.from_numpy(array), rest[end:]
 
 
-def _learn(table: Table, own: range, given: Given, sets: RowSets) -> Tensor:
+def _learn(table: Table, given: Given, sets: RowSets) -> Tensor:
     if not bool((given.rows[1:] > given.rows[:-1]).all()):
         raise ProtocolError("rows", f"the rows of table {table.name!r} do not ascend")
-    _own(table, own, given.rows)
     try:
         return sets.learn(given)
     except ValueError as error:
         raise ProtocolError("rows", str(error)) from error
 
 
-def _own(table: Table, own: range, rows: Tensor) -> Tensor:
-    """The rows, if all of them are the shard's; they ascend."""
-    if rows.numel() and not (own.start <= int(rows[0]) and int(rows[-1]) < own.stop):
-        raise ProtocolError(
-            "rows",
-            f"{int(rows[0])} to {int(rows[-1])} of table {table.name!r}; here are {own.start} to {own.stop - 1}",
-        )
-    return rows
+def _require_own(table: Table, placement: Placement, shard: int, rows: Tensor) -> None:
+    bad = placement.stranger(rows, shard)
+    if bad is not None:
+        raise ProtocolError("rows", f"row {bad} of table {table.name!r} is not shard {shard}'s")

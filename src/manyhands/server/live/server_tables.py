@@ -49,11 +49,7 @@ class ServerTables:
         """The rows of each table that a ReadRows wants; UnknownSets if it names one that is not known here."""
         self.require_room(shard, len(payload))
         if whole:
-            shards = self._layout.shards
-            return [
-                torch.arange(own.start, own.stop)
-                for own in (table.rows(shard, shards) for table in self._layout.tables)
-            ]
+            return [table.placed(self._layout.shards).rows(shard) for table in self._layout.tables]
         rows, rest = take_sets(self._layout, shard, payload, self._sets)
         if rest:
             raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
@@ -107,9 +103,8 @@ def leave_tables(layout: FlatLayout, shard: int, store: ShardStore, memory: Tens
     """Copy a shard's rows into that memory."""
     views = final_tables(layout, memory)
     for table in layout.tables:
-        own = table.rows(shard, layout.shards)
-        values = store.gather(table.name, torch.arange(own.start, own.stop))
-        views[table.name][own.start : own.stop] = values.view(len(own), *table.shape[1:])
+        own = table.placed(layout.shards).rows(shard)
+        views[table.name][own] = store.gather(table.name, own).view(len(own), *table.shape[1:])
 
 
 def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ from manyhands.errors import UserError
 from manyhands.link.message import ProtocolError
 from manyhands.server.layout import FlatLayout, Table
 from manyhands.server.live.row_payloads import Said, pack, take_values, values_bytes
+from manyhands.server.row_kernels import put_rows
 from manyhands.server.rows import RowGradient
 from manyhands.server.rowsets import RowSetNames, Unknown, name_of
 from manyhands.task import RowsOf
@@ -42,6 +43,7 @@ class WorkerTables:
         self._names: defaultdict[int, RowSetNames] = defaultdict(partial(RowSetNames, _SETS_PER_SERVER))
         self._forgotten: set[bytes] = set()
         self._rows: list[list[Tensor]] = []  # by table and shard
+        self._sorted: list[Tensor] = []  # by table, those of all shards
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
 
@@ -57,15 +59,15 @@ class WorkerTables:
         self._forgotten.clear()
         self._whole = False
         self._rows = [[torch.empty(0, dtype=torch.int64)] * self._layout.shards for _ in self._parameters]
+        self._sorted = [torch.empty(0, dtype=torch.int64)] * len(self._parameters)
         self._gradients = [None for _ in self._parameters]
 
     def choose(self, batch: Any) -> list[int]:
         """Read what this batch reads; the shards that have rows of it."""
         self._whole = False
         for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
-            rows = _checked(table, rows_of(batch))
-            cuts = table.segments(rows, self._layout.shards)
-            self._rows[number] = [rows[cut] for cut in cuts]
+            rows = self._sorted[number] = _checked(table, rows_of(batch))
+            self._rows[number] = table.placed(self._layout.shards).split(rows)
         return [
             shard
             for shard in range(self._layout.shards)
@@ -103,12 +105,8 @@ class WorkerTables:
                 zip(tables, self._parameters, values, strict=True)
             ):
                 assert rows is not None, "each table was asked for"
-                shaped = rows.view(len(rows), *table.shape[1:]).to(parameter.device)
-                if self._whole:
-                    own = table.rows(shard, shards)
-                    parameter[own.start : own.stop] = shaped
-                else:
-                    parameter.index_copy_(0, self._rows[number][shard].to(parameter.device), shaped)
+                where = table.placed(shards).rows(shard) if self._whole else self._rows[number][shard]
+                _put(parameter.detach(), where, rows.view(len(rows), *table.shape[1:]))
 
     # ── what comes out of it ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,12 +116,14 @@ class WorkerTables:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
-            by_shard = self._rows[number]
-            values = _rows_of_gradient(table, gradient.detach(), torch.cat(by_shard))
+            rows = self._sorted[number]
+            values = _rows_of_gradient(table, gradient.detach(), rows)
             if share != 1:
                 values *= share
-            flat = values.view(-1, table.width).cpu()
-            self._gradients[number] = list(torch.split(flat, [rows.numel() for rows in by_shard]))
+            flat, by_shard = values.view(-1, table.width).cpu(), self._rows[number]
+            self._gradients[number] = (
+                [flat] if len(by_shard) == 1 else [flat[torch.searchsorted(rows, own)] for own in by_shard]
+            )
 
     def is_finite(self) -> bool:
         """Whether all gradients that were taken are."""
@@ -171,7 +171,7 @@ class WorkerTables:
 
     def _counts(self, shard: int) -> list[int]:
         if self._whole:
-            return [len(table.rows(shard, self._layout.shards)) for table in self._layout.tables]
+            return [table.placed(self._layout.shards).count(shard) for table in self._layout.tables]
         return [by_shard[shard].numel() for by_shard in self._rows]
 
 
@@ -186,11 +186,22 @@ def _checked(table: Table, rows: Any) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
-    found = torch.from_numpy(np.unique(found.to(torch.int64).numpy()))
+    ascending = np.sort(found.to(torch.int64).numpy())
+    found = torch.from_numpy(ascending[np.append(True, ascending[1:] != ascending[:-1])])
     for row in (int(found[0]), int(found[-1])):
         if not 0 <= row < table.shape[0]:
             raise UserError(f"sparse[{table.name!r}] gave row {row}; {allowed}")
     return found
+
+
+def _put(parameter: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Overwrite rows of a parameter."""
+    if not len(rows):
+        return
+    if parameter.device.type == "cpu" and parameter.is_contiguous():
+        put_rows(parameter.view(len(parameter), -1).numpy(), rows.numpy(), values.view(len(rows), -1).numpy())
+    else:
+        parameter[rows.to(parameter.device)] = values.to(parameter.device)
 
 
 def _rows_of_gradient(table: Table, gradient: Tensor, rows: Tensor) -> Tensor:
@@ -200,7 +211,7 @@ def _rows_of_gradient(table: Table, gradient: Tensor, rows: Tensor) -> Tensor:
         coalesced = gradient.coalesce()
         indices, values = coalesced.indices()[0], coalesced.values()
         places = torch.searchsorted(rows, indices)
-        known = torch.isin(indices, rows, assume_unique=True)
+        known = rows[places.clamp(max=rows.numel() - 1)] == indices if rows.numel() else indices < 0
         _require_none(table, indices[~known])
         return values.new_zeros((rows.numel(), *values.shape[1:])).index_copy_(0, places, values)
     values = gradient.index_select(0, rows)
