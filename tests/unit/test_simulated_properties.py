@@ -33,6 +33,13 @@ def test_every_promise_is_kept_whatever_goes_wrong(consistency: str, replicas: i
         assert complaints(spec) == [], f"seed {seed}: {spec}"
 
 
+@pytest.mark.parametrize(("seed", "consistency"), [(1317, "sync:1"), (1411, "aware:bounded:2")])
+def test_what_a_restored_shard_lost_is_told_though_nobody_is_left_who_could_ask(
+    seed: int, consistency: str
+) -> None:
+    assert complaints(drawn(seed, consistency, replicas=0)) == []
+
+
 # ── broken servers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

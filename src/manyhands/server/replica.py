@@ -79,6 +79,7 @@ class ShardReplica:
         self.role = Role.EMPTY
         self.epoch = -1
         self._restored = False
+        self._owes_word = False  # to the launcher, that a restored shard has said all that was lost
         self._listening = False  # a lead that was restored: until every other shard has answered
         self._primary = 0  # of this epoch
         self._lead = 0  # the member that last told us of a decision
@@ -138,8 +139,8 @@ class ShardReplica:
     def _serve(self, mine: ShardView, changed: bool) -> list[Action]:
         actions: list[Action] = []
         if self.role is Role.EMPTY and self._restored:
-            installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
-            actions += [*self.core.restore(mine.epoch), Send(to=LAUNCHER, message=installed)]
+            actions += self.core.restore(mine.epoch)
+            self._owes_word = True
         elif self.role is Role.EMPTY:
             actions += self.core.open_log()
         if self.role is not Role.PRIMARY:
@@ -183,6 +184,10 @@ class ShardReplica:
         if self.core.awaiting:
             return []
         actions = self._lose_owed()
+        if self._owes_word:  # not before: the launcher ends a run that has nothing else to do
+            self._owes_word = False
+            installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
+            actions.append(Send(to=LAUNCHER, message=installed))
         return [*actions, *self._change_slots()] if self.config.leads else actions
 
     def _lose_owed(self) -> list[Action]:
@@ -212,7 +217,7 @@ class ShardReplica:
         had_something = self.role is not Role.EMPTY
         self.role = Role.EMPTY
         self.core = self._make_core(None)
-        self._restored = False
+        self._restored = self._owes_word = False
         self._backup = 0
         self._in_flight.clear()
         self._taken.clear()

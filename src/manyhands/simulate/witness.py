@@ -131,7 +131,7 @@ class Witness(Observer):
         return [
             f"shard {shard} lost update {clock} of slot {slot} and does not say so"
             for slot, clock in missing
-            if clock >= starts.get(slot, 0)
+            if slot in starts and clock >= starts[slot]  # that it was restored tells of a slot it never knew
         ]
 
     def _incomplete(self, shard: int, store: LedgerStore) -> list[str]:
