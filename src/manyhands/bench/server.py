@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.bench.server_peers import RayPeer
+from manyhands.bench.server_peers import RAY
 from manyhands.bench.server_work import Exchange, Flat, Rows
 from manyhands.bench.server_worker import ServerPlan
 from manyhands.bench.workers import Workers
@@ -144,7 +144,7 @@ def _time(microseconds: float) -> str:
 
 
 def _summaries(seconds: dict[str, list[float]], gradient_bytes: int) -> dict[str, dict[str, float]]:
-    ray = float(np.median(seconds[RayPeer.name])) if RayPeer.name in seconds else None
+    ray = float(np.median(seconds[RAY])) if RAY in seconds else None
     summaries = {}
     for name, times in seconds.items():
         low, median, high = np.percentile(times, [10, 50, 90]).tolist()

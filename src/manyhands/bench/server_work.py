@@ -66,7 +66,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def served(self) -> Served:
-        """For a server of the user's own."""
+        """For a server of the user's own, written for speed: in place, without an optimizer."""
+
+    def written(self) -> Served:
+        """For a server of the user's own, as one writes it: a module and its optimizer."""
+        return _Written(self.task())
 
     @abstractmethod
     def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
@@ -255,6 +259,31 @@ class _RowsServed:
         values.addcdiv_(gradient, sums.sqrt().add_(self._rows.epsilon), value=-self._rows.rate)
         self._values[rows], self._sums[rows] = values, sums
         return values
+
+
+class _Written:
+    """Gradients of all workers are added up and given to the optimizer, and the weights go back.
+
+    The shape of the parameter server in Ray's documentation ("Parameter Server" among its examples).
+    """
+
+    def __init__(self, task: Task) -> None:
+        model = task.model()
+        self._weight = model.get_parameter(PARAMETER)
+        self._optimizer = task.optimizer(model.parameters())
+
+    def push_pull(self, *pushed: Tensor) -> Tensor:
+        """One step of the optimizer."""
+        *rows, gradient = pushed
+        self._optimizer.zero_grad()
+        if rows:
+            size = self._weight.shape
+            self._weight.grad = torch.sparse_coo_tensor(rows[0][None], gradient, size, check_invariants=False)
+        else:
+            self._weight.grad = torch.from_numpy(np.stack([gradient.numpy()]).sum(axis=0))
+        self._optimizer.step()
+        weights = self._weight.detach()
+        return weights[rows[0]] if rows else weights
 
 
 class _Holder(nn.Module):

@@ -140,7 +140,8 @@ OURS = (
 
 def _ours_and_ray(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
     ours = [partial(OurPeer, exchange, strategy, plan.timeout_s) for strategy in OURS]
-    return [*ours, *([partial(RayPeer, exchange)] if plan.with_ray else [])]
+    rays = [partial(RayPeer, exchange, in_place=in_place) for in_place in (False, True)]
+    return [*ours, *(rays if plan.with_ray else [])]
 
 
 def _rpc(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
