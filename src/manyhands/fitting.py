@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
-import platform
-import queue
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +17,15 @@ from torch import nn
 from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
-from manyhands.computing import TrainingPlan
-from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import NonFinite, UserError
 from manyhands.exchange import SingleExchange
+from manyhands.hogwild.results import RowsInOrder, overlap_summary
 from manyhands.observe.collect import Collector
 from manyhands.observe.ring import EventRing
-from manyhands.observe.totals import Snapshot
 from manyhands.randomness import preserved, seed_all
+from manyhands.request import Options, Request, View
 from manyhands.run import History, Run
-from manyhands.server.live.launcher import Command
 from manyhands.server.live.training import (
     ResumePoint,
     ServerTraining,
@@ -40,13 +33,11 @@ from manyhands.server.live.training import (
     resume_point,
     server_summary,
 )
-from manyhands.slowdown import Slowdown
 from manyhands.store.checkpoint import Loaded, NoCheckpoint
-from manyhands.store.fingerprint import fingerprint, parameter_shapes
+from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
-from manyhands.strategy import Ps, Single, Strategy
+from manyhands.strategy import Hogwild, Ps, Single, Strategy
 from manyhands.task import Task
-from manyhands.version import __version__
 from manyhands.worker import Trainer
 from manyhands.worker_process import WorkerFiles, WorkerJob, work
 
@@ -54,54 +45,6 @@ __all__ = ["Options", "View", "fit"]
 
 _log = logging.getLogger("manyhands")
 _MORE_WORKERS = 16  # may be added to a run while it goes on
-
-View = Callable[[int, Callable[[], Snapshot]], AbstractContextManager[object]]
-"""Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What most runs leave as it is."""
-
-    evaluate_every: int | None = None
-    """Evaluate after every so many steps (None: after each epoch), and at the end."""
-
-    checkpoint_every: int | None = None
-    """Save after every so many steps (None: ten times a run), and at the end; needs `out`."""
-
-    keep_checkpoints: int = 3
-    """How many of the last checkpoints to keep; the best one is kept besides."""
-
-    slow: Slowdown | None = None
-    """Slow a worker on purpose."""
-
-    skip_nonfinite: bool = False
-    """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
-
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
-
-    compile: bool = False
-    """Let torch.compile make the model faster."""
-
-    timeout_s: float = 300.0
-    """How long a worker waits for another that is alive before the run fails naming it."""
-
-    commands: queue.SimpleQueue[Command] | None = None
-    """Where changes of the workers come from while the run goes on; `start` makes one."""
-
-    view: View | None = None
-    """Shows the run while it goes on; the command line's progress bar is one."""
-
-    def __post_init__(self) -> None:
-        for name in ("evaluate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
-        if self.keep_checkpoints < 1:
-            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
-        if not self.timeout_s > 0:
-            raise UserError(f"timeout_s={self.timeout_s} must be above 0")
 
 
 def fit(
@@ -125,7 +68,7 @@ def fit(
     no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker that failed; when it returns or
     raises, no process is left.
     """
-    request = _Request.make(
+    request = Request.make(
         task,
         Strategy.parse(strategy),
         workers,
@@ -139,6 +82,7 @@ def fit(
     with preserved(), ExitStack() as stack:
         seed_all(seed)
         model = task.model()
+        _advise(request, model)
         directory, start, point = _open_directory(request, model, out, resume)
         if directory is not None:
             stack.enter_context(directory)
@@ -146,97 +90,21 @@ def fit(
         return session.train()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What was asked for, checked and complete."""
-
-    plan: TrainingPlan
-    strategy: Strategy
-    workers: int
-    samples: int
-    options: Options
-
-    @classmethod
-    def make(
-        cls,
-        task: Task,
-        strategy: Strategy,
-        workers: int,
-        length: tuple[int | None, int | None],
-        seed: int,
-        options: Options,
-        device: str,
-    ) -> _Request:
-        if not isinstance(workers, int) or workers < 1:
-            raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-        if isinstance(strategy, Single) and workers > 1:
-            raise UserError(f"workers={workers}: single is one process; use strategy=allreduce for more")
-        if options.skip_nonfinite and not isinstance(strategy, Ps):
-            raise UserError(
-                f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can"
-            )
-        if options.slow is not None and options.slow.worker >= workers:
-            raise UserError(
-                f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
-            )
-        samples = len(BatchSource(task.data, task.collate))
-        batches = BatchPlan(samples, task.batch_size, seed)
-        smallest = min(task.batch_size, samples)
-        if workers > smallest:
-            warnings.warn(
-                f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
-                "to do in each step",
-                stacklevel=3,
-            )
-        steps = _number_of_steps(length, batches.batches_per_epoch)
-        plan = TrainingPlan(
-            task=task,
-            steps=steps,
-            seed=seed,
-            evaluate_every=options.evaluate_every or batches.batches_per_epoch,
-            checkpoint_every=options.checkpoint_every or max(1, math.ceil(steps / 10)),
-            slow=options.slow,
-            device=device,
-            autocast=options.autocast,
-            compile=options.compile,
+def _advise(request: Request, model: nn.Module) -> None:
+    """Say it where hogwild is used for what it is not made for."""
+    strategy = request.strategy
+    if not isinstance(strategy, Hogwild) or strategy.order != "free" or request.workers == 1:
+        return
+    if not request.plan.task.sparse and not any(getattr(m, "sparse", False) is True for m in model.modules()):
+        warnings.warn(
+            "hogwild on a dense model: each step touches every parameter that others are changing; sparse updates are "
+            "where the theory holds, so declare tables in Task.sparse, or use strategy=mirrored",
+            stacklevel=3,
         )
-        return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
-
-    def config(self, model: nn.Module) -> dict[str, Any]:
-        """What config.json holds."""
-        return {
-            "task": self.plan.task.name,
-            "task_options": self.plan.task.options,
-            "strategy": str(self.strategy),
-            "workers": self.workers,
-            "steps": self.plan.steps,
-            "seed": self.plan.seed,
-            "device": self.plan.device,
-            "batch_size": self.plan.task.batch_size,
-            "samples": self.samples,
-            "parameters": parameter_shapes(model.named_parameters()),
-            "evaluate_every": self.plan.evaluate_every,
-            "checkpoint_every": self.plan.checkpoint_every,
-            "versions": {
-                "manyhands": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-
-
-def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int) -> int:
-    steps, epochs = length
-    if steps is not None and epochs is not None:
-        raise UserError(f"steps={steps} and epochs={epochs} say the same thing twice; give one of them")
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"{name}={value!r} must be a whole number of at least 1")
-    return steps if steps is not None else (epochs or 1) * batches_per_epoch
 
 
 def _open_directory(
-    request: _Request, model: nn.Module, out: str | Path | None, resume: bool
+    request: Request, model: nn.Module, out: str | Path | None, resume: bool
 ) -> tuple[RunDirectory | None, Loaded | None, ResumePoint | None]:
     if out is None:
         return None, None, None
@@ -281,7 +149,7 @@ class _Session:
 
     def __init__(
         self,
-        request: _Request,
+        request: Request,
         model: nn.Module,
         directory: RunDirectory | None,
         start: Loaded | None,
@@ -318,7 +186,7 @@ class _Session:
     def _train_here(self) -> tuple[dict[str, Any], dict[str, Any]]:
         with EventRing.create(role=0) as ring, self._collector({"worker-0": ring}) as collector:
             with self._view(collector):
-                around = _Here(ring, self._take_note)
+                around = _Here(ring, self._take_rows)
                 trainer = Trainer(self._request.plan, SingleExchange(), around, self._checkpoints())
                 trained = trainer.run(self._start)
             self._model = trained.model.cpu()
@@ -344,6 +212,7 @@ class _Session:
             keep_checkpoints=options.keep_checkpoints,
             resume_step=self._start.step if self._start is not None else None,
         )
+        rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         with WorkerFiles(request.strategy, request.workers) as files:
             roles = [
@@ -359,16 +228,22 @@ class _Session:
             with self._collector(rings) as collector:
                 cluster = LocalCluster(
                     roles,
-                    on_note=lambda _rank, payload: self._take_note(payload),
+                    on_note=lambda _rank, payload: self._take_rows(rows.add(payload["rows"])),
                     on_failure=files.group.abort,
                 )
-                with self._view(collector), cluster:
-                    finished = [message.payload for message in cluster.run()]
+                try:
+                    with self._view(collector), cluster:
+                        finished = [message.payload for message in cluster.run()]
+                finally:
+                    self._take_rows(rows.rest())
                 collector.flush()
                 observed = collector.summary()
             self._model.load_state_dict(files.read_weights())
-        totals = {key: sum(one[key] for one in finished) for key in ("bytes_sent", "messages_sent")}
-        return {**finished[0], **totals}, observed
+        summed = ["bytes_sent", "messages_sent"]
+        if isinstance(request.strategy, Hogwild):  # each worker has samples of its own there
+            summed.append("samples")
+            observed["overlap"] = overlap_summary([one["overlap"] for one in finished])
+        return {**finished[0], **{key: sum(one[key] for one in finished) for key in summed}}, observed
 
     def _train_on_servers(self, strategy: Ps) -> tuple[dict[str, Any], dict[str, Any]]:
         request, options = self._request, self._request.options
@@ -392,7 +267,7 @@ class _Session:
         ):
             with self._view(collector):
                 outcome = training.run(
-                    on_rows=lambda rows: self._take_note({"rows": rows}),
+                    on_rows=self._take_rows,
                     on_event=self._take_event,
                     commands=options.commands,
                 )
@@ -405,7 +280,7 @@ class _Session:
             metrics = training.evaluate(self._model)
             if metrics is not None:
                 steps = request.plan.steps
-                self._take_note({"rows": [{"step": steps, "metrics": metrics, "at_s": outcome.seconds}]})
+                self._take_rows([{"step": steps, "metrics": metrics, "at_s": outcome.seconds}])
             if self._directory is not None:
                 snapshot = training.checkpoint((metrics or {}).get("evaluation_loss"))
                 if snapshot is not None:
@@ -432,8 +307,7 @@ class _Session:
             return None
         return self._directory.checkpoints(self._request.options.keep_checkpoints)
 
-    def _take_note(self, payload: Mapping[str, Any]) -> None:
-        rows = payload["rows"]
+    def _take_rows(self, rows: list[dict[str, Any]]) -> None:
         self._history.extend(rows)
         if self._directory is not None:
             for row in rows:
@@ -493,9 +367,13 @@ class _Session:
 class _Here:
     """The surroundings of the plain loop, in the caller's own process."""
 
-    def __init__(self, ring: EventRing, note: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, ring: EventRing, take_rows: Callable[[list[dict[str, Any]]], None]) -> None:
         self.record = ring.record
-        self.note = note
+        self._take_rows = take_rows
+
+    def note(self, payload: dict[str, Any]) -> None:
+        """Straight into the history."""
+        self._take_rows(payload["rows"])
 
     def mark(self, step: int, state: State) -> None:
         """Nobody waits for a single worker."""

@@ -26,10 +26,12 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "Central",
+    "Hogwild",
     "Mirrored",
     "Ps",
     "Single",
     "Strategy",
+    "Tensor",
     "parse_size",
     "show_size",
 ]
@@ -232,6 +234,41 @@ class Ps(Strategy):
 
 _PS_LINKS = ("shared", "tcp")
 
+
+@dataclass(frozen=True, kw_only=True)
+class Hogwild(Strategy):
+    """One copy of the parameters in shared memory; every worker takes its own steps on it, without locks.
+
+    `order` is `free` for that, or one of two ways to compare it with: `locked` (one step at a time, whoever comes
+    first) and `turns` (round-robin: step k is worker k mod n's, in this order). `hands` says what the workers are:
+    `processes`, or `threads` of one process where the whole step is compiled (glove, logreg); `auto` is threads there.
+    """
+
+    word: ClassVar[str] = "hogwild"
+    about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
+
+    order: str = _setting("free", str)
+    hands: str = _setting("auto", str)
+
+    def __post_init__(self) -> None:
+        if self.order not in _HOGWILD_ORDERS:
+            raise UserError(f"unknown order {self.order!r}; {nearest(self.order, _HOGWILD_ORDERS)}")
+        if self.hands not in _HOGWILD_HANDS:
+            raise UserError(f"unknown hands {self.hands!r}; {nearest(self.hands, _HOGWILD_HANDS)}")
+
+
+_HOGWILD_ORDERS = ("free", "locked", "turns")
+_HOGWILD_HANDS = ("auto", "threads", "processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Strategy):
+    """Every worker holds some of the dimensions of every vector, sees all samples, and only scalars travel."""
+
+    word: ClassVar[str] = "tensor"
+    about: ClassVar[str] = "the dimensions of every vector split over the workers; glove only, today"
+
+
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.word: kind for kind in (Single, Mirrored, AllReduce, Central, Ps)
+    kind.word: kind for kind in (Single, Mirrored, AllReduce, Central, Ps, Hogwild, Tensor)
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,16 +27,19 @@ from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
 from manyhands.central.exchange import CentralExchange
 from manyhands.cluster.context import RoleContext
 from manyhands.computing import TrainingPlan
-from manyhands.exchange import Exchange, SingleExchange
+from manyhands.exchange import Exchange, SingleExchange, Traffic
+from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.link.base import Link
 from manyhands.link.mesh import SharedMesh, attach_mesh
 from manyhands.link.shared import LinkDescriptors
 from manyhands.observe.events import EventKind
 from manyhands.observe.ring import EventRing
+from manyhands.reporting import Surroundings
+from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
-from manyhands.strategy import AllReduce, Central, Mirrored, Strategy
-from manyhands.worker import Trainer
+from manyhands.strategy import AllReduce, Central, Hogwild, Mirrored, Strategy
+from manyhands.worker import Trained, Trainer
 
 __all__ = ["WorkerFiles", "WorkerJob", "exchange_for", "needs_links", "work"]
 
@@ -106,29 +109,63 @@ def work(context: RoleContext, job: WorkerJob) -> Mapping[str, Any]:
     torch.set_num_threads(job.threads)
     with ExitStack() as stack:
         ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
-        exchange = _connect(context, job)
-        stack.callback(exchange.close)
+        around = _Process(context, ring)
         directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
         checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
         start = None
         if job.resume_step is not None:
             assert checkpoints is not None, "a run that is resumed has a directory"
             start = checkpoints.load(job.resume_step)
-        around = _Process(context, ring)
+        train = _train_together if isinstance(job.strategy, Hogwild) else _train_by_exchange
+        worker = stack.enter_context(train(context, job, around, checkpoints))
         around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-        trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
+        trained, told = worker(start)
         if context.rank == 0:
             _leave_weights(context.descriptor("weights"), trained.model)
         around.record(EventKind.LEAVE, time.monotonic_ns())
-        traffic = exchange.traffic()
     return {
         "steps_done": trained.steps_done,
         "samples": trained.samples,
         "seconds": trained.seconds,
         "stopped_early": trained.stopped_early,
-        "bytes_sent": traffic.bytes_sent,
-        "messages_sent": traffic.messages_sent,
+        **told,
     }
+
+
+_Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
+"""Trains, and gives what else there is to tell."""
+
+
+@contextmanager
+def _train_by_exchange(
+    context: RoleContext, job: WorkerJob, around: Surroundings, checkpoints: CheckpointStore | None
+) -> Iterator[_Train]:
+    with closing(_connect(context, job)) as exchange:
+
+        def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+            trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
+            return trained, _told(exchange.traffic())
+
+        yield train
+
+
+@contextmanager
+def _train_together(
+    context: RoleContext, job: WorkerJob, around: Surroundings, checkpoints: CheckpointStore | None
+) -> Iterator[_Train]:
+    assert isinstance(job.strategy, Hogwild)
+    group = _join(context, job)
+    with closing(HogwildTrainer(job.plan, job.strategy.order, group, around, checkpoints)) as trainer:
+
+        def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+            trained = trainer.run(start)
+            return trained, {**_told(Traffic()), "overlap": dict(trainer.overlap)}
+
+        yield train
+
+
+def _told(traffic: Traffic) -> dict[str, Any]:
+    return {"bytes_sent": traffic.bytes_sent, "messages_sent": traffic.messages_sent}
 
 
 class _Process:
@@ -141,14 +178,18 @@ class _Process:
         self.stop_requested = context.stop_requested
 
 
-def _connect(context: RoleContext, job: WorkerJob) -> Exchange:
-    group = SharedGroup(
+def _join(context: RoleContext, job: WorkerJob) -> SharedGroup:
+    return SharedGroup(
         control=context.descriptor("control"),
         arena=context.descriptor("arena"),
         rank=context.rank,
         world=context.world,
         timeout_s=job.timeout_s,
     )
+
+
+def _connect(context: RoleContext, job: WorkerJob) -> Exchange:
+    group = _join(context, job)
     return exchange_for(job.strategy, group, lambda: _attach_links(context), job.timeout_s)
 
 

@@ -14,7 +14,9 @@ from rich.table import Table
 from manyhands import __version__
 from manyhands.cli.audit import audit_command
 from manyhands.cli.bench import bench_app
+from manyhands.cli.glove import add_train_glove, glove_app
 from manyhands.cli.launch import launch_command
+from manyhands.cli.regression import add_train_logreg, predict_command
 from manyhands.cli.replay import replay_command
 from manyhands.cli.train import train_app
 from manyhands.doctor import Verdict, examine
@@ -29,10 +31,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+add_train_glove(train_app)
+add_train_logreg(train_app)
 app.add_typer(train_app, name="train")
+app.add_typer(glove_app, name="glove")
 app.add_typer(bench_app, name="bench")
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
+app.command("predict")(predict_command)
 app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
 
 

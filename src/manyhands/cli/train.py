@@ -27,7 +27,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             str,
             typer.Option(
-                help="How: single, mirrored, central, allreduce or ps, with settings, as in 'ps servers=2'."
+                help="How: single, mirrored, central, allreduce, ps or hogwild, with settings, as in 'ps servers=2'."
             ),
         ],
         "mirrored",

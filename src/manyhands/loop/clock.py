@@ -14,7 +14,7 @@ from manyhands.cluster.board import State
 from manyhands.exchange import Exchange, Traffic
 from manyhands.loop.words import Words
 from manyhands.observe.events import EventKind
-from manyhands.worker import Surroundings
+from manyhands.reporting import Surroundings
 
 __all__ = ["RoundClock"]
 

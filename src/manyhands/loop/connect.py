@@ -35,7 +35,7 @@ from manyhands.link.shared import LinkDescriptors
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.place import Place
 from manyhands.loop.words import AloneCollective, Words
-from manyhands.strategy import AllReduce, Mirrored, Single, Strategy
+from manyhands.strategy import AllReduce, Hogwild, Mirrored, Ps, Single, Strategy, Tensor
 from manyhands.worker_process import exchange_for, needs_links
 
 __all__ = ["Connection", "choose", "connect"]
@@ -61,9 +61,21 @@ class Connection:
     """Say farewell; before `words` and `exchange` are closed."""
 
 
+_ELSEWHERE: dict[type[Strategy], str] = {
+    Ps: "give mh.fit a Task for ps",
+    Hogwild: "give mh.fit a Task for hogwild",
+    Tensor: "run manyhands train glove for tensor",
+}
+
+
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     """The strategy for workers on these hosts: what was asked for if that can be, else what suits them."""
     world = sum(map(len, hosts))
+    if asked is not None and type(asked) in _ELSEWHERE:
+        raise UserError(
+            f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
+            f"{_ELSEWHERE[type(asked)]}"
+        )
     if isinstance(asked, Single) and world > 1:
         raise UserError(f"strategy=single is one process, but there are {world} workers; leave it out")
     if len(hosts) == 1:

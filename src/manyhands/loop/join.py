@@ -22,8 +22,8 @@ from manyhands.loop.place import Launched, Place, find_place
 from manyhands.loop.rounds import Rounds
 from manyhands.observe.events import EventKind
 from manyhands.observe.ring import EventRing
+from manyhands.reporting import Surroundings
 from manyhands.strategy import Strategy
-from manyhands.worker import Surroundings
 
 __all__ = ["join", "open_group"]
 

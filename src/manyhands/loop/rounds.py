@@ -29,7 +29,7 @@ from manyhands.loop.loader import Readings
 from manyhands.loop.parts import GradientWatch, unscale
 from manyhands.loop.scaler import require_prepared_scaler, telling_of_scalers
 from manyhands.loop.words import Call, Word, Words, require_same
-from manyhands.worker import Surroundings
+from manyhands.reporting import Surroundings
 
 __all__ = ["Rounds"]
 

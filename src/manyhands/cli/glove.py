@@ -1,0 +1,303 @@
+"""`manyhands train glove` and `manyhands glove eval|neighbours|analogy`: word vectors from text, and what they know."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["add_train_glove", "glove_app"]
+
+glove_app = typer.Typer(help="Ask trained word vectors.", no_args_is_help=True)
+
+_DEMO_WORDS = ("tensor", "list", "thread", "file")
+_VectorsFile = Annotated[
+    Path, typer.Argument(metavar="VECTORS", help="Stanford's text, or word2vec's text or binary form.")
+]
+_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file, too.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainGlove:
+    """The options of `train glove`, one field each."""
+
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text, words between white space, plain or .gz; may be given several times.",
+            show_default="the docstrings and comments of this Python installation",
+        ),
+    ] = None
+    min_count: Annotated[int, typer.Option(help="Leave out words that come less often.")] = 5
+    max_vocab: Annotated[int | None, typer.Option(help="Keep this many of the most frequent words.")] = None
+    window: Annotated[int, typer.Option(help="Words on each side that count as context.")] = 15
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Left context only.")] = False
+    dim: Annotated[int, typer.Option(help="Numbers in a vector.")] = 50
+    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 15
+    x_max: Annotated[float, typer.Option(help="Count from which on a record has full weight.")] = 100.0
+    alpha: Annotated[float, typer.Option(help="Power of the weight of smaller counts.")] = 0.75
+    rate: Annotated[float, typer.Option(help="Learning rate of AdaGrad.")] = 0.05
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Records at a time.", show_default="1; 1024 under allreduce, mirrored, tensor and ps"
+        ),
+    ] = None
+    strategy: Annotated[
+        str,
+        typer.Option(help="How to train: single, hogwild, allreduce, mirrored, tensor or ps, with settings."),
+    ] = "hogwild"
+    workers: Annotated[
+        int | None, typer.Option(help="Threads that count and workers that train.", show_default="one a core")
+    ] = None
+    memory: Annotated[str, typer.Option(help="Limit for counting and shuffling; more goes to disk.")] = "2GiB"
+    seed: Annotated[int, typer.Option(help="Fixes first values and the order of records.")] = 0
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the files go.", show_default="runs/glove-TIME")
+    ] = None
+    keep_counts: Annotated[
+        bool, typer.Option("--keep-counts", help="Keep the co-occurrence records as cooccurrence.bin.")
+    ] = False
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+def add_train_glove(train_app: typer.Typer) -> None:
+    """Offer `train glove`, with a signature made from the fields of its options."""
+    kinds = get_type_hints(_TrainGlove, include_extras=True)
+
+    def command(**values: Any) -> None:
+        _train(_TrainGlove(**values))
+
+    parameters = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=kinds[one.name],
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+        )
+        for one in fields(_TrainGlove)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = kinds
+    command.__doc__ = "Learn word vectors from text: GloVe, from counting words to nearest neighbours."
+    train_app.command("glove")(command)
+
+
+def _train(asked: _TrainGlove) -> None:
+    # Imported here so that help texts do not wait for torch and compiled code.
+    from manyhands.observe.bars import Bars
+    from manyhands.strategy import parse_size
+    from manyhands.words.corpus import Corpus
+    from manyhands.words.demo import demo_corpus
+    from manyhands.words.glove import GloveOptions
+    from manyhands.words.learning import Learning, learn_vectors, usual_batch
+
+    learning = Learning(
+        min_count=asked.min_count,
+        max_vocab=asked.max_vocab,
+        window=asked.window,
+        symmetric=not asked.asymmetric,
+        memory_bytes=parse_size(asked.memory),
+        workers=len(os.sched_getaffinity(0)) if asked.workers is None else asked.workers,
+        strategy=asked.strategy,
+        keep_counts=asked.keep_counts,
+        glove=GloveOptions(
+            dim=asked.dim,
+            passes=asked.passes,
+            x_max=asked.x_max,
+            alpha=asked.alpha,
+            rate=asked.rate,
+            batch=usual_batch(asked.strategy) if asked.batch is None else asked.batch,
+            seed=asked.seed,
+        ),
+    )
+    _check_writable(asked.json_file)
+    out = asked.out or _fresh_folder()
+    corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
+    try:
+        with _orderly_end(), Bars() as bars:
+            learnt = learn_vectors(corpus, out, learning, bars=bars)
+    except KeyboardInterrupt:
+        print("manyhands: interrupted before the first pass was over; there are no vectors", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _write_json(asked.json_file, learnt.summary)
+    _print_summary(learnt.summary, out)
+    if learnt.interrupted:
+        print(
+            f"manyhands: interrupted; {out / 'vectors.txt'} holds the vectors of pass {len(learnt.summary['costs'])} "
+            f"of {asked.passes}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130)
+    if not asked.corpus:
+        _print_neighbours(
+            {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}
+        )
+
+
+@glove_app.command("eval")
+def evaluate_command(
+    vectors: _VectorsFile,
+    analogies: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Questions of four words, ': name' begins a section.")
+    ] = None,
+    similarity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Two words and a score, with tabs between.")
+    ] = None,
+    json_file: _JsonFile = None,
+) -> None:
+    """How well the vectors answer analogies, and order pairs of words as people do."""
+    from manyhands.errors import UserError
+    from manyhands.observe.bars import Bars
+    from manyhands.words.analogies import ask_analogies, read_questions
+    from manyhands.words.similarity import compare_similarity, read_pairs
+    from manyhands.words.vectors import Vectors
+
+    if analogies is None and similarity is None:
+        raise UserError("glove eval needs --analogies FILE, --similarity FILE or both")
+    _check_writable(json_file)
+    questions = read_questions(analogies) if analogies is not None else None
+    pairs = read_pairs(similarity) if similarity is not None else None
+    loaded = Vectors.load(vectors)
+    found: dict[str, Any] = {"words": len(loaded), "dim": loaded.dim}
+    if questions is not None:
+        with Bars() as bars:
+            score = ask_analogies(loaded, questions, bars)
+        rows = [*score.sections, score.semantic, score.syntactic, score.total]
+        found["analogies"] = {
+            row.name: {"asked": row.asked, "known": row.known, "right": row.right, "accuracy": row.accuracy}
+            for row in rows
+        }
+        _print_analogies(rows, len(score.sections))
+    if pairs is not None:
+        agreement = compare_similarity(loaded, pairs)
+        found["similarity"] = {
+            "spearman": agreement.correlation,
+            "asked": agreement.asked,
+            "known": agreement.known,
+        }
+        print(
+            f"similarity  Spearman {agreement.correlation:.4f}  {agreement.known} of {agreement.asked} pairs known"
+        )
+    _write_json(json_file, found)
+
+
+@glove_app.command("neighbours")
+def neighbours_command(
+    vectors: _VectorsFile,
+    words: Annotated[list[str], typer.Argument(metavar="WORD...")],
+    top: Annotated[int, typer.Option(help="How many for each word.")] = 10,
+) -> None:
+    """The words nearest to each WORD, by cosine."""
+    from manyhands.words.vectors import Vectors
+
+    loaded = Vectors.load(vectors)
+    _print_neighbours({word: loaded.neighbours(word, top) for word in words})
+
+
+@glove_app.command("analogy")
+def analogy_command(
+    vectors: _VectorsFile,
+    expression: Annotated[str, typer.Argument(help="As in 'king - man + woman'.")],
+    top: Annotated[int, typer.Option(help="How many words.")] = 10,
+) -> None:
+    """The words nearest to a sum of words, those in it left out."""
+    from manyhands.words.vectors import Vectors
+
+    _print_neighbours({expression: Vectors.load(vectors).combine(expression, top)})
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """While this lasts SIGTERM is raised as SystemExit, so that temporary files are removed on the way out."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _print_summary(summary: dict[str, Any], out: Path) -> None:
+    console, seconds = Console(highlight=False, soft_wrap=True), summary["seconds"]
+    console.print(
+        f"glove · {summary['strategy']} · {summary['workers']} workers · {summary['tokens']:,} tokens · "
+        f"{summary['vocabulary']:,} words · {summary['records']:,} records in {seconds['total']:.1f} s"
+    )
+    phases = ("vocabulary", "counting", "shuffling", "training")
+    console.print("  ".join(f"{name} {seconds[name]:.1f} s" for name in phases))
+    costs = summary["costs"]
+    console.print(
+        f"cost {costs[0]:.4f} after pass 1, {costs[-1]:.4f} after pass {len(costs)} · "
+        f"{summary['records_per_s']:,.0f} records/s"
+    )
+    console.print(f"vectors  {out / 'vectors.txt'}")
+
+
+def _print_neighbours(found: dict[str, list[tuple[str, float]]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in found:
+        table.add_column(Text(heading), overflow="fold")
+    for row in range(max((len(near) for near in found.values()), default=0)):
+        cells = (near[row] if row < len(near) else None for near in found.values())
+        # As Text: a word may look like markup.
+        table.add_row(*(Text() if cell is None else Text(f"{cell[0]}  {cell[1]:.3f}") for cell in cells))
+    Console(highlight=False).print(table)
+
+
+def _print_analogies(rows: list[Any], sections: int) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("analogies", "right", "known", "asked", "accuracy"):
+        table.add_column(heading, justify="left" if heading == "analogies" else "right")
+    for number, row in enumerate(rows):
+        if number == sections:
+            table.add_section()
+        table.add_row(
+            Text(row.name), str(row.right), str(row.known), str(row.asked), f"{100 * row.accuracy:.2f} %"
+        )
+    Console(highlight=False).print(table)
+
+
+def _demo_words(known: dict[str, int]) -> list[str]:
+    return [word for word in _DEMO_WORDS if word in known]
+
+
+def _check_writable(json_file: Path | None) -> None:
+    """Refuse a file that could not be written now rather than after the work."""
+    from manyhands.errors import UserError
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UserError(f"--json {json_file}: there is no folder {json_file.parent}; make it first")
+
+
+def _write_json(json_file: Path | None, value: dict[str, Any]) -> None:
+    from manyhands.store.atomic import render_json
+
+    if json_file is not None:
+        json_file.write_bytes(render_json(value, json_file.name, indent=2))
+
+
+def _fresh_folder() -> Path:
+    path = base = Path("runs") / f"glove-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path

@@ -1,0 +1,284 @@
+"""`manyhands train logreg` and `manyhands predict`: a logistic regression of sparse examples, and its use."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import time
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from manyhands.data.row_files import Reading
+    from manyhands.observe.bars import Bars
+    from manyhands.regression.metrics import Metrics
+    from manyhands.regression.training import LogregResult
+
+__all__ = ["add_train_logreg", "predict_command"]
+
+_Format = Annotated[str, typer.Option("--format", help="libsvm or vw; auto looks at the first line.")]
+_SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that are wrong and count them.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainLogreg:
+    """The options of `train logreg`, one field each."""
+
+    train: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Examples, LIBSVM or Vowpal Wabbit, plain or gzip; - is stdin."),
+    ]
+    test: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Examples to measure the model on, read likewise.")
+    ] = None
+    file_format: _Format = "auto"
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Hash features into a table of 2^bits.", show_default="none: the index is the row"),
+    ] = None
+    hash_names: Annotated[
+        str,
+        typer.Option(
+            "--hash", help="Names of vw files that are numbers: numbers, as they are, or all: hashed."
+        ),
+    ] = "numbers"
+    learner: Annotated[str, typer.Option(help="sgd, adagrad or ftrl.")] = "adagrad"
+    passes: Annotated[int, typer.Option(help="Passes over the examples.")] = 5
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate.", show_default="as fits the values: 0.1, or 0.5 for sgd, if they are 1"
+        ),
+    ] = None
+    l1: Annotated[float, typer.Option(help="Penalty λ·|w|: of each example; of all of them with ftrl.")] = 0.0
+    l2: Annotated[float, typer.Option(help="Penalty λ/2·w², likewise.")] = 0.0
+    batch: Annotated[int, typer.Option(help="Examples in a step of allreduce, mirrored, central and ps.")] = (
+        256
+    )
+    strategy: Annotated[
+        str,
+        typer.Option(help="How: single, hogwild, allreduce, mirrored, central or ps, with settings."),
+    ] = "single"
+    workers: Annotated[
+        int | None, typer.Option(help="Threads or processes.", show_default="1 for single, else one a core")
+    ] = None
+    memory: Annotated[str, typer.Option(help="Keep parsed examples up to this; else read again.")] = "2GiB"
+    seed: Annotated[int, typer.Option(help="Fixes the order of examples where batches are drawn.")] = 0
+    skip_bad: _SkipBad = False
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the model goes.", show_default="runs/logreg-TIME"),
+    ] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+def add_train_logreg(train_app: typer.Typer) -> None:
+    """Offer `train logreg`, with a signature made from the fields of its options."""
+    kinds = get_type_hints(_TrainLogreg, include_extras=True)
+
+    def command(**values: Any) -> None:
+        _train(_TrainLogreg(**values))
+
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=kinds[one.name],
+                default=inspect.Parameter.empty if one.default is MISSING else one.default,
+            )
+            for one in fields(_TrainLogreg)
+        ]
+    )
+    command.__annotations__ = kinds
+    command.__doc__ = "Train a sparse logistic regression: two labels, any number of features."
+    train_app.command("logreg")(command)
+
+
+def predict_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The model, or the directory it is in.")],
+    examples: Annotated[str, typer.Argument(metavar="FILE", help="Examples, as for training; - is stdin.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write there.", show_default="stdout")
+    ] = None,
+    file_format: _Format = "auto",
+    skip_bad: _SkipBad = False,
+) -> None:
+    """Print for every example the probability of the larger label, one a line."""
+    # Imported here so that help texts do not wait for numba.
+    from manyhands.data.row_files import Reading
+    from manyhands.errors import UserError
+    from manyhands.observe.bars import Bars
+    from manyhands.regression.model import LogregModel
+
+    trained = LogregModel.load(model)
+    file = trained.file(examples, Reading(format=file_format, skip_bad=skip_bad, threads=_cores()))
+
+    def write_to(stream: TextIO) -> None:
+        with Bars() as bars, bars.phase("predicting", None, "examples") as phase:
+            for rows in file.blocks():
+                chances = trained.probabilities(rows)
+                stream.write("".join(f"{chance:.6g}\n" for chance in chances.tolist()))
+                phase.advance(len(rows))
+
+    try:
+        if out is None:
+            write_to(sys.stdout)
+            sys.stdout.flush()
+        else:
+            with out.open("w") as stream:
+                write_to(stream)
+    except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        raise UserError(f"predictions can not be written to {out or 'stdout'}: {error.strerror}") from error
+    if file.bad_lines:
+        print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
+
+
+def _train(asked: _TrainLogreg) -> None:
+    from manyhands.data.row_files import Reading
+    from manyhands.errors import UserError
+    from manyhands.observe.bars import Bars
+    from manyhands.regression.model import MODEL_FILE
+    from manyhands.regression.options import LogregOptions
+    from manyhands.regression.training import train_logreg
+    from manyhands.strategy import Single, Strategy, parse_size
+
+    strategy = Strategy.parse(asked.strategy)
+    workers = asked.workers or (1 if isinstance(strategy, Single) else _cores())
+    reading = Reading(
+        format=asked.file_format,
+        bits=asked.bits,
+        hash=asked.hash_names,
+        skip_bad=asked.skip_bad,
+        threads=_cores(),
+    )
+    options = LogregOptions(
+        learner=asked.learner,
+        passes=asked.passes,
+        rate=asked.rate,
+        l1=asked.l1,
+        l2=asked.l2,
+        batch=asked.batch,
+        seed=asked.seed,
+    )
+    out = asked.out or Path("runs") / f"logreg-{time.strftime('%Y%m%d-%H%M%S')}"
+    if asked.json_file is not None and not asked.json_file.absolute().parent.is_dir():
+        raise UserError(
+            f"--json {asked.json_file}: there is no folder {asked.json_file.parent}; make it first"
+        )
+    if asked.test is not None and asked.test != "-" and not Path(asked.test).is_file():
+        raise UserError(f"--test {asked.test}: there is no such file")
+    with Bars() as bars:
+        result = train_logreg(
+            asked.train,
+            options,
+            strategy=strategy,
+            workers=workers,
+            reading=reading,
+            memory_bytes=parse_size(asked.memory),
+            bars=bars,
+        )
+        _make_folder(out)
+        result.model.save(out / MODEL_FILE)
+        metrics, bad_lines = _measure(result, asked.test, reading, bars)
+    summary = _summary(result, options, metrics) | {
+        "strategy": str(strategy),
+        "workers": workers,
+        "test_bad_lines": bad_lines,
+        "model": str(out / MODEL_FILE),
+    }
+    _write(summary, out, asked.json_file)
+    _print(summary, asked.passes)
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+def _measure(
+    result: LogregResult, test: str | None, reading: Reading, bars: Bars
+) -> tuple[Metrics | None, int]:
+    if test is None:
+        return None, 0
+    file = result.model.file(test, reading)
+    with bars.phase("testing", None, "examples") as phase:
+        return result.model.evaluate(file, phase.advance), file.bad_lines
+
+
+def _summary(result: LogregResult, options: Any, metrics: Metrics | None) -> dict[str, Any]:
+    return {
+        "accuracy": metrics.accuracy if metrics else None,
+        "auc": metrics.auc if metrics else None,
+        "log_loss": metrics.log_loss if metrics else None,
+        "test_examples": metrics.examples if metrics else 0,
+        "learner": options.learner,
+        "rate": result.rate,
+        "l1": options.l1,
+        "l2": options.l2,
+        "passes": len(result.progressive),
+        "progressive_loss": result.progressive,
+        "examples": result.examples,
+        "bad_lines": result.bad_lines,
+        "bits": result.model.bits,
+        "features": int(result.model.weight.size),
+        "features_used": int((result.model.weight != 0).sum()),
+        "labels": [result.model.labels.no, result.model.labels.yes],
+        "seconds": result.seconds,
+        "examples_per_s": result.examples_per_s,
+        "interrupted": result.interrupted,
+    }
+
+
+def _write(summary: dict[str, Any], out: Path, json_file: Path | None) -> None:
+    from manyhands.store.atomic import render_json, write_json
+
+    write_json(out / "summary.json", summary)
+    if json_file is not None:
+        json_file.write_bytes(render_json(summary, json_file.name, indent=2))
+
+
+def _print(summary: dict[str, Any], passes: int) -> None:
+    out = Console()
+    out.print(
+        f"logreg · {summary['learner']} · {summary['strategy']} · {summary['workers']} workers · "
+        f"{summary['examples']:,} examples · {summary['features_used']:,} of {summary['features']:,} features · "
+        f"{summary['passes']} passes in {summary['seconds']:.1f} s · {summary['examples_per_s']:,.0f} examples/s",
+        highlight=False,
+    )
+    losses = "  ".join(f"{loss:.4f}" for loss in summary["progressive_loss"])
+    out.print(f"progressive log loss  {losses}", highlight=False)
+    if summary["test_examples"]:
+        area = "-" if summary["auc"] is None else f"{summary['auc']:.4f}"
+        out.print(
+            f"test  accuracy {summary['accuracy']:.4f}  auc {area}  log loss {summary['log_loss']:.4f}  "
+            f"of {summary['test_examples']:,} examples",
+            highlight=False,
+        )
+    out.print(f"model  {summary['model']}", highlight=False, soft_wrap=True)
+    for what in ("bad_lines", "test_bad_lines"):
+        if summary[what]:
+            where = "of the test file " if what.startswith("test") else ""
+            print(f"manyhands: {summary[what]} bad lines {where}were left out", file=sys.stderr)
+    if summary["interrupted"]:
+        print(
+            f"manyhands: interrupted; the model is that after pass {summary['passes']} of {passes}",
+            file=sys.stderr,
+        )
+
+
+def _make_folder(path: Path) -> None:
+    from manyhands.errors import UserError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {path} can not be made: {error.strerror}") from error
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,176 @@
+"""LIBSVM's text format: a label, then `index:value` for every feature that is not zero.
+
+    +1 3:1 11:0.5 14:1    # a comment
+
+Indices are whole numbers from 0 (files usually count from 1) in any order; none may come twice in a line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from manyhands.data.parse_kernels import (
+    BAD_LABEL,
+    BAD_VALUE,
+    ENTRIES,
+    LINES,
+    MOST_INDEX,
+    ROWS,
+    SIZE,
+    TOO_LARGE,
+    byte,
+    end_of_line,
+    ends_token,
+    has_digit,
+    is_blank,
+    keep_bad,
+    number,
+    place_of,
+)
+
+__all__ = ["WRONG", "most_entries", "parse"]
+
+BAD_INDEX, NEGATIVE, TWICE = 10, 11, 12
+WRONG = {
+    BAD_LABEL: "label {token} is no number; a line is a label and then index:value pairs",
+    BAD_INDEX: "{token} is no index:value pair; an index is a whole number, as in 3:0.5",
+    NEGATIVE: "feature {token} has a negative index; indices are whole numbers from 0",
+    BAD_VALUE: "feature {token} has no finite number as its value",
+    TOO_LARGE: "feature {token} has too large an index for a table of its own; give a number of bits to hash into",
+    TWICE: "feature {token} comes twice in this line; give each feature once",
+}
+"""By code, what is wrong with a line."""
+
+_COLON, _HASH, _MINUS, _LINE_FEED, _SPACE, _ZERO = 58, 35, 45, 10, 32, 48
+_LONGEST = 10**17  # an index beyond this is read no further, so that it can not wrap round
+
+
+def most_entries(text: Any) -> int:
+    """At least as many as the features that `text` (an array of bytes) holds."""
+    return int(np.count_nonzero(text == _COLON))
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _index(text: Any, at: int) -> Any:
+    """A whole number at `at` and where it ends."""
+    value = np.int64(0)
+    while has_digit(byte(text, at)):
+        if value < _LONGEST:
+            value = value * 10 + (np.int64(byte(text, at)) - _ZERO)
+        at += 1
+    return value, at
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _second_of_two(text: Any, at: int, end: int) -> int:
+    """Where a feature of the good line at `at` comes for the second time; -1 where none does."""
+    pairs = 0
+    for place in range(at, end):
+        pairs += byte(text, place) == _COLON
+    keys, places = np.empty(pairs, np.int64), np.empty(pairs, np.int64)
+    found = 0
+    while at < end and byte(text, at) != _HASH:
+        start = at
+        while not ends_token(byte(text, at)) and byte(text, at) != _HASH:
+            if byte(text, at) == _COLON:
+                keys[found], _ = _index(text, start)
+                places[found] = start
+                found += 1
+            at += 1
+        while is_blank(byte(text, at)):
+            at += 1
+    order = np.argsort(keys[:found], kind="mergesort")
+    second = -1
+    for i in range(1, found):
+        if keys[order[i]] == keys[order[i - 1]]:
+            place = places[order[i]]
+            second = place if second < 0 else min(second, place)
+    return second
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _features(text: Any, at: int, entry: int, shift: int, indices: Any, values: Any) -> Any:
+    """Read features up to the end of the line: where that is, the next entry, the largest index, what is wrong.
+
+    A line that is wrong ends where that was found. In `ascends`, whether the indices do.
+    """
+    previous, largest, ascends = np.int64(-1), np.int64(-1), True
+    while True:
+        while is_blank(byte(text, at)):
+            at += 1
+        if byte(text, at) == _LINE_FEED or byte(text, at) == _HASH:
+            return at, entry, largest, ascends, 0
+        begin, key = at, np.int64(0)
+        while has_digit(byte(text, at)):
+            key = min(key * 10 + (np.int64(byte(text, at)) - _ZERO), np.int64(_LONGEST))
+            at += 1
+        if at == begin or byte(text, at) != _COLON:
+            return begin, entry, largest, ascends, NEGATIVE if byte(text, begin) == _MINUS else BAD_INDEX
+        if key >= _LONGEST or (shift == 0 and key > MOST_INDEX):
+            return begin, entry, largest, ascends, TOO_LARGE
+        at += 1
+        if (
+            has_digit(byte(text, at)) and byte(text, at + 1) == _SPACE
+        ):  # a single digit: most values of most files
+            value = np.float64(np.int64(byte(text, at)) - _ZERO)
+            at += 1
+        else:
+            start = at
+            value, at = number(text, at)
+            narrow = np.float32(value)
+            if (
+                at == start
+                or not (ends_token(byte(text, at)) or byte(text, at) == _HASH)
+                or not np.isfinite(narrow)
+            ):
+                return begin, entry, largest, ascends, BAD_VALUE
+        ascends &= bool(key > previous)
+        previous = key
+        place = place_of(key, shift)
+        indices[entry] = place
+        values[entry] = value
+        largest = max(largest, place)
+        entry += 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def parse(
+    text: Any, shift: int, starts: Any, indices: Any, values: Any, labels: Any, weights: Any, report: Any
+) -> None:
+    """Read the lines of `text`, which ends with a line feed, into the arrays of a `Rows`; see `report`."""
+    at, line, row, entry, largest = 0, 0, 0, 0, np.int64(-1)
+    starts[0] = 0
+    while at < text.size:
+        while is_blank(byte(text, at)):
+            at += 1
+        if byte(text, at) != _LINE_FEED and byte(text, at) != _HASH:
+            begin = at
+            label, at = number(text, at)
+            if (
+                at == begin
+                or not (ends_token(byte(text, at)) or byte(text, at) == _HASH)
+                or not np.isfinite(label)
+            ):
+                keep_bad(report, line, begin, BAD_LABEL)
+            else:
+                first = at
+                at, end, most, ascends, wrong = _features(text, at, entry, shift, indices, values)
+                if wrong == 0 and not ascends:
+                    second = _second_of_two(text, first, at)
+                    if second >= 0:
+                        at, wrong = second, TWICE
+                if wrong != 0:
+                    keep_bad(report, line, at, wrong)
+                else:
+                    labels[row] = label
+                    weights[row] = 1.0
+                    entry = end
+                    row += 1
+                    starts[row] = entry
+                    largest = max(largest, most)
+        at = end_of_line(text, at) + 1
+        line += 1
+    report[ROWS], report[ENTRIES], report[LINES], report[SIZE] = row, entry, line, largest + 1

@@ -1,0 +1,265 @@
+"""Files of sparse examples, read as blocks of rows by several threads: LIBSVM and Vowpal Wabbit, plain, gzip or stdin.
+
+The text is cut into blocks at line ends; threads parse blocks beside each other in compiled code that needs no
+interpreter, and the blocks come out in the order of the file. No more is held than the blocks read ahead, two for
+each thread, so a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.data import libsvm, vowpal
+from manyhands.data.parse_kernels import (
+    BAD_LINES,
+    CODE,
+    ENTRIES,
+    FIRST_BAD_AT,
+    FIRST_BAD_LINE,
+    LINES,
+    PADDING,
+    REFUSED_AT,
+    REFUSED_CODE,
+    REFUSED_LINE,
+    REPORT_SIZE,
+    ROWS,
+    SIZE,
+)
+from manyhands.data.rows import Rows
+from manyhands.errors import DataError, UserError, nearest
+
+__all__ = ["FORMATS", "HASHES", "MOST_BITS", "Reading", "RowFile"]
+
+FORMATS = ("auto", "libsvm", "vw")
+HASHES = ("numbers", "all")
+MOST_BITS = 30
+STDIN = "-"
+_PADDING = bytes(PADDING)
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How files of examples are read; checked when made."""
+
+    format: str = "auto"
+    """`libsvm`, `vw`, or `auto`: Vowpal Wabbit's where the first line has a bar."""
+    bits: int | None = None
+    """Hash features into a table of 2^bits rows; None: the index is the row."""
+    hash: str = "numbers"
+    """Which names of vw files are hashed: `numbers` stand for themselves, or `all` are."""
+    skip_bad: bool = False
+    """Leave out lines that are wrong and count them, instead of refusing the file."""
+    threads: int = 2
+    block_bytes: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UserError(f"unknown format {self.format!r}; {nearest(self.format, FORMATS)}")
+        if self.hash not in HASHES:
+            raise UserError(f"unknown hash {self.hash!r}; {nearest(self.hash, HASHES)}")
+        if self.bits is not None and not 1 <= self.bits <= MOST_BITS:
+            raise UserError(f"bits={self.bits} must be from 1 to {MOST_BITS}")
+        if self.hash == "all" and self.bits is None:
+            raise UserError("hash=all needs a number of bits to hash into, such as bits=18")
+        for name in ("threads", "block_bytes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A line that is wrong: which of its block (from 0), which column (from 1), and a sentence about it."""
+
+    line: int
+    column: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """What one block of text held."""
+
+    rows: Rows
+    lines: int
+    bad_lines: int
+    bad: _Problem | None
+    refused: _Problem | None
+    numbered_in: int | None
+    """The namespace whose features are numbers; None where there is none, or no namespaces."""
+    num_bytes: int
+
+
+class RowFile:
+    """A file of examples; `-` is stdin, which can be read once. Reading it again starts at its beginning.
+
+    `bad_lines` and `lines` tell of the last reading, as far as it went.
+    """
+
+    def __init__(self, path: Path | str, reading: Reading | None = None) -> None:
+        self.path = str(path)
+        self.reading = reading or Reading()
+        self.lines = 0
+        self.bad_lines = 0
+        self._taken = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "stdin" if self.path == STDIN else self.path
+
+    @property
+    def rereadable(self) -> bool:
+        """Whether there can be a second reading."""
+        return self.path != STDIN
+
+    def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
+        """Rows in the order of the file; `on_bytes` is told of the text that has been read, a block at a time.
+
+        DataError names file, line and column of a line that is wrong, unless those are skipped, and a file without
+        any row.
+        """
+        self.lines = self.bad_lines = 0
+        found, numbered_in = False, None
+        for block in self._parsed():
+            if block.refused is not None:
+                raise self._error(block.refused)
+            if block.numbered_in is not None:
+                if numbered_in is not None and numbered_in != block.numbered_in:
+                    raise DataError(
+                        f"{self.name}, line {self.lines + 1} or later: features of two namespaces are numbers; give "
+                        "hash=all and a number of bits, and they are kept apart"
+                    )
+                numbered_in = block.numbered_in
+            if block.bad is not None and not self.reading.skip_bad:
+                raise self._error(block.bad)
+            self.lines += block.lines
+            self.bad_lines += block.bad_lines
+            if on_bytes is not None:
+                on_bytes(block.num_bytes)
+            if len(block.rows):
+                found = True
+                yield block.rows
+        if not found:
+            raise DataError(f"{self.name} holds no example; give a file with at least one")
+
+    def _error(self, problem: _Problem) -> DataError:
+        line = self.lines + problem.line + 1
+        return DataError(f"{self.name}, line {line}, column {problem.column}: {problem.sentence}")
+
+    def _parsed(self) -> Iterator[_Block]:
+        with ExitStack() as stack:
+            stream = self._open(stack)
+            pool = stack.enter_context(ThreadPoolExecutor(self.reading.threads, "read"))
+            ahead: deque[Future[_Block]] = deque()
+            stack.callback(lambda: [one.cancel() for one in ahead])
+            parse: Callable[[bytes], _Block] | None = None
+            for text in self._texts(stream):
+                if parse is None:
+                    parse = _parser(self.reading, text)
+                ahead.append(pool.submit(parse, text))
+                if len(ahead) > 2 * self.reading.threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _open(self, stack: ExitStack) -> io.BufferedIOBase:
+        if self.path == STDIN:
+            if self._taken:
+                raise UserError(
+                    "stdin can be read once only; give a file, or more memory to keep its examples in"
+                )
+            self._taken = True
+            raw: Any = sys.stdin.buffer
+        else:
+            try:
+                raw = stack.enter_context(io.FileIO(self.path))
+            except OSError as error:
+                raise DataError(f"{self.path} can not be read: {error.strerror}") from error
+        stream = io.BufferedReader(raw, 1 << 16)
+        stack.callback(stream.detach)  # stdin stays open
+        if stream.peek(2)[:2] != _GZIP_MAGIC:
+            return stream
+        return stack.enter_context(gzip.GzipFile(fileobj=stream))
+
+    def _texts(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
+        """Blocks of whole lines, each with the line feed that it ends with, and the padding that parsers want."""
+        kept = b""
+        while True:
+            try:
+                more = stream.read(self.reading.block_bytes)
+            except EOFError as error:
+                raise DataError(f"{self.name} is truncated: gzip ends early") from error
+            except (OSError, zlib.error) as error:
+                raise DataError(f"{self.name} can not be read: {error}") from error
+            if not more:
+                break
+            end = more.rfind(b"\n") + 1
+            if not end:
+                kept += more
+                continue
+            yield b"".join((kept, memoryview(more)[:end], _PADDING))
+            kept = more[end:]
+        if kept:
+            yield b"".join((kept, b"\n", _PADDING))
+
+
+def _parser(reading: Reading, first: bytes) -> Callable[[bytes], _Block]:
+    """The parser of the file's format, which its first line shows."""
+    line = first.lstrip().partition(b"\n")[0]
+    is_vowpal = reading.format == "vw" or (reading.format == "auto" and b"|" in line)
+    return partial(_parse, vowpal if is_vowpal else libsvm, reading)
+
+
+def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
+    view = np.frombuffer(text, np.uint8)[:-PADDING]
+    most_rows, most = int(np.count_nonzero(view == 10)), module.most_entries(view)
+    starts, report = np.empty(most_rows + 1, np.int64), np.zeros(REPORT_SIZE, np.int64)
+    indices, values = np.empty(most, np.int32), np.empty(most, np.float32)
+    labels, weights = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
+    shift = 0 if reading.bits is None else 64 - reading.bits
+    mode = (HASHES.index(reading.hash),) if module is vowpal else ()
+    module.parse(view, shift, *mode, starts, indices, values, labels, weights, report)
+    rows, entries = report[ROWS], report[ENTRIES]
+    bad = _problem(module, text, report[FIRST_BAD_LINE], report[FIRST_BAD_AT], report[CODE])
+    refused = _problem(module, text, report[REFUSED_LINE], report[REFUSED_AT], report[REFUSED_CODE])
+    is_numbered = module is vowpal and report[vowpal.NUMBERED]
+    return _Block(
+        rows=Rows(
+            starts=starts[: rows + 1],
+            indices=indices[:entries],
+            values=values[:entries],
+            labels=labels[:rows],
+            weights=weights[:rows],
+            size=int(report[SIZE]) if reading.bits is None else 1 << reading.bits,
+        ),
+        lines=int(report[LINES]),
+        bad_lines=int(report[BAD_LINES]),
+        bad=bad,
+        refused=refused,
+        numbered_in=int(report[vowpal.NUMBERED_IN]) if is_numbered else None,
+        num_bytes=len(view),
+    )
+
+
+def _problem(module: Any, text: bytes, line: int, at: int, code: int) -> _Problem | None:
+    if not code:
+        return None
+    column = int(at) - (text.rfind(b"\n", 0, int(at)) + 1)
+    token = text[at : at + 200].split(None, 1)
+    shown = token[0].decode("utf-8", "replace") if token else ""
+    shown = shown if len(shown) <= 60 else shown[:60] + "…"
+    return _Problem(int(line), column + 1, module.WRONG[int(code)].format(token=repr(shown)))

@@ -1,0 +1,47 @@
+"""Numbers that all workers of a run count together, each on a cache line of its own in shared memory."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from manyhands.memory.atomics import add_i64, load_i64, store_i64
+from manyhands.memory.segment import CACHE_LINE, Segment
+
+__all__ = ["Counter"]
+
+
+class Counter:
+    """One 64-bit number at `offset` of `segment`, zero at first; every operation is atomic."""
+
+    NUM_BYTES = CACHE_LINE
+
+    def __init__(self, segment: Segment, offset: int) -> None:
+        self._segment = segment  # or the mapping could go while the address is still used
+        self._address = segment.address + offset
+
+    def get(self) -> int:
+        """The number, and with it all that was written before it was set."""
+        return int(_load(self._address))
+
+    def set(self, value: int) -> None:
+        """Replace it."""
+        _store(self._address, value)
+
+    def add(self, value: int = 1) -> int:
+        """Add to it; what it was before."""
+        return int(_add(self._address, value))
+
+
+@njit("int64(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _load(address: int) -> int:
+    return load_i64(address)  # type: ignore[no-any-return]
+
+
+@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _store(address: int, value: int) -> None:
+    store_i64(address, value)
+
+
+@njit("int64(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _add(address: int, value: int) -> int:
+    return add_i64(address, value)  # type: ignore[no-any-return]

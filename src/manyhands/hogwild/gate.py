@@ -1,0 +1,81 @@
+"""A gate that lets one worker through at a time, by number: a lock that is fair, and a round of turns as well.
+
+Whoever draws a number and waits for it holds a ticket lock, first come first served (Mellor-Crummey and Scott, 1991).
+Whoever waits for a number that was agreed on beforehand takes turns.
+"""
+
+from __future__ import annotations
+
+import time
+
+from manyhands.allreduce.shared import SharedGroup
+from manyhands.errors import PeerTimeout
+from manyhands.hogwild.counters import Counter
+from manyhands.memory.segment import CACHE_LINE, Segment
+from manyhands.memory.waiting import REACHED, announce, spins_for, wait_until
+
+__all__ = ["Gate"]
+
+_SLICE_NS = 100_000_000  # how often a waiter looks whether the run is being taken down
+
+
+class Gate:
+    """One worker's side of a gate whose memory begins at `offset` of `segment`, which is zero at first.
+
+    `group` says how long a wait may last, and ends it when the run is taken down.
+    """
+
+    NUM_BYTES = 2 * Counter.NUM_BYTES + 2 * CACHE_LINE
+
+    def __init__(self, segment: Segment, offset: int, group: SharedGroup, purpose: str) -> None:
+        self._tickets = Counter(segment, offset)
+        self._inside = Counter(segment, offset + Counter.NUM_BYTES)
+        words = segment.address + offset + 2 * Counter.NUM_BYTES
+        self._served, self._never = words, words + CACHE_LINE
+        self._group = group
+        self._purpose = purpose
+        self._spins = spins_for(group.world)
+        self._waits: dict[int, int] = {}
+
+    def draw(self) -> int:
+        """A number of one's own: wait for it."""
+        return self._tickets.add()
+
+    def reset(self, number: int, rank: int) -> None:
+        """While nobody waits: let `number` through next, which is `rank`'s."""
+        self._tickets.set(number)
+        self._inside.set(rank)
+        announce(self._served, number)
+
+    def enter(self, number: int) -> None:
+        """Wait until it is this number's turn; PeerTimeout names the worker that is inside."""
+        begin = time.monotonic_ns()
+        deadline = begin + int(self._group.timeout_s * 1e9)
+        peer = self._inside.get()
+        until = begin
+        while True:
+            until = min(until + _SLICE_NS, deadline)
+            if wait_until(self._served, number, self._never, until, self._spins) == REACHED:
+                break
+            self._group.poll()  # raises Aborted
+            if time.monotonic_ns() >= deadline:
+                late = self._inside.get()
+                raise PeerTimeout(
+                    f"worker {self._group.rank} waited {self._group.timeout_s:g} s for worker {late} to "
+                    f"{self._purpose}; see whether it still runs, or allow more than that with timeout_s",
+                    late,
+                )
+        self._inside.set(self._group.rank)
+        if peer != self._group.rank:
+            self._waits[peer] = self._waits.get(peer, 0) + time.monotonic_ns() - begin
+
+    def leave(self, number: int, next_rank: int | None = None) -> None:
+        """Let the next number through; `next_rank` is whose it is, where that is known."""
+        if next_rank is not None:
+            self._inside.set(next_rank)
+        announce(self._served, number + 1)
+
+    def take_waits(self) -> dict[int, int]:
+        """Nanoseconds waited for each worker since the last call."""
+        waits, self._waits = self._waits, {}
+        return waits

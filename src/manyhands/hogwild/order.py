@@ -1,0 +1,159 @@
+"""Who takes which batch, and when it may read and write the parameters: the three orders of `hogwild`.
+
+* `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. Nobody waits.
+* `locked`: the same batches, but from reading the parameters to writing them a worker is alone.
+* `turns`: batch k is worker k mod n's, and is read and written after batch k − 1 and before batch k + 1. So it is the
+  plain loop, with the batches fetched by n workers.
+
+Training goes from one meeting of all workers to the next (an evaluation, a checkpoint, the end). Between two of them
+the batches from `first` to `end` are each taken once; whoever stops the run early leaves no gap in what was done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from manyhands.allreduce.shared import SharedGroup
+from manyhands.hogwild.counters import Counter
+from manyhands.hogwild.gate import Gate
+from manyhands.memory.segment import Segment
+
+__all__ = ["ORDERS", "Order"]
+
+
+class Order(ABC):
+    """One worker's side of an order, whose memory begins at `offset` of `segment`.
+
+    begin(first, end)                  all workers, while all are met
+    while (step := claim()) is not None:
+        enter(step); read, compute, write; applied(); leave(step)
+    done()                             when all are met again
+    """
+
+    NUM_BYTES: ClassVar[int] = 4 * Counter.NUM_BYTES + Gate.NUM_BYTES
+
+    def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
+        self._rank, self._world = group.rank, group.world
+        self._claimed, self._end, self._stopped, self._applied = (
+            Counter(segment, offset + number * Counter.NUM_BYTES) for number in range(4)
+        )
+        self._gate = Gate(segment, offset + 4 * Counter.NUM_BYTES, group, "take its step")
+        self._seen = 0
+
+    def begin(self, first: int, end: int) -> None:
+        """Every worker, between two barriers: give out the batches from `first` to `end`."""
+        if self._rank == 0:
+            self._claimed.set(first)
+            self._end.set(end)
+            self._stopped.set(0)
+
+    @abstractmethod
+    def claim(self) -> int | None:
+        """The next batch that is this worker's; None if it is to meet the others."""
+
+    def enter(self, step: int) -> None:  # noqa: ARG002 - others wait for their turn here
+        """The parameters may be read from here on."""
+        self._seen = self._applied.get()
+
+    def applied(self) -> int:
+        """This worker's step is written: how many steps others wrote since it entered."""
+        return self._applied.add() - self._seen
+
+    def leave(self, step: int) -> None:  # noqa: B027 - the free have nobody to let in
+        """The parameters are written, or are not to be."""
+
+    @abstractmethod
+    def stop(self, step: int) -> None:
+        """Between `enter` and `leave`: let nobody begin another batch."""
+
+    @abstractmethod
+    def done(self) -> int:
+        """Every worker, when all are met: the first batch that was not taken."""
+
+    def take_waits(self) -> dict[int, int]:
+        """Nanoseconds waited for each worker since the last call."""
+        return self._gate.take_waits()
+
+
+class Free(Order):
+    """Nobody waits for anybody."""
+
+    def claim(self) -> int | None:
+        """The next that nobody has."""
+        if self._stopped.get():
+            return None
+        step = self._claimed.add()
+        return step if step < self._end.get() else None
+
+    def stop(self, step: int) -> None:  # noqa: ARG002 - whatever was taken is finished
+        """What is taken is finished."""
+        self._stopped.set(1)
+
+    def done(self) -> int:
+        """All that was taken."""
+        return min(self._claimed.get(), self._end.get())
+
+
+class Locked(Free):
+    """One step at a time, whoever is ready first."""
+
+    def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
+        super().__init__(segment, offset, group)
+        self._ticket = 0
+
+    def enter(self, step: int) -> None:
+        """Wait until those who came before are done."""
+        self._ticket = self._gate.draw()
+        self._gate.enter(self._ticket)
+        super().enter(step)
+
+    def leave(self, step: int) -> None:
+        """Let in who waits longest."""
+        super().leave(step)
+        self._gate.leave(self._ticket)
+
+
+class Turns(Order):
+    """Round-robin: one step at a time, in the order of the batches."""
+
+    def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
+        super().__init__(segment, offset, group)
+        self._next = self._rank
+
+    def begin(self, first: int, end: int) -> None:
+        """The first turn is that of batch `first`."""
+        super().begin(first, end)
+        self._next = first + (self._rank - first) % self._world
+        if self._rank == 0:
+            self._gate.reset(first, first % self._world)
+
+    def claim(self) -> int | None:
+        """Every n-th batch."""
+        step = self._next
+        if step >= self._end.get():
+            return None
+        self._next += self._world
+        return step
+
+    def enter(self, step: int) -> None:
+        """Wait until the batch before is done."""
+        self._gate.enter(step)
+        super().enter(step)
+
+    def leave(self, step: int) -> None:
+        """The next batch may be read."""
+        super().leave(step)
+        self._gate.leave(step, (step + 1) % self._world)
+
+    def stop(self, step: int) -> None:
+        """Each worker may have taken its next batch, which is finished: those end n after this one."""
+        self._end.set(min(self._end.get(), step + self._world))
+
+    def done(self) -> int:
+        """All before the end, wherever that has been moved."""
+        return self._end.get()
+
+
+ORDERS: dict[str, type[Order]] = {"free": Free, "locked": Locked, "turns": Turns}
+"""By the name in a strategy's text."""

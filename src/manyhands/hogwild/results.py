@@ -1,0 +1,50 @@
+"""What came of a hogwild run, put together from what its workers tell in any order. Pure."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["RowsInOrder", "overlap_summary"]
+
+
+class RowsInOrder:
+    """Gives rows of the history on in the order of their steps; an evaluation comes after the steps it has seen."""
+
+    def __init__(self, steps_done: int = 0) -> None:
+        self._given = steps_done
+        self._waiting: list[tuple[int, int, int, dict[str, Any]]] = []
+        self._count = 0
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Take rows of any worker; those that are complete up to their step."""
+        for row in rows:
+            self._count += 1
+            heapq.heappush(self._waiting, (row["step"], "metrics" in row, self._count, row))
+        ready = []
+        while self._waiting:
+            step, is_evaluation, _, _ = self._waiting[0]
+            if step > self._given + (not is_evaluation):
+                break
+            ready.append(heapq.heappop(self._waiting)[-1])
+            self._given = max(self._given, step)
+        return ready
+
+    def rest(self) -> list[dict[str, Any]]:
+        """What still waits for steps that never came, as after a failure."""
+        return [heapq.heappop(self._waiting)[-1] for _ in range(len(self._waiting))]
+
+
+def overlap_summary(workers: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Steps of others between reading and writing: their number, by how many steps had so many, over all workers."""
+    overlap: collections.Counter[int] = collections.Counter()
+    for counts in workers:
+        overlap.update({int(number): count for number, count in counts.items()})
+    steps = sum(overlap.values())
+    return {
+        "mean": sum(number * count for number, count in overlap.items()) / steps if steps else 0.0,
+        "max": max(overlap, default=0),
+        "histogram": {str(number): overlap[number] for number in sorted(overlap)},
+    }

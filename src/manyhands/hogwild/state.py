@@ -1,0 +1,108 @@
+"""What an optimizer keeps for each parameter, known before it is made, so that it can be shared.
+
+Torch's optimizers make their state in the first step that reaches a parameter. To lay it out beforehand, one step is
+taken on stand-ins of three items: an elementwise optimizer keeps tensors of the parameter's shape or of no dimension,
+so these tell the names, types and shapes of the real ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.errors import UserError
+from manyhands.sharding.optimizers import is_elementwise
+
+__all__ = ["Kept", "kept_by", "require_elementwise"]
+
+_STAND_IN = (3,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One tensor of the state of a parameter; `dtype` None for a value that is always None."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype | None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes."""
+        return self.shape.numel() * self.dtype.itemsize if self.dtype is not None else 0
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose steps can not be taken by several workers at once, by name."""
+    if not is_elementwise(optimizer):
+        kind = type(optimizer).__name__
+        raise UserError(
+            f"optimizer {kind} is not known to treat each item of a parameter by itself, as hogwild needs; use another "
+            f"such as SGD or Adagrad, or, if it does so, give class {kind} the attribute elementwise = True"
+        )
+
+
+def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[Kept]]:
+    """By trainable parameter of `optimizer`: the state that it will have after its first step.
+
+    What it has already, from the constructor or from a checkpoint, counts as it is. The optimizer itself is left alone.
+    """
+    made = _try_out(optimizer)
+    kept: dict[nn.Parameter, list[Kept]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            known = {
+                name: _kept(optimizer, name, value, torch.Size(_STAND_IN), parameter.shape)
+                for name, value in made[number, parameter.dtype].items()
+            }
+            known |= {
+                name: _kept(optimizer, name, value, parameter.shape, parameter.shape)
+                for name, value in optimizer.state.get(parameter, {}).items()
+            }
+            kept[parameter] = list(known.values())
+    return kept
+
+
+def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype], dict[str, Any]]:
+    """The state of stand-ins, by parameter group and type, after one step."""
+    stand_ins: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        dtypes = dict.fromkeys(p.dtype for p in group["params"] if p.requires_grad)
+        for dtype in dtypes:
+            stand_in = nn.Parameter(torch.zeros(_STAND_IN, dtype=dtype))
+            stand_in.grad = torch.ones_like(stand_in)
+            stand_ins[number, dtype] = stand_in
+        groups.append({**group, "params": [stand_ins[number, dtype] for dtype in dtypes]})
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.__dict__.pop("step", None)  # a scheduler put its own there, around the optimizer's
+    double.param_groups, double.state = groups, defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(double, hooks, OrderedDict())
+    double.step()
+    return {key: double.state.get(stand_in, {}) for key, stand_in in stand_ins.items()}
+
+
+def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: torch.Size) -> Kept:
+    if value is None:
+        return Kept(name=name, shape=torch.Size(), dtype=None)
+    kind = type(optimizer).__name__
+    if not isinstance(value, Tensor):
+        raise UserError(
+            f"optimizer {kind} keeps its state {name!r} as a {type(value).__name__}, which workers can not share; keep "
+            "it as a tensor, as in torch.zeros(())"
+        )
+    if value.shape not in (like, torch.Size()):
+        raise UserError(
+            f"optimizer {kind} keeps a state {name!r} of shape {tuple(value.shape)}, which workers can not share; it "
+            "must have the shape of its parameter, or none"
+        )
+    return Kept(name=name, shape=shape if value.shape == like else torch.Size(), dtype=value.dtype)

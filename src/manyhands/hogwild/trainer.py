@@ -1,0 +1,252 @@
+"""One worker's training under `hogwild`: whole batches, one after another, each a step on the memory that all share.
+
+The batches of a run are those of the plain loop, each taken once by one worker. All workers meet where the run
+evaluates or saves, and at the end; there everything is quiet, so that an evaluation measures one state of the model and
+a checkpoint after step s has seen exactly the first s batches.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.allreduce.shared import SharedGroup
+from manyhands.cluster.board import State
+from manyhands.computing import Built, Computed, Computer, TrainingPlan
+from manyhands.errors import NonFinite
+from manyhands.hogwild.counters import Counter
+from manyhands.hogwild.order import ORDERS, Order
+from manyhands.hogwild.stepper import SharedStepper
+from manyhands.memory.heap import keep_freed_memory
+from manyhands.observe.events import EventKind
+from manyhands.reporting import Reporter, Surroundings, first_bad
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.store.optimizer_state import restore_optimizer
+from manyhands.worker import Trained
+
+__all__ = ["HogwildTrainer"]
+
+_CONTROL_BYTES = Order.NUM_BYTES + Counter.NUM_BYTES
+_SMALLEST_TOTALS = 64
+
+
+class HogwildTrainer:
+    """Trains on the parameters of all; `run` is called once, on every worker. Takes over `group`.
+
+    `order` is that of the strategy. `close` is idempotent; the model keeps its memory as long as it lives.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        order: str,
+        group: SharedGroup,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self.rank, self.world = group.rank, group.world
+        self.overlap: collections.Counter[int] = collections.Counter()
+        """How many steps of this worker had so many of others come between their reading and their writing."""
+        self._plan = plan
+        self._kind = ORDERS[order]
+        self._group = group
+        self._around = around
+        self._computer = Computer(plan, group.rank)
+        self._reporter = Reporter(self._computer, self, around, checkpoints)
+        self._samples = 0
+        self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
+        self._stepper: SharedStepper | None = None
+        self._broken = ""
+
+    def run(self, start: Loaded | None = None) -> Trained:
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
+
+        Takes the tensors out of `start`.
+        """
+        first = start.step if start is not None else 0
+        built = self._computer.build(first)
+        model = built.model
+        if start is not None:
+            model.load_state_dict(start.model)
+            restore_optimizer(built.optimizer, start.optimizer)
+            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+            start.optimizer.clear()
+        loop = self._attach(built, first)
+        model.train()
+        self._group.take_stats()  # who was late to start is no part of the training
+        self._reporter.begin()
+        step, stopped = first, False
+        while step < self._plan.steps and not stopped:
+            step, end = self._until_met(loop, step)
+            if loop.bad.get():
+                self._refuse(loop.bad.get() - 1)
+                return self._trained(model, step, stopped=True)
+            stopped = step < end
+            self._reporter.after(step, model, loop.called, last=stopped or step == self._plan.steps)
+        if first >= self._plan.steps:
+            self._reporter.evaluate(step, loop.called)
+        self._reporter.send(now=True)
+        self._around.mark(step, State.FINISHED)
+        return self._trained(model, step, stopped)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        self._totals.tensor.zero_()
+        self._totals.tensor[: values.numel()] = values
+        self._group.all_reduce(self._totals)
+        return self._totals.tensor[: values.numel()].clone()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective, while all are met: worker 0 sees all of it."""
+        assert self._stepper is not None, "run comes first"
+        return self._stepper.optimizer_state() if self.rank == 0 else None
+
+    def close(self) -> None:
+        """Let go of what is shared."""
+        if self._stepper is not None:
+            self._stepper.close()
+        self._group.close()
+
+    def _attach(self, built: Built, first: int) -> _Loop:
+        """Collective: into the memory of all."""
+        group, task = self._group, self._plan.task
+        stepper = SharedStepper(group, built.model, built.optimizer, task.sparse, _CONTROL_BYTES)
+        self._stepper = stepper
+        count = max(_SMALLEST_TOTALS, 2 + len(task.metrics))
+        group.allocate(count * torch.float64.itemsize, "what is measured")
+        self._totals = group.bucket(0, count, torch.float64)
+        segment = stepper.home.segment
+        called = cast(nn.Module, torch.compile(built.model)) if self._plan.compile else built.model
+        keep_freed_memory()  # every step frees what the next one takes
+        return _Loop(
+            built=built,
+            called=called,
+            order=self._kind(segment, 0, group),
+            bad=Counter(segment, Order.NUM_BYTES),
+            stepper=stepper,
+            scheduled=first,
+        )
+
+    def _until_met(self, loop: _Loop, step: int) -> tuple[int, int]:
+        """Train from `step` on until all meet; where they are then, and where they wanted to be."""
+        end = self._reporter.next_due(step)
+        self._meet(step)  # whoever reads what the last round ended with has done so
+        loop.order.begin(step, end)
+        self._meet(step)
+        while (mine := loop.order.claim()) is not None:
+            self._step(loop, mine)
+            self._reporter.send()
+        self._reporter.send(now=True)
+        self._around.mark(end, State.WAITING)
+        self._meet(end)
+        self._reporter.loss = self._mean_loss()
+        return loop.order.done(), end
+
+    def _mean_loss(self) -> float:
+        """Collective: over the batches that all took since they last met."""
+        mine = torch.tensor(self._since_met, dtype=torch.float64)
+        self._since_met = (0.0, 0)
+        loss, samples = self.total(mine).tolist()
+        return loss / samples if samples else math.nan
+
+    def _meet(self, step: int) -> None:
+        begin = time.monotonic_ns()
+        self._group.barrier()
+        waits = enumerate(self._group.take_stats().waiting_ns)
+        self._reporter.waits(max(0, step - 1), begin, {peer: waited for peer, waited in waits if waited})
+
+    def _step(self, loop: _Loop, step: int) -> None:
+        """Train on global batch `step`, from 0, all of it."""
+        around, order = self._around, loop.order
+        around.mark(step + 1, State.COMPUTING)
+        loop.schedule(step)
+        begin = time.monotonic_ns()
+
+        def prepare(batch: Any) -> None:
+            loop.stepper.read(batch)
+            order.enter(step)
+
+        mine = self._computer.compute(loop.called, step, 0, 1, _backward, prepare)
+        if math.isfinite(mine.loss):
+            loop.stepper.step()
+            self.overlap[order.applied()] += 1
+        else:
+            self._break(loop, step)
+        if around.stop_requested() or self._broken:
+            order.stop(step)
+        order.leave(step)
+        end = time.monotonic_ns()
+        waits = collections.Counter(order.take_waits()) + collections.Counter(loop.stepper.take_waits())
+        self._record(step, mine, (begin, end), waits)
+
+    def _record(self, step: int, mine: Computed, span_ns: tuple[int, int], waits: Mapping[int, int]) -> None:
+        begin, end = span_ns
+        waited = self._reporter.waits(step, begin, waits)
+        around = self._around
+        around.record(EventKind.COMPUTE, begin + waited, max(0, end - begin - waited), step=step)
+        around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=mine.loss)
+        self._samples += mine.samples
+        if not self._broken:
+            loss, samples = self._since_met
+            self._since_met = loss + mine.loss * mine.samples, samples + mine.samples
+            seconds = (end - begin) / 1e9
+            self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=self._reporter.seconds)
+
+    def _break(self, loop: _Loop, step: int) -> None:
+        """The loss is not finite: take no step, and say so to the others."""
+        self._broken = (
+            f"worker {self.rank}, step {step + 1}: the loss is not finite; {first_bad(loop.built.model)}"
+        )
+        loop.bad.set(self.rank + 1)
+
+    def _refuse(self, rank: int) -> None:
+        """All have stopped; if several broke at once, the last to say so is the one that tells."""
+        self._reporter.send(now=True)
+        if rank == self.rank:
+            raise NonFinite(
+                f"{self._broken}; this batch changed no parameter, and the other workers stopped after the batch that "
+                "they had begun; lower the learning rate or look at that batch"
+            )
+
+    def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
+        return Trained(
+            model=model,
+            steps_done=step,
+            samples=self._samples,
+            seconds=self._reporter.seconds,
+            stopped_early=stopped,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loop:
+    """What a worker works with once it is attached."""
+
+    built: Built
+    called: nn.Module
+    order: Order
+    bad: Counter
+    """The rank of a worker whose loss broke, plus one."""
+
+    stepper: SharedStepper
+    scheduled: int
+    """Steps that the learning rate's schedule has taken."""
+
+    def schedule(self, step: int) -> None:
+        """Have the learning rates of batch `step`; the batches of one worker only go forward."""
+        if self.built.scheduler is not None:
+            for _ in range(self.scheduled, step):
+                self.built.scheduler.step()
+        self.scheduled = step
+
+
+def _backward(loss: Tensor, _share: float) -> None:
+    """All of the batch is this worker's."""
+    loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,57 @@
+"""Which two labels a file has, and which of them means yes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import DataError
+
+__all__ = ["PAIRS", "Labels", "labels_of"]
+
+PAIRS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
+"""No and yes, in the ways that files write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The label of no and the label of yes."""
+
+    no: float
+    yes: float
+
+    def __str__(self) -> str:
+        return f"{self.no:g} {self.yes:g}"
+
+    def targets(self, labels: NDArray[np.float32], where: str) -> NDArray[np.float32]:
+        """0 for no and 1 for yes; DataError says what else there is in `where`."""
+        is_yes = labels == self.yes
+        wrong = ~(is_yes | (labels == self.no))
+        if wrong.any():
+            bad = labels[wrong][0]
+            shown = "none" if np.isnan(bad) else f"{bad:g}"
+            raise DataError(
+                f"{where} has an example with label {shown} beside {self.no:g} and {self.yes:g}; a logistic regression "
+                "has two labels, which every example must have one of"
+            )
+        found: NDArray[np.float32] = is_yes.astype(np.float32)
+        return found
+
+
+def labels_of(seen: Iterable[float], where: str) -> Labels | None:
+    """The pair that the labels seen so far belong to; None while there is no telling: 1 alone may be yes or no.
+
+    DataError names labels that are of no pair.
+    """
+    values = np.unique(np.array(list(seen), float)).tolist()  # one NaN at most, as the last
+    fitting = [pair for pair in PAIRS if set(values) <= set(pair)]
+    if not fitting:
+        shown = ", ".join("none" if np.isnan(value) else f"{value:g}" for value in values[:5])
+        raise DataError(
+            f"{where} has labels {shown}{', ...' if len(values) > 5 else ''}; a logistic regression has two: "
+            "-1 and 1, 0 and 1, or 1 and 2"
+        )
+    return Labels(*fitting[0]) if len(fitting) == 1 else None

@@ -1,0 +1,174 @@
+"""Learning one example at a time in one process: alone, or with several threads on one table (HOGWILD!).
+
+Threads do the same as processes here: the steps are compiled and need no interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import NonFinite
+from manyhands.regression.examples import Labelled, scale_of
+from manyhands.regression.kernels import BETA, FREE, LOSS, ORDERS, RULES, TURNS, WEIGHT, WIDTHS, train
+from manyhands.regression.options import LogregOptions
+
+__all__ = ["CHUNK", "OnlineLearner", "Share", "mean_loss", "settings_of", "shares"]
+
+CHUNK = 2048
+"""Examples that a worker takes at a time: some tenths of a millisecond."""
+
+Share = tuple[int, tuple[int, int, int], int]
+"""Which block, which of its rows (first, end, step), and how many examples came before the block."""
+
+
+class OnlineLearner:
+    """A table and the threads that learn on it; a context manager. `dtype` is that of the table."""
+
+    def __init__(self, options: LogregOptions, order: str, workers: int, dtype: Any = np.float32) -> None:
+        self._width = WIDTHS[options.learner]
+        self._rule, self._order = RULES[options.learner], ORDERS[order] if workers > 1 else FREE
+        self._options = options
+        self._workers = workers
+        self._table = np.zeros(self._width, dtype)
+        self._words = np.zeros(2, np.int64)
+        self._seen = 0
+        self._pool = ThreadPoolExecutor(workers, "learn") if workers > 1 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def learn(self, stretch: Sequence[Labelled], on_done: Callable[[int], None]) -> NDArray[np.float64]:
+        """Learn from some blocks; the sums of loss and weight. `on_done` is told of examples as they are done."""
+        self._options = self._options.settled(scale_of(stretch[0].rows))
+        self._reserve(max(block.rows.size for block in stretch))
+        lengths = [len(block.rows) for block in stretch]
+        self._words[0] = self._seen if self._order == TURNS else 0
+        hands = min(self._workers, sum(lengths))
+        given = [
+            iter(shares(lengths, self._seen, self._order == TURNS, rank, hands)) for rank in range(hands)
+        ]
+        if self._order != TURNS:
+            given = [
+                given[0]
+            ] * hands  # whoever comes first takes the next; `next` of a list's iterator is atomic
+        sums = np.zeros((hands, 8))  # a cache line for each
+        if self._pool is None:
+            self._work(stretch, given[0], sums[0], on_done)
+        else:
+            self._work_together(stretch, given, sums, on_done)
+        self._seen += sum(lengths)
+        total: NDArray[np.float64] = sums.sum(axis=0)[:2]
+        return total
+
+    @property
+    def rate(self) -> float | None:
+        """The learning rate; None before the first example, where none was given."""
+        return self._options.rate
+
+    def table(self, size: int) -> NDArray[Any]:
+        """The bias and the weights of `size` features as they are now, in memory of their own."""
+        self._reserve(size)
+        return self._table[:: self._width][: size + 1].copy()
+
+    def weights(self, size: int) -> NDArray[np.float32]:
+        """The same in single precision."""
+        return self.table(size).astype(np.float32)
+
+    def _reserve(self, size: int) -> None:
+        """Make room for so many features, by doubling: files tell of their largest only at the end."""
+        needed = (size + 1) * self._width
+        if needed > self._table.size:
+            larger = np.zeros(max(needed, min(2 * self._table.size, needed + (1 << 28))), self._table.dtype)
+            larger[: self._table.size] = self._table
+            self._table = larger
+
+    def _work_together(
+        self,
+        stretch: Sequence[Labelled],
+        given: Sequence[Iterator[Share]],
+        sums: NDArray[np.float64],
+        on_done: Callable[[int], None],
+    ) -> None:
+        assert self._pool is not None
+        work = [
+            self._pool.submit(self._work, stretch, mine, sums[rank], on_done)
+            for rank, mine in enumerate(given)
+        ]
+        try:
+            for one in work:
+                one.result()
+        except BaseException:
+            self._words[1] = 1  # ends every wait; and nothing more is taken
+            wait(work)
+            self._words[1] = 0
+            raise
+
+    def _work(
+        self,
+        stretch: Sequence[Labelled],
+        given: Iterator[Share],
+        sums: NDArray[np.float64],
+        on_done: Callable[[int], None],
+    ) -> None:
+        address = self._words.ctypes.data if self._pool is not None else 0
+        settings = settings_of(self._options, self._table.dtype)
+        for block, span, seen in given:
+            if self._words[1]:
+                return
+            one = stretch[block]
+            train(
+                self._table,
+                one.arrays(),
+                one.targets,
+                span,
+                self._rule,
+                settings,
+                self._order,
+                address,
+                seen,
+                sums,
+            )
+            on_done(len(range(*span)))
+
+
+def settings_of(options: LogregOptions, dtype: Any) -> NDArray[Any]:
+    """What `train` takes, in the type of the table, of options that have a rate."""
+    return np.array([options.rate, options.l1, options.l2, BETA], dtype)
+
+
+def shares(lengths: Sequence[int], seen: int, by_turns: bool, rank: int, workers: int) -> list[Share]:
+    """The work on blocks of these lengths: all of it, in order, or where it goes by turns that of one worker."""
+    found: list[Share] = []
+    for block, length in enumerate(lengths):
+        for first in range(0, length, CHUNK):
+            end = min(first + CHUNK, length)
+            if by_turns:
+                begin = first + (rank - seen - first) % workers
+                if begin < end:
+                    found.append((block, (begin, end, workers), seen))
+            else:
+                found.append((block, (first, end, 1), seen))
+        seen += length
+    return found
+
+
+def mean_loss(sums: NDArray[np.float64], number: int) -> float:
+    """The progressive loss of pass `number` (from 1): of every example before the update with it."""
+    mean = float(sums[LOSS] / sums[WEIGHT]) if sums[WEIGHT] else 0.0
+    if not np.isfinite(mean):
+        raise NonFinite(
+            f"the loss is {mean} in pass {number}; use a smaller rate, or scale the features down"
+        )
+    return mean

@@ -1,0 +1,179 @@
+"""What a worker does besides its steps, whatever the strategy: evaluate, save, and tell the launcher the history."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from manyhands.cluster.board import State
+from manyhands.computing import Computer
+from manyhands.observe.events import NO_STEP, NOBODY, EventKind
+from manyhands.store.checkpoint import CheckpointStore, Snapshot
+
+__all__ = ["Peers", "Reporter", "Surroundings", "first_bad"]
+
+_ROWS_EVERY_S = 0.1
+
+
+class Surroundings(Protocol):
+    """What a worker tells the world and asks of it; `fit` provides it."""
+
+    def record(
+        self,
+        kind: EventKind,
+        start_ns: int,
+        duration_ns: int = 0,
+        *,
+        step: int = NO_STEP,
+        peer: int = NOBODY,
+        num_bytes: int = 0,
+        count: int = 0,
+        value: float = 0.0,
+    ) -> bool:
+        """Write one event; its step is the global batch, from 0."""
+
+    def mark(self, step: int, state: State) -> None:
+        """Say where this worker is, for those who wait for it."""
+
+    def note(self, payload: dict[str, Any]) -> None:
+        """Send rows of the run's history to the launcher."""
+
+    def stop_requested(self) -> bool:
+        """Whether the launcher asked to stop early."""
+
+
+class Peers(Protocol):
+    """What an evaluation and a checkpoint ask of all workers together; a strategy provides it."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's."""
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over all workers of a small float64 vector."""
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: the optimizer's whole `state_dict()` on worker 0, None on the others."""
+
+
+class Reporter:
+    """One worker's reports; the launcher gets rows in portions, ten times a second at most.
+
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
+    """
+
+    def __init__(
+        self, computer: Computer, peers: Peers, around: Surroundings, checkpoints: CheckpointStore | None
+    ) -> None:
+        self._computer = computer
+        self._plan = computer.plan
+        self._peers = peers
+        self._around = around
+        self._checkpoints = checkpoints
+        self._rows: list[dict[str, Any]] = []
+        self._rows_sent_ns = 0
+        self._began_ns = time.monotonic_ns()
+        self._evaluated: dict[str, float] = {}
+        self.loss = math.nan
+        """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._began_ns = time.monotonic_ns()
+
+    @property
+    def seconds(self) -> float:
+        """Since training began."""
+        return (time.monotonic_ns() - self._began_ns) / 1e9
+
+    def next_due(self, step: int) -> int:
+        """The number of steps after which all workers have something to do together next, at the end at the latest."""
+        plan = self._plan
+        evaluates = plan.evaluate_every if plan.task.evaluation is not None else 0
+        saves = plan.checkpoint_every if self._checkpoints is not None else 0
+        return min([plan.steps, *(step - step % every + every for every in (evaluates, saves) if every)])
+
+    def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> None:
+        """Collective: do what is due after `step` steps; `called` is `model` as it is computed with."""
+        plan = self._plan
+        if last or (plan.evaluate_every and step % plan.evaluate_every == 0):
+            self.evaluate(step, called)
+        if self._checkpoints and (last or (plan.checkpoint_every and step % plan.checkpoint_every == 0)):
+            self._save(step, model, self._checkpoints)
+        self.send(now=last)
+
+    def evaluate(self, step: int, called: nn.Module) -> None:
+        """Collective: every worker evaluates its share of the evaluation batches; all learn the means."""
+        peers = self._peers
+        if self._plan.task.evaluation is None:
+            return
+        self._around.mark(step, State.EVALUATING)
+        begin = time.monotonic_ns()
+        evaluated = self._computer.evaluate(called, peers.rank, peers.world, peers.total)
+        assert evaluated is not None, "there is evaluation data"
+        self._evaluated, samples = evaluated
+        self._around.record(
+            EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=samples
+        )
+        if peers.rank == 0:
+            self.add(step=step, metrics=self._evaluated, at_s=self.seconds)
+
+    def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
+        """Collective: worker 0 writes what the others may have a part of."""
+        self._around.mark(step, State.SAVING)
+        begin = time.monotonic_ns()
+        optimizer_state = self._peers.optimizer_state()
+        if optimizer_state is None:
+            return
+        # What a resumed run keeps must be on disk before the checkpoint that names it.
+        self.send(now=True)
+        snapshot = Snapshot(
+            step=step,
+            model=model.state_dict(),
+            optimizer=optimizer_state,
+            extra={"seed": self._plan.seed},
+            score=self._evaluated.get("evaluation_loss", self.loss),
+            may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
+        )
+        checkpoints.save(snapshot)
+        self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
+
+    def waits(self, step: int, begin_ns: int, waits: Mapping[int, int]) -> int:
+        """Book waiting to the workers that were late; the nanoseconds in all."""
+        waited = 0
+        for peer, duration in waits.items():
+            self._around.record(EventKind.WAIT, begin_ns + waited, duration, step=step, peer=peer)
+            waited += duration
+        return waited
+
+    def add(self, **row: Any) -> None:
+        """A row of the run's history."""
+        self._rows.append(row)
+
+    def send(self, *, now: bool = False) -> None:
+        """Send the rows, if it is time to or `now`."""
+        clock = time.monotonic_ns()
+        if self._rows and (now or clock - self._rows_sent_ns > _ROWS_EVERY_S * 1e9):
+            self._around.note({"rows": self._rows})
+            self._rows = []
+            self._rows_sent_ns = clock
+
+
+def first_bad(model: nn.Module) -> str:
+    """Where the first value that is not finite is, as a part of a sentence."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"the first parameter with a value that is not finite is {name!r}"
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return f"the first parameter with a gradient that is not finite is {name!r}"
+    return "every parameter and gradient is finite, so the loss function itself made it"

@@ -1,0 +1,182 @@
+"""What a run is asked to be: the options of `fit`, and the request that is complete and makes sense."""
+
+from __future__ import annotations
+
+import math
+import platform
+import queue
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.computing import TrainingPlan
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan
+from manyhands.errors import UserError
+from manyhands.observe.totals import Snapshot
+from manyhands.server.live.launcher import Command
+from manyhands.slowdown import Slowdown
+from manyhands.store.fingerprint import parameter_shapes
+from manyhands.strategy import Hogwild, Ps, Single, Strategy, Tensor
+from manyhands.task import Task
+from manyhands.version import __version__
+
+__all__ = ["Options", "Request", "View"]
+
+View = Callable[[int, Callable[[], Snapshot]], AbstractContextManager[object]]
+"""Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What most runs leave as it is."""
+
+    evaluate_every: int | None = None
+    """Evaluate after every so many steps (None: after each epoch), and at the end."""
+
+    checkpoint_every: int | None = None
+    """Save after every so many steps (None: ten times a run), and at the end; needs `out`."""
+
+    keep_checkpoints: int = 3
+    """How many of the last checkpoints to keep; the best one is kept besides."""
+
+    slow: Slowdown | None = None
+    """Slow a worker on purpose."""
+
+    skip_nonfinite: bool = False
+    """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
+
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
+
+    timeout_s: float = 300.0
+    """How long a worker waits for another that is alive before the run fails naming it."""
+
+    commands: queue.SimpleQueue[Command] | None = None
+    """Where changes of the workers come from while the run goes on; `start` makes one."""
+
+    view: View | None = None
+    """Shows the run while it goes on; the command line's progress bar is one."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
+        if self.keep_checkpoints < 1:
+            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if not self.timeout_s > 0:
+            raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for, checked and complete."""
+
+    plan: TrainingPlan
+    strategy: Strategy
+    workers: int
+    samples: int
+    options: Options
+
+    @classmethod
+    def make(
+        cls,
+        task: Task,
+        strategy: Strategy,
+        workers: int,
+        length: tuple[int | None, int | None],
+        seed: int,
+        options: Options,
+        device: str,
+    ) -> Request:
+        """Check what was asked for and fill in the rest; `length` is in steps or in epochs."""
+        if not isinstance(workers, int) or workers < 1:
+            raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        _require_trainable(strategy, workers, options, device)
+        if options.slow is not None and options.slow.worker >= workers:
+            raise UserError(
+                f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
+            )
+        samples = len(BatchSource(task.data, task.collate))
+        batches = BatchPlan(samples, task.batch_size, seed)
+        smallest = min(task.batch_size, samples)
+        if workers > smallest and not isinstance(strategy, Hogwild):
+            warnings.warn(
+                f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
+                "to do in each step",
+                stacklevel=3,
+            )
+        steps = _number_of_steps(length, batches.batches_per_epoch)
+        plan = TrainingPlan(
+            task=task,
+            steps=steps,
+            seed=seed,
+            evaluate_every=options.evaluate_every or batches.batches_per_epoch,
+            checkpoint_every=options.checkpoint_every or max(1, math.ceil(steps / 10)),
+            slow=options.slow,
+            device=device,
+            autocast=options.autocast,
+            compile=options.compile,
+        )
+        return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """What config.json holds."""
+        return {
+            "task": self.plan.task.name,
+            "task_options": self.plan.task.options,
+            "strategy": str(self.strategy),
+            "workers": self.workers,
+            "steps": self.plan.steps,
+            "seed": self.plan.seed,
+            "device": self.plan.device,
+            "batch_size": self.plan.task.batch_size,
+            "samples": self.samples,
+            "parameters": parameter_shapes(model.named_parameters()),
+            "evaluate_every": self.plan.evaluate_every,
+            "checkpoint_every": self.plan.checkpoint_every,
+            "versions": {
+                "manyhands": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def _require_trainable(strategy: Strategy, workers: int, options: Options, device: str) -> None:
+    """Refuse what `fit` can not do with a task of any kind."""
+    if isinstance(strategy, Single) and workers > 1:
+        raise UserError(f"workers={workers}: single is one process; use strategy=allreduce for more")
+    if isinstance(strategy, Tensor):
+        raise UserError(
+            "strategy tensor: only glove can split dimensions today: manyhands train glove --strategy tensor"
+        )
+    if isinstance(strategy, Hogwild) and strategy.hands == "threads":
+        raise UserError(
+            "hogwild hands=threads: only glove and logreg, whose steps are compiled, can use threads; leave hands out"
+        )
+    if isinstance(strategy, Hogwild) and device != "cpu":
+        raise UserError(
+            f"device={device}: hogwild trains in the host's memory; use device=cpu, or strategy=mirrored for GPUs"
+        )
+    if options.skip_nonfinite and not isinstance(strategy, Ps):
+        raise UserError(f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can")
+
+
+def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int) -> int:
+    steps, epochs = length
+    if steps is not None and epochs is not None:
+        raise UserError(f"steps={steps} and epochs={epochs} say the same thing twice; give one of them")
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{name}={value!r} must be a whole number of at least 1")
+    return steps if steps is not None else (epochs or 1) * batches_per_epoch

@@ -1,0 +1,84 @@
+"""The demo corpus: the English in the user's own Python installation, several MB on every machine, nothing to download.
+
+Docstrings and comments of the standard library, numpy and torch, in lower case, letters only; each docstring and each
+block of comments is one line, so that contexts end where a text ends. Files are taken in the order of their names and
+found by patterns, not by compiling them: a piece of code in between does no harm and time matters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from manyhands.errors import UserError
+from manyhands.words.corpus import Corpus
+
+__all__ = ["demo_corpus", "english"]
+
+_PACKAGES = ("numpy", "torch")
+_MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough to wait for
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "testing",
+    "_vendor",
+}
+_TEXTS = re.compile(r'"""(.*?)"""|' + r"'''(.*?)'''|" + r"((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
+_WORD = re.compile("[a-z]+")
+_LEAST_WORDS = 4
+
+
+def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
+    """The corpus, at most `most_bytes` of each of the standard library, numpy and torch, the same every time."""
+    lines: list[str] = []
+    for root in _roots():
+        room = most_bytes
+        for path in _files(root):
+            for line in english(_source(path)):
+                room -= len(line) + 1
+                lines.append(line)
+            if room <= 0:
+                break
+    if not lines:
+        raise UserError(
+            "this Python installation has no source files to learn from; give a text with --corpus FILE"
+        )
+    return Corpus.of_text("\n".join(lines))
+
+
+def english(source: str) -> Iterator[str]:
+    """The docstrings and blocks of comments of a Python file, each as one line of lower-case words."""
+    for match in _TEXTS.finditer(source):
+        words = _WORD.findall(match.group(match.lastindex or 0).lower())
+        if len(words) >= _LEAST_WORDS:
+            yield " ".join(words)
+
+
+def _roots() -> Iterator[Path]:
+    yield Path(sysconfig.get_path("stdlib"))
+    for name in _PACKAGES:
+        found = importlib.util.find_spec(name)
+        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+            yield Path(folder)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _source(path: Path) -> str:
+    """A file's text, or nothing where it can not be read or is not UTF-8."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

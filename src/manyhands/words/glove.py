@@ -1,0 +1,172 @@
+"""`train_glove`: from shuffled co-occurrence records to word vectors, by the strategy that you name.
+
+* `single`: one thread, the published rule record by record; with `batch` above 1 the reference of the three below.
+* `hogwild`: threads or processes that all do the same on one memory, without locks; `order=locked` and `order=turns`
+  are there to compare with.
+* `allreduce`, `mirrored`: every worker holds the model and takes its part of each batch; rows touched travel.
+* `tensor`: every worker holds some dimensions of every vector and takes all records; scalars travel.
+* `ps`: parameter servers hold the rows; workers pull those of their part of a batch, and push what moves them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import UserError
+from manyhands.observe.bars import Bars
+from manyhands.strategy import AllReduce, Hogwild, Mirrored, Ps, Single, Strategy, Tensor
+from manyhands.words.glove_hogwild import train_in_processes, train_in_threads
+from manyhands.words.glove_kernels import train_block
+from manyhands.words.glove_model import GloveModel, GloveOptions
+from manyhands.words.glove_passes import AfterPass, Passes, Work
+from manyhands.words.glove_reader import RecordReader, count_records
+
+__all__ = ["GloveOptions", "GloveResult", "train_glove"]
+
+_BLOCK = 1 << 16  # records read at once: a megabyte
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GloveResult:
+    """What came out: parameters after the last finished pass, of words and of contexts, row by row."""
+
+    costs: list[float]
+    """After each finished pass, the mean of f d^2 / 2 over all records, each taken before its own update."""
+
+    word: NDArray[Any]
+    context: NDArray[Any]
+    word_bias: NDArray[Any]
+    context_bias: NDArray[Any]
+    seconds: float
+    """Of training: reading records and starting workers included."""
+
+    records_per_s: float
+    interrupted: bool
+    """Whether Ctrl-C ended it before the last pass was over."""
+
+    @property
+    def biases(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Those of words and those of contexts."""
+        return self.word_bias, self.context_bias
+
+    def vectors(self) -> NDArray[np.float32]:
+        """(V, dim): the sum of each word's two vectors, the usual result."""
+        both: NDArray[np.float32] = (self.word + self.context).astype(np.float32)
+        return both
+
+
+def train_glove(
+    records: Path,
+    vocabulary_size: int,
+    options: GloveOptions,
+    *,
+    strategy: str | Strategy = "single",
+    workers: int = 1,
+    bars: Bars | None = None,
+    after_pass: AfterPass | None = None,
+) -> GloveResult:
+    """Train on a file of shuffled records, in its order in every pass.
+
+    `after_pass(number, mean_cost)` is called in this thread after each pass. Ctrl-C keeps what the last whole pass
+    gave (`interrupted`); before the first is over it is raised. Raises UserError for what makes no sense, DataError
+    for a bad file, NonFinite when training breaks, WorkerFailed naming the first worker that failed.
+    """
+    chosen = Strategy.parse(strategy)
+    train = _trainer(chosen, options, workers)
+    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
+        raise UserError(f"vocabulary_size={vocabulary_size!r} must be a whole number of at least 1")
+    work = Work(
+        path=Path(records).absolute(),
+        num_records=count_records(Path(records)),
+        vocabulary_size=vocabulary_size,
+        options=options,
+        workers=workers,
+    )
+    interrupted, began = False, time.monotonic()
+    with Passes(work, bars, after_pass) as passes:
+        try:
+            train(work, passes)
+        except KeyboardInterrupt:
+            if passes.kept is None:
+                raise
+            interrupted = True
+    seconds = time.monotonic() - began
+    assert passes.kept is not None
+    return GloveResult(
+        costs=passes.costs,
+        word=passes.kept.word,
+        context=passes.kept.context,
+        word_bias=passes.kept.word_bias,
+        context_bias=passes.kept.context_bias,
+        seconds=seconds,
+        records_per_s=work.num_records * len(passes.costs) / seconds,
+        interrupted=interrupted,
+    )
+
+
+_Train = Callable[[Work, Passes], None]
+
+
+def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
+    """The function that trains, if strategy, batch and workers go together."""
+    if not isinstance(workers, int) or workers < 1:
+        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+    if isinstance(strategy, Hogwild) and options.batch > 1:
+        raise UserError(f"batch={options.batch}: hogwild takes record after record; leave batch at 1")
+    if isinstance(strategy, Single) and workers > 1:
+        raise UserError(f"workers={workers}: single is one thread; use strategy=hogwild for more")
+    match strategy:
+        case Single() if options.batch == 1:
+            return _train_single
+        case Hogwild(order=order, hands="processes"):
+            return lambda work, passes: train_in_processes(work, passes, order)
+        case Hogwild(order=order):
+            return lambda work, passes: train_in_threads(work, passes, order)
+    return _batch_trainer(strategy, options)
+
+
+def _batch_trainer(strategy: Strategy, options: GloveOptions) -> _Train:
+    from manyhands.words import glove_batches, glove_server  # what single and hogwild never need
+
+    trainers: dict[type[Strategy], _Train] = {
+        Single: glove_batches.train_here,
+        Mirrored: glove_batches.train_allreduce,
+        AllReduce: glove_batches.train_allreduce,
+        Tensor: glove_batches.train_tensor,
+        Ps: lambda work, passes: glove_server.train_on_servers(work, passes, cast(Ps, strategy)),
+    }
+    if type(strategy) not in trainers:
+        raise UserError(
+            f"strategy {strategy} does not train glove; allowed: hogwild, {', '.join(kind.word for kind in trainers)}"
+        )
+    if options.batch == 1:
+        raise UserError(
+            f"batch=1: {strategy} works on batches of records, whose duplicate rows are summed; use a batch of 2 or "
+            "more, such as 1024"
+        )
+    if isinstance(strategy, AllReduce | Mirrored) and strategy != type(strategy)():
+        raise UserError(
+            f"strategy {strategy}: glove sends the rows touched, each worker's whole to all, so it has no other "
+            f"algorithm and no buckets; use {strategy.word}"
+        )
+    return trainers[type(strategy)]
+
+
+def _train_single(work: Work, passes: Passes) -> None:
+    model = GloveModel(work.vocabulary_size, work.options).initialise()
+    shape, settings = model.shape(), work.options.settings()
+    with RecordReader(work.path, min(_BLOCK, work.num_records), work.vocabulary_size) as reader:
+        for _ in range(work.options.passes):
+            cost = 0.0
+            for begin in range(0, work.num_records, _BLOCK):
+                count = min(_BLOCK, work.num_records - begin)
+                cost += train_block(model.values, *reader.read(begin, count), shape, settings)
+                passes.advance(count)
+            passes.finish(cost, model.snapshot)

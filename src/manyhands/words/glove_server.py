@@ -1,0 +1,213 @@
+"""GloVe through the parameter server: an `mh.Task` whose vectors are row-sparse tables, at every consistency.
+
+The batch rule as torch's Adagrad has it. A step of the rule, with T the sum of a row's gradients without the rate r,
+is r T / sqrt(1 + sum of (r T)^2) = T / sqrt(1 / r^2 + sum of T^2), and biases the same with r = 1. The server divides
+gradients by the number of workers of a batch, and the loss divides by the batch, so for T / B the accumulators start
+at 1 / (r B)^2, the learning rate is 1 and nothing is added to the root. B is the full batch also where the last of a
+pass is short: that is still the sum rule.
+
+A sample of the data set is one worker's chunk of a batch, as many per batch as there are workers; with all passes in
+one epoch there are few of them. `fit` visits samples in a drawn order, which the data set undoes: batch k is the
+records in the order of the file, for every strategy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from manyhands.data.plan import permutation, split
+from manyhands.fitting import Options, fit
+from manyhands.observe.totals import Snapshot as Totals
+from manyhands.strategy import Ps
+from manyhands.task import Task
+from manyhands.words.glove_model import GloveModel, Snapshot
+from manyhands.words.glove_passes import Passes, Work
+from manyhands.words.glove_reader import RecordReader
+
+__all__ = ["GloveTables", "glove_task", "train_on_servers"]
+
+_LOOK_S = 0.25
+
+Chunk = tuple[Tensor, Tensor, Tensor]
+Batch = tuple[Tensor, Tensor, Tensor, int]
+"""Rows of words, rows of contexts, counts; and how many chunks these are."""
+
+
+def train_on_servers(work: Work, passes: Passes, strategy: Ps) -> None:
+    """Train with parameter servers; what a pass gave is known when all are over, and Ctrl-C keeps nothing."""
+    per_pass, shown = _batches_per_pass(work), _Shown(work, passes)
+    run = fit(
+        glove_task(work),
+        strategy,
+        workers=work.workers,
+        steps=work.options.passes * per_pass,
+        seed=work.options.seed,
+        options=Options(view=shown.view),
+    )
+    tables = run.model
+    assert isinstance(tables, GloveTables)
+    steps = sorted((row["step"], row["loss"]) for row in run.history.steps)
+    for number in range(work.options.passes):
+        losses = [loss for step, loss in steps if number * per_pass < step <= (number + 1) * per_pass]
+        passes.finish(sum(losses) * work.options.batch, tables.snapshot)
+
+
+class _Shown:
+    """Tells the bar how many records the workers are through with, as the totals of the run say."""
+
+    def __init__(self, work: Work, passes: Passes) -> None:
+        self._work = work
+        self._passes = passes
+        self._records = 0
+
+    @contextmanager
+    def view(self, steps: int, latest: Callable[[], Totals]) -> Iterator[None]:
+        """Look now and then, in a thread, while the body trains `steps` batches."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                self._show(min(latest().step, steps))
+
+        thread = threading.Thread(target=look, name="glove-progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        self._show(steps)
+
+    def _show(self, step: int) -> None:
+        whole, more = divmod(step, _batches_per_pass(self._work))
+        records = whole * self._work.num_records + more * self._work.options.batch
+        if records > self._records:
+            self._passes.advance(records - self._records)
+            self._records = records
+
+
+def glove_task(work: Work) -> Task:
+    """The training as a task, for `work.workers` workers."""
+    return Task(
+        model=partial(GloveTables, work),
+        loss=partial(_loss, work=work),
+        data=_Chunks(work),
+        optimizer=partial(_optimizer, work=work),
+        batch_size=work.workers,
+        collate=_joined,
+        sparse={
+            "word.weight": _words,
+            "context.weight": _contexts,
+            "word_bias.weight": _words,
+            "context_bias.weight": _contexts,
+        },
+        name="glove",
+    )
+
+
+class GloveTables(nn.Module):
+    """The parameters as four tables, one row per word."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        model = GloveModel(work.vocabulary_size, work.options).initialise()
+        start = model.snapshot()
+        self.word = _table(start.word)
+        self.context = _table(start.context)
+        self.word_bias = _table(start.word_bias[:, None])
+        self.context_bias = _table(start.context_bias[:, None])
+
+    def forward(self, words: Tensor, contexts: Tensor) -> Tensor:
+        """For each record the inner product and both biases."""
+        products: Tensor = (self.word(words) * self.context(contexts)).sum(1)
+        biases: Tensor = self.word_bias(words) + self.context_bias(contexts)
+        return products + biases[:, 0]
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the parameters."""
+        tables = (self.word, self.context, self.word_bias, self.context_bias)
+        word, context, word_bias, context_bias = (table.weight.detach().numpy().copy() for table in tables)
+        return Snapshot(
+            word=word, context=context, word_bias=word_bias[:, 0], context_bias=context_bias[:, 0]
+        )
+
+
+def _table(values: np.ndarray) -> nn.Embedding:
+    rows, width = values.shape
+    return nn.Embedding(rows, width, sparse=True, _weight=torch.from_numpy(values))
+
+
+def _optimizer(parameters: Iterable[Parameter], *, work: Work) -> torch.optim.Adagrad:
+    """Adagrad with accumulators that start where the rule says; the parameters come as `GloveTables` has them."""
+    word, context, *biases = parameters
+    start = 1.0 / work.options.batch**2
+    optimizer = torch.optim.Adagrad(
+        [
+            {"params": [word, context], "initial_accumulator_value": start / work.options.rate**2},
+            {"params": biases, "initial_accumulator_value": start},
+        ],
+        lr=1.0,
+        eps=0.0,
+    )
+    for group in optimizer.param_groups:  # torch itself begins with one value for all groups
+        for parameter in group["params"]:
+            optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
+    return optimizer
+
+
+def _loss(model: nn.Module, batch: Batch, *, work: Work) -> Tensor:
+    """The mean over chunks of what makes the mean over all chunks of a batch its sum of costs / B."""
+    words, contexts, counts, chunks = batch
+    errors: Tensor = model(words, contexts) - counts.log()
+    weights = (counts / work.options.x_max).pow(work.options.alpha).clamp(max=1.0)
+    return 0.5 * work.workers / (work.options.batch * chunks) * (weights * errors * errors).sum()
+
+
+def _words(batch: Batch) -> Tensor:
+    return batch[0]
+
+
+def _contexts(batch: Batch) -> Tensor:
+    return batch[1]
+
+
+def _joined(samples: Sequence[Chunk]) -> Batch:
+    words, contexts, counts = (torch.cat([sample[column] for sample in samples]) for column in range(3))
+    return words, contexts, counts, len(samples)
+
+
+def _batches_per_pass(work: Work) -> int:
+    return -(-work.num_records // work.options.batch)
+
+
+class _Chunks:
+    """Sample i: one worker's chunk of a batch, read from the file when it is asked for."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._places: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self._work.options.passes * _batches_per_pass(self._work) * self._work.workers
+
+    def __getitem__(self, index: int) -> Chunk:
+        work = self._work
+        if self._places is None:
+            order = permutation(len(self), work.options.seed, 0)
+            self._places = np.empty_like(order)
+            self._places[order] = np.arange(len(order))
+        batch, chunk = divmod(int(self._places[index]), work.workers)
+        begin = batch % _batches_per_pass(work) * work.options.batch
+        part = split(min(work.options.batch, work.num_records - begin), chunk, work.workers)
+        with RecordReader(work.path, len(part), work.vocabulary_size) as reader:
+            ids, counts = reader.read(begin + part.start, len(part))
+        pairs = torch.from_numpy(ids.reshape(-1, 4)[:, :2].astype(np.int64) - 1)
+        return pairs[:, 0], pairs[:, 1], torch.from_numpy(counts[1::2].astype(work.options.numpy_dtype))

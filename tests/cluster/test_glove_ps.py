@@ -1,0 +1,45 @@
+"""GloVe on parameter servers whose roles are threads: equal to one process with the same batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manyhands.words.glove import GloveOptions, train_glove
+from manyhands.words.glove_passes import Work
+from manyhands.words.glove_server import GloveTables, glove_task
+from manyhands.words.records import RECORD
+from threaded_ps import ThreadedRun, job_for
+
+SIZE, COUNT = 120, 2_047
+OPTIONS = GloveOptions(dim=10, passes=2, x_max=10.0, batch=512, dtype="float64")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The last batch of a pass is short."""
+    drawn = np.random.default_rng(2)
+    records = np.empty(COUNT, RECORD)
+    for name in ("word", "context"):
+        records[name] = (SIZE ** drawn.random(COUNT)).astype(np.int32)
+    records["count"] = np.exp(drawn.normal(0.0, 2.0, COUNT))
+    records.tofile(tmp_path / "records.bin")
+    return tmp_path / "records.bin"
+
+
+@pytest.mark.parametrize(("strategy", "servers"), [("ps", (1,)), ("ps servers=2", (1, 2))])
+def test_two_workers_in_step_equal_one_process(path: Path, strategy: str, servers: tuple[int, ...]) -> None:
+    work = Work(path=path, num_records=COUNT, vocabulary_size=SIZE, options=OPTIONS, workers=2)
+    with ThreadedRun(job_for(glove_task(work), strategy, steps=8, workers=2)) as run:
+        run.start_workers()
+        run.await_said("joined", 2 + len(servers))
+        run.publish(1, servers)
+        found = run.finish()
+    assert isinstance(found, GloveTables)
+    tables, expected = found.snapshot(), train_glove(path, SIZE, OPTIONS)
+    for name in ("word", "context", "word_bias", "context_bias"):
+        np.testing.assert_allclose(
+            getattr(tables, name), getattr(expected, name), rtol=0, atol=1e-9, err_msg=name
+        )

@@ -1,0 +1,172 @@
+"""GloVe by batches: one thread against plain numpy, and every split of the work against one thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from manyhands.allreduce.shared import SharedGroup
+from manyhands.errors import UserError
+from manyhands.fitting import fit
+from manyhands.words.glove import train_glove
+from manyhands.words.glove_batches import AllReduceStep, TensorStep, run_pass
+from manyhands.words.glove_model import GloveModel, GloveOptions, Snapshot
+from manyhands.words.glove_passes import Work
+from manyhands.words.glove_reader import RecordReader
+from manyhands.words.glove_server import GloveTables, glove_task
+from manyhands.words.records import RECORD
+
+SIZE = 120
+OPTIONS = GloveOptions(dim=10, passes=2, x_max=10.0, batch=64, dtype="float64", seed=5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """1,000 records, so that the last batch of a pass is short; most batches name some rows twice."""
+    drawn = np.random.default_rng(2)
+    records = np.empty(1_000, RECORD)
+    for name in ("word", "context"):
+        records[name] = (SIZE ** drawn.random(len(records))).astype(np.int32)
+    records["count"] = np.exp(drawn.normal(0.0, 2.0, len(records)))
+    records.tofile(tmp_path / "records.bin")
+    return tmp_path / "records.bin"
+
+
+def by_numpy(records: NDArray[np.void], options: GloveOptions) -> tuple[NDArray[np.float64], list[float]]:
+    """Sums by row, then AdaGrad with torch's order; rows of words, then of contexts, the bias last."""
+    start = GloveModel(SIZE, options).initialise().snapshot()
+    rows = np.block([[start.word, start.word_bias[:, None]], [start.context, start.context_bias[:, None]]])
+    squares, costs = np.ones_like(rows), []
+    for _ in range(options.passes):
+        cost = 0.0
+        for begin in range(0, len(records), options.batch):
+            batch = records[begin : begin + options.batch]
+            i, j = batch["word"] - 1, SIZE + batch["context"] - 1
+            diff = (rows[i, :-1] * rows[j, :-1]).sum(1) + rows[i, -1] + rows[j, -1] - np.log(batch["count"])
+            fdiff = np.minimum(1, (batch["count"] / options.x_max) ** options.alpha) * diff
+            cost += 0.5 * (fdiff * diff).sum()
+            total = np.zeros_like(rows)
+            for row, partner in ((i, j), (j, i)):
+                slopes = np.concatenate(
+                    [options.rate * fdiff[:, None] * rows[partner, :-1], fdiff[:, None]], axis=1
+                )
+                np.add.at(total, row, slopes)
+            squares += total**2
+            rows = rows - total / np.sqrt(squares)
+        costs.append(cost / len(records))
+    return rows, costs
+
+
+def assert_equal(found: Snapshot, expected: Snapshot) -> None:
+    for name in ("word", "context", "word_bias", "context_bias"):
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), rtol=0, atol=1e-9, err_msg=name
+        )
+
+
+def reference(path: Path) -> tuple[Snapshot, list[float]]:
+    result = train_glove(path, SIZE, OPTIONS)
+    kept = Snapshot(
+        word=result.word, context=result.context, word_bias=result.word_bias, context_bias=result.context_bias
+    )
+    return kept, result.costs
+
+
+def work_of(path: Path, workers: int) -> Work:
+    return Work(path=path, num_records=1_000, vocabulary_size=SIZE, options=OPTIONS, workers=workers)
+
+
+def in_threads(
+    work: Work, kind: Callable[[Work, SharedGroup], AllReduceStep | TensorStep]
+) -> tuple[list[Snapshot], list[float]]:
+    """The models of all ranks at the end, and the costs of both passes."""
+    with SharedGroup.create(work.workers) as files:
+
+        def run(rank: int) -> tuple[Snapshot, list[float]]:
+            control, arena = os.dup(files.control), os.dup(files.arena)
+            with (
+                SharedGroup(
+                    control=control, arena=arena, rank=rank, world=work.workers, timeout_s=30
+                ) as group,
+                closing(kind(work, group)) as step,
+                RecordReader(work.path, step.part, SIZE) as reader,
+            ):
+                costs = [run_pass(step, reader, lambda _count: None) for _ in range(OPTIONS.passes)]
+                return step.model.snapshot(), costs
+
+        with ThreadPoolExecutor(work.workers) as pool:
+            ended = list(pool.map(run, range(work.workers)))
+    return [snapshot for snapshot, _ in ended], np.sum([costs for _, costs in ended], axis=0).tolist()
+
+
+def test_one_thread_is_numpys_sum_by_row_and_one_step_per_row(path: Path) -> None:
+    rows, costs = by_numpy(np.fromfile(path, RECORD), OPTIONS)
+    found, found_costs = reference(path)
+    expected = Snapshot(
+        word=rows[:SIZE, :-1],
+        context=rows[SIZE:, :-1],
+        word_bias=rows[:SIZE, -1],
+        context_bias=rows[SIZE:, -1],
+    )
+    assert_equal(found, expected)
+    np.testing.assert_allclose(found_costs, costs, rtol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_dimensions_over_workers_equal_one_process(path: Path, workers: int) -> None:
+    expected, costs = reference(path)
+    parts, found_costs = in_threads(work_of(path, workers), TensorStep)
+    whole = Snapshot(
+        word=np.concatenate([part.word for part in parts], axis=1),
+        context=np.concatenate([part.context for part in parts], axis=1),
+        word_bias=parts[0].word_bias,
+        context_bias=parts[0].context_bias,
+    )
+    assert_equal(whole, expected)
+    np.testing.assert_allclose(np.divide(found_costs, 1_000), costs, rtol=1e-11)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_records_over_workers_equal_one_process_on_every_replica(path: Path, workers: int) -> None:
+    expected, costs = reference(path)
+    replicas, found_costs = in_threads(work_of(path, workers), AllReduceStep)
+    for replica in replicas:
+        assert_equal(replica, expected)
+        np.testing.assert_array_equal(replica.word, replicas[0].word)
+    np.testing.assert_allclose(np.divide(found_costs, 1_000), costs, rtol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, about its sparse gradients
+def test_the_task_of_the_servers_is_the_same_rule(path: Path) -> None:
+    expected, costs = reference(path)
+    run = fit(glove_task(work_of(path, 3)), "single", steps=2 * 16, seed=OPTIONS.seed)
+    assert isinstance(run.model, GloveTables)
+    assert_equal(run.model.snapshot(), expected)
+    losses = np.array(run.history.loss).reshape(2, 16).sum(1) * OPTIONS.batch / 1_000
+    np.testing.assert_allclose(losses, costs, rtol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "batch", "sentence"),
+    [
+        ("single", 2, 1, "single is one thread"),
+        ("hogwild", 2, 8, "hogwild takes record after record"),
+        ("tensor", 2, 1, "batch=1: tensor works on batches"),
+        ("tensor", 11, 8, "10 dimensions can not be split"),
+        ("allreduce algorithm=ring", 2, 8, "no other algorithm"),
+        ("central", 2, 8, "central does not train glove"),
+        ("hogwild", 0, 1, "workers=0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    path: Path, strategy: str, workers: int, batch: int, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        train_glove(path, SIZE, GloveOptions(dim=10, batch=batch), strategy=strategy, workers=workers)

@@ -1,0 +1,71 @@
+"""GloVe by threads on one memory: the same as one thread where the order is fixed, near it where it is not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manyhands.errors import DataError
+from manyhands.words.glove import GloveOptions, train_glove
+from manyhands.words.records import RECORD
+
+SIZE = 2_000
+OPTIONS = GloveOptions(dim=16, passes=4, x_max=10.0, dtype="float64")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    drawn = np.random.default_rng(4)
+    records = np.empty(20_500, RECORD)  # no multiple of anything that blocks are made of
+    for name in ("word", "context"):
+        records[name] = (SIZE ** drawn.random(len(records))).astype(np.int32)
+    records["count"] = np.exp(drawn.normal(0.0, 2.0, len(records)))
+    records.tofile(tmp_path / "records.bin")
+    return tmp_path / "records.bin"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("hogwild", 1), ("hogwild order=locked", 1), ("hogwild order=turns", 3)]
+)
+def test_a_fixed_order_gives_the_result_of_one_thread(path: Path, strategy: str, workers: int) -> None:
+    alone = train_glove(path, SIZE, OPTIONS)
+    found = train_glove(path, SIZE, OPTIONS, strategy=strategy, workers=workers)
+    np.testing.assert_allclose(found.word, alone.word, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(found.context_bias, alone.context_bias, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(found.costs, alone.costs, rtol=1e-11)
+
+
+@pytest.mark.parametrize("order", ["free", "locked"])
+def test_any_order_reaches_the_cost_of_one_thread_within_a_hundredth(path: Path, order: str) -> None:
+    alone = train_glove(path, SIZE, OPTIONS)
+    found = train_glove(path, SIZE, OPTIONS, strategy=f"hogwild order={order}", workers=4)
+    assert len(found.costs) == OPTIONS.passes
+    np.testing.assert_allclose(found.costs[-1], alone.costs[-1], rtol=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["single", "hogwild"])
+def test_an_interruption_keeps_the_last_whole_pass(path: Path, strategy: str) -> None:
+    first = train_glove(path, SIZE, replace(OPTIONS, passes=1), strategy=strategy)
+
+    def interrupt(_number: int, _cost: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    found = train_glove(path, SIZE, OPTIONS, strategy=strategy, after_pass=interrupt)
+    assert found.interrupted
+    assert found.costs == first.costs
+    np.testing.assert_array_equal(found.word, first.word)
+    assert not first.interrupted
+
+
+def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
+    records = np.array([(1, 2, 1.0)] * 5_000, RECORD)
+    records[4_321] = (1, 7, 1.0)
+    records.tofile(tmp_path / "records.bin")
+    with pytest.raises(DataError, match="record 4321 is"):
+        train_glove(tmp_path / "records.bin", 3, OPTIONS, strategy="hogwild order=locked", workers=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("glove-")]

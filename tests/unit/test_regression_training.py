@@ -1,0 +1,278 @@
+"""Training from files in one process: what a9a must give, labels, memory, interruption; metrics by scikit-learn."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
+
+from manyhands.data.row_files import Reading, RowFile
+from manyhands.errors import DataError, UserError
+from manyhands.regression.labels import Labels, labels_of
+from manyhands.regression.metrics import Metrics, measure
+from manyhands.regression.model import MODEL_FILE, LogregModel
+from manyhands.regression.options import LogregOptions
+from manyhands.regression.training import LogregResult, train_logreg
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ../shared/data")
+
+
+def small_file(folder: Path, labels: tuple[str, str] = ("-1", "1"), rows: int = 400) -> Path:
+    random = np.random.default_rng(11)
+    truth = random.normal(size=31) * 2
+    lines = []
+    for _ in range(rows):
+        features = np.sort(random.choice(np.arange(1, 31), 6, replace=False))
+        values = random.normal(size=6).round(3)
+        is_yes = truth[features] @ values + random.logistic() > 0
+        pairs = " ".join(f"{i}:{x}" for i, x in zip(features, values, strict=True))
+        lines.append(f"{labels[bool(is_yes)]} {pairs}")
+    path = folder / "small"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def train(path: Path | str, strategy: str = "single", workers: int = 1, **options: Any) -> LogregResult:
+    return train_logreg(path, LogregOptions(**options), strategy=strategy, workers=workers)
+
+
+def assert_good(metrics: Metrics) -> None:
+    assert metrics.accuracy >= 0.848
+    assert metrics.auc is not None
+    assert metrics.auc >= 0.901
+    assert metrics.log_loss <= 0.327
+
+
+@needs_data
+@pytest.mark.parametrize("learner", ["sgd", "adagrad", "ftrl"])
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("single", 1), ("hogwild", 2), ("hogwild order=locked", 2)]
+)
+def test_a9a_is_learned(strategy: str, workers: int, learner: str) -> None:
+    result = train(DATA / "a9a.gz", strategy, workers, learner=learner)
+    assert result.examples == 32561
+    assert len(result.progressive) == 5
+    assert_good(result.model.evaluate(RowFile(DATA / "a9a.t.gz")))
+
+
+@needs_data
+@pytest.mark.parametrize("options", [{"learner": "ftrl", "l1": 3.0}, {"l2": 1e-5}])
+def test_a9a_is_learned_with_hashing_and_penalties(options: dict[str, Any]) -> None:
+    result = train_logreg(DATA / "a9a.gz", LogregOptions(**options), reading=Reading(bits=18))
+    assert result.model.weight.size == 1 << 18
+    assert_good(result.model.evaluate(result.model.file(DATA / "a9a.t.gz")))
+
+
+def test_metrics_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(1)
+    margins = random.normal(size=2000).round(1) * 4  # many ties
+    targets = (margins + 3 * random.logistic(size=2000) > 0).astype(np.float32)
+    weights = random.integers(1, 4, 2000).astype(np.float32)
+    chances = 1 / (1 + np.exp(-margins))
+    for counted in (None, weights):
+        found = measure(margins, targets, counted)
+        assert found.accuracy == pytest.approx(accuracy_score(targets, chances > 0.5, sample_weight=counted))
+        assert found.auc == pytest.approx(roc_auc_score(targets, chances, sample_weight=counted))
+        assert found.log_loss == pytest.approx(log_loss(targets, chances, sample_weight=counted))
+    assert measure(margins, np.ones(2000, np.float32)).auc is None
+    assert measure(np.array([1000.0, -1000.0]), np.array([0, 1], np.float32)).log_loss == pytest.approx(1000)
+
+
+def test_the_labels_of_files(tmp_path: Path) -> None:
+    found = [train(small_file(tmp_path, pair)) for pair in (("-1", "1"), ("0", "1"), ("1", "2"))]
+    assert [(one.model.labels.no, one.model.labels.yes) for one in found] == [(-1, 1), (0, 1), (1, 2)]
+    for one in found[1:]:
+        np.testing.assert_array_equal(one.model.table, found[0].model.table)
+    assert labels_of([1], "x") is None
+    assert labels_of([2], "x") == Labels(1, 2)
+    for wrong, sentence in (
+        ("3", "labels -1, 1, 3; a logistic regression has two"),
+        ("2", "labels -1, 1, 2;"),
+    ):
+        (tmp_path / "three").write_text(f"1 1:1\n-1 1:1\n{wrong} 1:1\n")
+        with pytest.raises(DataError, match=sentence):
+            train(tmp_path / "three")
+    (tmp_path / "one").write_text("1 1:1\n1 2:1\n")
+    with pytest.raises(DataError, match=r"all examples of .* have label 1"):
+        train(tmp_path / "one")
+    (tmp_path / "none.vw").write_text("1 |f 1\n-1 |f 2\n|f 3\n")
+    with pytest.raises(DataError, match="has labels -1, 1, none"):
+        train(tmp_path / "none.vw")
+
+
+def test_label_1_is_held_back_until_its_partner_comes(tmp_path: Path) -> None:
+    (tmp_path / "late").write_text("1 1:1\n" * 50 + "2 2:1\n" * 50)
+    rows = Reading(block_bytes=60)
+    assert train_logreg(tmp_path / "late", reading=rows).model.labels == Labels(1, 2)
+    (tmp_path / "late").write_text("1 1:1\n" * 50 + "0 2:1\n" * 50 + "2 1:1\n")
+    with pytest.raises(DataError, match="an example with label 2 beside 0 and 1"):
+        train_logreg(tmp_path / "late", reading=rows)
+
+
+@pytest.mark.parametrize("strategy", ["single", "hogwild order=turns"])
+def test_memory_does_not_change_the_result(tmp_path: Path, strategy: str) -> None:
+    path = small_file(tmp_path)
+    workers = 1 if strategy == "single" else 2
+    kept = train(path, strategy, workers, rate=0.2)
+    small = Reading(block_bytes=500)
+    read_again = train_logreg(
+        path, LogregOptions(rate=0.2), strategy=strategy, workers=workers, reading=small, memory_bytes=0
+    )
+    np.testing.assert_array_equal(read_again.model.table, kept.model.table)
+    assert read_again.progressive == pytest.approx(kept.progressive, rel=1e-12)
+    assert read_again.examples == kept.examples == 400
+
+
+def test_stdin_is_kept_or_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = gzip.compress(small_file(tmp_path).read_bytes())
+
+    def give() -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    give()
+    kept = train("-")
+    np.testing.assert_array_equal(kept.model.table, train(tmp_path / "small").model.table)
+    give()
+    once = train_logreg("-", LogregOptions(passes=1), memory_bytes=10)
+    np.testing.assert_array_equal(once.model.table, train(tmp_path / "small", passes=1).model.table)
+    give()
+    with pytest.raises(UserError, match="once only, not in passes=5; give a file, more memory or one pass"):
+        train_logreg("-", memory_bytes=10)
+
+
+def test_the_usual_rate_fits_the_size_of_the_values(tmp_path: Path) -> None:
+    """Values that are ten times larger, and weights ten times smaller: the same model."""
+    plain = small_file(tmp_path).read_text().splitlines()
+    larger = []
+    for line in plain:
+        label, *pairs = line.split()
+        larger.append(
+            " ".join([label, *(f"{i}:{float(x) * 10:.8g}" for i, x in (p.split(":") for p in pairs))])
+        )
+    (tmp_path / "larger").write_text("\n".join(larger) + "\n")
+    one, other = train(tmp_path / "small"), train(tmp_path / "larger")
+    assert other.rate == pytest.approx(one.rate / 10, rel=1e-6)
+    found = [result.model.evaluate(RowFile(tmp_path / "small")).log_loss for result in (one,)]
+    found += [result.model.evaluate(RowFile(tmp_path / "larger")).log_loss for result in (other,)]
+    assert found[1] == pytest.approx(found[0], rel=0.1)
+
+
+def test_features_that_come_late_make_the_table_grow(tmp_path: Path) -> None:
+    (tmp_path / "grows").write_text("".join(f"{i % 2} {i * i}:1 {i % 2 + 1}:1\n" for i in range(3, 60)))
+    result = train_logreg(tmp_path / "grows", reading=Reading(block_bytes=40), memory_bytes=0)
+    assert result.model.weight.size == 59 * 59 + 1
+    assert result.model.evaluate(RowFile(tmp_path / "grows")).accuracy == 1.0
+
+
+@pytest.mark.parametrize("strategy", ["single", "hogwild order=turns"])
+def test_an_interrupted_training_has_the_last_whole_pass(tmp_path: Path, strategy: str) -> None:
+    path = small_file(tmp_path)
+
+    class Stop:
+        """Raises in the middle of the second pass."""
+
+        def __init__(self) -> None:
+            self.examples = 0
+
+        def __call__(self, count: int) -> None:
+            self.examples += count
+            if self.examples > 500:
+                raise KeyboardInterrupt
+
+    stop = Stop()
+
+    class Phase:
+        advance = staticmethod(stop)
+
+        def __enter__(self) -> Phase:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Bars:
+        def phase(self, name: str, total: float | None, unit: str) -> Phase:
+            return Phase()
+
+    workers = 1 if strategy == "single" else 2
+    rows = Reading(block_bytes=1000)
+    options: dict[str, Any] = {"strategy": strategy, "workers": workers, "reading": rows, "memory_bytes": 0}
+    found = train_logreg(path, LogregOptions(rate=0.2), bars=Bars(), **options)  # type: ignore[arg-type]
+    assert found.interrupted
+    assert len(found.progressive) == 1
+    np.testing.assert_array_equal(found.model.table, train(path, passes=1, rate=0.2).model.table)
+    stop.examples = 450
+    with pytest.raises(KeyboardInterrupt):
+        train_logreg(path, bars=Bars(), **options)  # type: ignore[arg-type]
+
+
+def test_a_model_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    path = small_file(tmp_path)
+    result = train_logreg(path, reading=Reading(bits=9))
+    result.model.save(tmp_path / MODEL_FILE)
+    for place in (tmp_path, tmp_path / MODEL_FILE):
+        loaded = LogregModel.load(place)
+        assert (loaded.bits, loaded.hash, loaded.labels) == (9, "numbers", Labels(-1, 1))
+        np.testing.assert_array_equal(loaded.table, result.model.table)
+    by_library = safetensors.numpy.load_file(tmp_path / MODEL_FILE)
+    np.testing.assert_array_equal(by_library["weight"], result.model.weight)
+    (rows,) = loaded.file(path).blocks()
+    margins = [
+        loaded.bias + loaded.weight[rows.indices[a:b]] @ rows.values[a:b] for a, b in ((0, 6), (6, 12))
+    ]
+    np.testing.assert_allclose(
+        loaded.probabilities(rows)[:2], 1 / (1 + np.exp(-np.array(margins))), rtol=1e-5
+    )
+
+
+def test_features_that_no_example_taught_count_nothing(tmp_path: Path) -> None:
+    model = train(small_file(tmp_path)).model
+    (tmp_path / "new").write_text("1 5000:3\n1 2000000000:1\n")
+    (rows,) = model.file(tmp_path / "new").blocks()
+    assert model.margins(rows).tolist() == [model.bias, model.bias]
+
+
+def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="can not be read"):
+        LogregModel.load(tmp_path)
+    (tmp_path / "noise").write_bytes(b"noise" * 100)
+    with pytest.raises(UserError, match=r"model .*noise is no safetensors file"):
+        LogregModel.load(tmp_path / "noise")
+    other = {"weight": np.zeros(3, np.float32), "bias": np.zeros(1, np.float32)}
+    header = {"format": "manyhands.logreg.1", "labels": "-1 1", "bits": "9", "hash": "numbers"}
+    for wrong, sentence in (
+        ({"format": "pt"}, "its format is 'pt'"),
+        ({"bits": "9"}, "it has 3 weights for 9 bits"),
+        ({"labels": "5 6"}, "its labels are 5 and 6"),
+    ):
+        safetensors.numpy.save_file(other, tmp_path / "other", {**header, **wrong})
+        with pytest.raises(UserError, match=sentence):
+            LogregModel.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "options", "sentence"),
+    [
+        ("single", 2, {}, "workers=2: single is one process; use strategy=hogwild"),
+        ("hogwild", 0, {}, "workers=0 must be a whole number of at least 1"),
+        ("tensor", 2, {}, "strategy tensor splits vectors"),
+        (
+            "ps",
+            2,
+            {"l1": 0.1},
+            "learner adagrad has no l1 in strategies that work on batches; use learner=ftrl",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, strategy: str, workers: int, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        train(small_file(tmp_path), strategy, workers, **options)
