@@ -128,12 +128,16 @@ def test_threads_learn_what_one_learns(order: str) -> None:
 
 def test_a_thread_that_fails_ends_all() -> None:
     blocks = [draw(CHUNK, seed) for seed in range(4)]
+    calls: list[int] = []
 
-    def fail(_count: int) -> None:
-        raise RuntimeError("no")
+    def fail(count: int) -> None:
+        calls.append(count)
+        if len(calls) == 2:  # one of them only: the others wait for its turn, or go on
+            raise RuntimeError("no")
 
     for order in ("free", "locked", "turns"):
         with OnlineLearner(LogregOptions(), order, 3) as online:
+            calls.clear()
             with pytest.raises(RuntimeError, match="no"):
                 online.learn(blocks, fail)
             online.learn([draw(10)], lambda _count: None)

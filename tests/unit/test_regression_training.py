@@ -15,6 +15,7 @@ from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import DataError, UserError
+from manyhands.regression import online
 from manyhands.regression.labels import Labels, labels_of
 from manyhands.regression.metrics import Metrics, measure
 from manyhands.regression.model import MODEL_FILE, LogregModel
@@ -148,6 +149,16 @@ def test_stdin_is_kept_or_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         train_logreg("-", memory_bytes=10)
 
 
+def test_an_absurd_index_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online, "available_bytes", lambda: 10**9)
+    (tmp_path / "absurd").write_text("1 1:1\n-1 2000000000:1\n")
+    for strategy, workers in (("single", 1), ("ps", 2)):
+        with pytest.raises(UserError, match=r"up to 2000000000 takes .* only 953.7 MiB is available; hash"):
+            train(tmp_path / "absurd", strategy, workers)
+
+
 def test_the_usual_rate_fits_the_size_of_the_values(tmp_path: Path) -> None:
     """Values that are ten times larger, and weights ten times smaller: the same model."""
     plain = small_file(tmp_path).read_text().splitlines()
@@ -182,7 +193,7 @@ def test_an_interrupted_training_has_the_last_whole_pass(tmp_path: Path, strateg
         def __init__(self) -> None:
             self.examples = 0
 
-        def __call__(self, count: int) -> None:
+        def __call__(self, count: int, total: float | None) -> None:
             self.examples += count
             if self.examples > 500:
                 raise KeyboardInterrupt

@@ -151,7 +151,8 @@ def _train(asked: _TrainLogreg) -> None:
     from manyhands.strategy import Single, Strategy, parse_size
 
     strategy = Strategy.parse(asked.strategy)
-    workers = asked.workers or (1 if isinstance(strategy, Single) else _cores())
+    usual = 1 if isinstance(strategy, Single) else _cores()
+    workers = usual if asked.workers is None else asked.workers
     reading = Reading(
         format=asked.file_format,
         bits=asked.bits,

@@ -6,19 +6,20 @@ Threads do the same as processes here: the steps are compiled and need no interp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import NonFinite
+from manyhands.errors import NonFinite, UserError, format_bytes
+from manyhands.memory.segment import available_bytes
 from manyhands.regression.examples import Labelled, scale_of
 from manyhands.regression.kernels import BETA, FREE, LOSS, ORDERS, RULES, TURNS, WEIGHT, WIDTHS, train
 from manyhands.regression.options import LogregOptions
 
-__all__ = ["CHUNK", "OnlineLearner", "Share", "mean_loss", "settings_of", "shares"]
+__all__ = ["CHUNK", "OnlineLearner", "Share", "mean_loss", "require_room", "settings_of", "shares"]
 
 CHUNK = 2048
 """Examples that a worker takes at a time: some tenths of a millisecond."""
@@ -56,13 +57,10 @@ class OnlineLearner:
         lengths = [len(block.rows) for block in stretch]
         self._words[0] = self._seen if self._order == TURNS else 0
         hands = min(self._workers, sum(lengths))
-        given = [
-            iter(shares(lengths, self._seen, self._order == TURNS, rank, hands)) for rank in range(hands)
-        ]
-        if self._order != TURNS:
-            given = [
-                given[0]
-            ] * hands  # whoever comes first takes the next; `next` of a list's iterator is atomic
+        if self._order == TURNS:
+            given = [iter(shares(lengths, self._seen, True, rank, hands)) for rank in range(hands)]
+        else:  # whoever comes first takes the next: `next` of a list's iterator is atomic
+            given = [iter(shares(lengths, self._seen, False, 0, hands))] * hands
         sums = np.zeros((hands, 8))  # a cache line for each
         if self._pool is None:
             self._work(stretch, given[0], sums[0], on_done)
@@ -90,6 +88,7 @@ class OnlineLearner:
         """Make room for so many features, by doubling: files tell of their largest only at the end."""
         needed = (size + 1) * self._width
         if needed > self._table.size:
+            require_room(size, self._width * self._table.itemsize)
             larger = np.zeros(max(needed, min(2 * self._table.size, needed + (1 << 28))), self._table.dtype)
             larger[: self._table.size] = self._table
             self._table = larger
@@ -107,13 +106,14 @@ class OnlineLearner:
             for rank, mine in enumerate(given)
         ]
         try:
-            for one in work:
-                one.result()
-        except BaseException:
-            self._words[1] = 1  # ends every wait; and nothing more is taken
+            wait(work, return_when=FIRST_EXCEPTION)
+        finally:
+            # where one failed, or all were interrupted: this ends every wait, and nothing more is taken
+            self._words[1] = 1
             wait(work)
             self._words[1] = 0
-            raise
+        for one in work:
+            one.result()
 
     def _work(
         self,
@@ -141,6 +141,16 @@ class OnlineLearner:
                 sums,
             )
             on_done(len(range(*span)))
+
+
+def require_room(size: int, row_bytes: int) -> None:
+    """UserError where a table of so many features does not fit in memory, as one absurd index may make it."""
+    needed, room = size * row_bytes, available_bytes()
+    if needed > room:
+        raise UserError(
+            f"a weight for every feature up to {size - 1} takes {format_bytes(needed)}, but only {format_bytes(room)} "
+            "is available; hash the features into fewer with a number of bits, such as 24"
+        )
 
 
 def settings_of(options: LogregOptions, dtype: Any) -> NDArray[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,14 @@ from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
 from manyhands.regression.examples import Examples
 from manyhands.regression.model import LogregModel
-from manyhands.regression.online import OnlineLearner, mean_loss
+from manyhands.regression.online import OnlineLearner, mean_loss, require_room
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.spool import Spool, SpooledRows
 from manyhands.strategy import Hogwild, Single, Strategy, Tensor
 
 __all__ = ["LogregResult", "train_logreg"]
 
+_ROW_BYTES = 16  # of one feature with all that a learner keeps of it
 AfterPass = Callable[[int, float], None]
 
 
@@ -45,7 +47,6 @@ class LogregResult:
     seconds: float
     interrupted: bool = False
     """Whether Ctrl-C ended it early; the model is that after the last whole pass."""
-    notes: list[str] = field(default_factory=list)
 
     @property
     def examples_per_s(self) -> float:
@@ -137,14 +138,17 @@ def _result(job: _Job, table: NDArray[np.float32], seconds: float) -> LogregResu
 def _here(job: _Job, order: str) -> NDArray[np.float32]:
     """In this process, by one thread or several."""
     table: NDArray[np.float32] | None = None
-    with OnlineLearner(job.options, order, job.workers) as learner:
+    with (
+        OnlineLearner(job.options, order, job.workers) as learner,
+        job.bars.phase("learning", None, "examples") as phase,
+    ):
         try:
             for number in range(1, job.options.passes + 1):
                 size, sums = 0, np.zeros(2)
-                with job.bars.phase(f"pass {number}", job.examples.count or None, "examples") as phase:
-                    for stretch in job.examples.stretches():
-                        sums += learner.learn(stretch, phase.advance)
-                        size = max(size, *(block.rows.size for block in stretch))
+                total = job.examples.count * job.options.passes or None  # known after the first pass
+                for stretch in job.examples.stretches():
+                    sums += learner.learn(stretch, partial(phase.advance, total=total))
+                    size = max(size, *(block.rows.size for block in stretch))
                 table = learner.weights(size)
                 job.rate = learner.rate or 0.0
                 job.finish_pass(mean_loss(sums, number))
@@ -163,6 +167,7 @@ def _spool(job: _Job, spool: Spool) -> SpooledRows:
             for block in stretch:
                 spool.add(block)
     rows = spool.finish()
+    require_room(rows.size, _ROW_BYTES)
     job.rate = job.options.settled(rows.scale).rate or 0.0
     return rows
 
