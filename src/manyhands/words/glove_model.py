@@ -152,7 +152,7 @@ class GloveModel:
         return np.array([self.vocabulary_size, layout.lanes, layout.accumulators, layout.width], np.int64)
 
     def initialise(self) -> GloveModel:
-        """Draw vectors from (-0.5, 0.5) / sqrt(dim), biases from (-0.5, 0.5) / dim, by the seed and whatever dims are here.
+        """Draw vectors from (-0.5, 0.5) / sqrt(dim) and biases from (-0.5, 0.5) / dim by the seed, then cut out `dims`.
 
         The published tools divide all of them by dim. Longer vectors have longer gradients to begin with: costs are
         lower after each pass, and analogies better after 15.
