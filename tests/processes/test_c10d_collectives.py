@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(150)
 CHECKS = [*checks_of(c10d_collectives), "descriptors"]
 
 
-WORLDS = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak), 4]
+WORLDS = [*(pytest.param(world, marks=pytest.mark.soak) for world in (1, 2, 3)), 4]
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world{world}")

@@ -14,10 +14,12 @@ from rich.table import Table
 from manyhands import __version__
 from manyhands.cli.audit import audit_command
 from manyhands.cli.bench import bench_app
+from manyhands.cli.explain import explain_command
 from manyhands.cli.glove import add_train_glove, glove_app
 from manyhands.cli.launch import launch_command
 from manyhands.cli.regression import add_train_logreg, predict_command
 from manyhands.cli.replay import replay_command
+from manyhands.cli.timeline import timeline_command
 from manyhands.cli.train import train_app
 from manyhands.doctor import Verdict, examine
 from manyhands.errors import ManyhandsError, UserError
@@ -38,6 +40,8 @@ app.add_typer(glove_app, name="glove")
 app.add_typer(bench_app, name="bench")
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
+app.command("timeline")(timeline_command)
+app.command("explain")(explain_command)
 app.command("predict")(predict_command)
 app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
 

@@ -14,7 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.server.row_kernels import first_stranger
+
 __all__ = ["Placement", "place"]
+
+_NO_OWNERS = np.empty(0, dtype=np.int16)
 
 
 class Placement:
@@ -57,12 +61,9 @@ class Placement:
 
     def stranger(self, rows: Tensor, shard: int) -> int | None:
         """The first of `rows` that a shard does not have."""
-        inside = (rows >= 0) & (rows < self.num_rows)
-        if self._owners is not None:
-            inside &= self._owners[rows.clamp(0, self.num_rows - 1)] == shard
-        if bool(inside.all()):
-            return None
-        return int(rows[~inside][0])
+        owners = self._owners.numpy() if self._owners is not None else _NO_OWNERS
+        index = first_stranger(rows.numpy(), owners, shard, self.num_rows)
+        return None if index < 0 else int(rows[index])
 
 
 @lru_cache(maxsize=64)

@@ -15,12 +15,23 @@ from numba import njit
 __all__ = [
     "adagrad_rows",
     "adam_rows",
+    "first_stranger",
     "ftrl_rows",
     "number_rows",
     "put_rows",
     "sgd_rows",
     "sum_rows",
 ]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def first_stranger(rows: Any, owners: Any, shard: int, num_rows: int) -> int:
+    """Where the first of `rows` is that a shard does not have; -1 if it has all. Without `owners` it has the table."""
+    for index in range(rows.size):
+        row = rows[index]
+        if row < 0 or row >= num_rows or (owners.size and owners[row] != shard):
+            return index
+    return -1
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -32,6 +32,7 @@ class ServerTables:
 
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
+        self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
@@ -39,7 +40,7 @@ class ServerTables:
         """Refuse a payload that is longer than rows of this shard can be, before it is read."""
         if not 0 <= shard < self._layout.shards:
             raise ProtocolError("shard", f"{shard} is none of {self._layout.shards}")
-        most = most_bytes(self._layout, shard)
+        most = self._most_bytes[shard]
         if num_bytes > most:
             raise ProtocolError(
                 "payload_bytes", f"rows for shard {shard} have at most {most} bytes, not {num_bytes}"

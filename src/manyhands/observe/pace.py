@@ -1,0 +1,181 @@
+"""Who computes slowly, and since when: a change point in compute times, which no barrier equalises.
+
+Time is cut into windows that hold equally many steps of all workers together. In each, a worker's pace is the
+median of its compute times, held against the median pace of the others. The longest stretch of windows in
+which it is more than 1.3 times that (one window in between may be an exception) is when the worker was slow;
+the steps in which that began and ended are then looked for around the stretch's two ends. Times that jitter
+have such stretches by chance: one counts only if its long steps are more than the jitter elsewhere in the run
+would ever put there (Chernoff's bound on the binomial, for all the stretches that might have been found).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SLOW_FACTOR", "Pace", "Slow", "find_slow"]
+
+SLOW_FACTOR = 1.3
+"""A worker that computes this many times the median of the others is slow."""
+
+_MS = 1e-6
+_STEP_MASK = (1 << 40) - 1  # of a step's key, the step
+_MIN_WINDOW, _MAX_WINDOW, _WINDOWS = 5, 50, 100  # steps a worker, at least and at most; windows to aim for
+_MIN_JITTER = 0.02  # long steps that any run may have, as a share
+_DOUBT = 1000  # one run in so many may name a worker by chance
+_Floats = npt.NDArray[np.float64]
+
+
+class Pace(NamedTuple):
+    """The compute time of every step of one worker, in nanoseconds."""
+
+    worker: int
+    name: str
+    keys: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    compute: _Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """A worker that computed longer than the others, and when."""
+
+    worker: int
+    name: str
+    since_step: int
+    until_step: int | None  # None: to the end
+    from_the_start: bool
+    ratio: float
+    compute_ms: float
+    others_ms: float
+    step_before_ms: float | None  # the run's median step before and since, where it is synchronous
+    step_since_ms: float | None
+
+
+def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tuple[Slow, ...]:
+    """Every worker that is or was slow for a while, the slowest first; `step_ms` is each step's time by key."""
+    if len(paces) < 2:
+        return ()
+    paces = [_by_start(pace) for pace in paces]
+    windows = _windows_of(paces)
+    medians = _medians(paces, windows)
+    others = [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
+    is_long = [
+        pace.compute > SLOW_FACTOR * theirs[window]
+        for pace, theirs, window in zip(paces, others, windows, strict=True)
+    ]
+    found = []
+    for index, pace in enumerate(paces):
+        windowed = _longest(medians[:, index] > SLOW_FACTOR * others[index])
+        if windowed is None:
+            continue
+        stretch = _refined(is_long[index], windows[index], windowed, len(medians))
+        theirs_ns = float(np.median(others[index][windowed.start : windowed.stop]))
+        slow = _slow(pace, stretch, theirs_ns, step_ms)
+        if slow.ratio > SLOW_FACTOR and _is_no_chance(is_long, index, stretch, len(medians)):
+            found.append(slow)
+    return tuple(sorted(found, key=lambda slow: -slow.ratio))
+
+
+def _by_start(pace: Pace) -> Pace:
+    order = np.argsort(pace.start, kind="stable")
+    return pace._replace(keys=pace.keys[order], start=pace.start[order], compute=pace.compute[order])
+
+
+def _windows_of(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
+    """For every worker, the window that each of its steps lies in."""
+    starts = np.concatenate([pace.start for pace in paces])
+    per_worker = max(1, len(starts) // len(paces))
+    size = min(max(per_worker // _WINDOWS, _MIN_WINDOW), _MAX_WINDOW) * len(paces)
+    rank = np.empty(len(starts), np.int64)
+    rank[np.argsort(starts, kind="stable")] = np.arange(len(starts))
+    # What is left over at the end joins the last whole window.
+    window = np.minimum(rank // size, max(0, len(starts) // size - 1))
+    return np.split(window, np.cumsum([len(pace.start) for pace in paces])[:-1])
+
+
+def _medians(paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]) -> _Floats:
+    """Each worker's pace in each window; who did no step in one keeps the pace it had."""
+    count = 1 + max(int(window.max()) for window in windows)
+    medians = np.full((count, len(paces)), np.nan)
+    for column, (pace, window) in enumerate(zip(paces, windows, strict=True)):
+        for row in np.unique(window):
+            medians[row, column] = np.median(pace.compute[window == row])
+        known = np.flatnonzero(~np.isnan(medians[:, column]))
+        nearest = np.maximum(np.searchsorted(known, np.arange(count), side="right") - 1, 0)
+        medians[:, column] = medians[known[nearest], column]
+    return medians
+
+
+def _longest(flags: npt.NDArray[np.bool_]) -> range | None:
+    """The longest stretch of true windows, exceptions of one window filled in; None below two windows."""
+    filled = flags.copy()
+    filled[1:-1] |= flags[:-2] & flags[2:]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], filled, [False]]).astype(np.int8)))
+    stretches = [range(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+    longest = max(stretches, key=len, default=range(0))
+    return longest if len(longest) >= min(2, len(flags)) else None
+
+
+def _refined(
+    is_long: npt.NDArray[np.bool_], window: npt.NDArray[np.int64], stretch: range, count: int
+) -> range:
+    """The steps of a stretch of windows, of which there are `count`."""
+    score = np.where(is_long, 1, -1)
+    end = len(score) if stretch.stop == count else _change(-score, window, stretch.stop)
+    begin = min(_change(score, window, stretch.start), end - 1)
+    return range(max(0, begin), max(1, end))
+
+
+def _change(score: npt.NDArray[np.int_], window: npt.NDArray[np.int64], at: int) -> int:
+    """The first step that the score is for: the best split of the steps of window `at` and the one before."""
+    near = np.flatnonzero((window == at) | (window == at - 1))
+    if not len(near):  # it did no step there at all
+        return int(np.searchsorted(window, at))
+    gained = np.cumsum(
+        score[near][::-1]
+    )  # from the last step backwards, so that of equals the latest is taken
+    return int(near[-1] - gained.argmax())
+
+
+def _is_no_chance(
+    is_long: Sequence[npt.NDArray[np.bool_]], worker: int, stretch: range, windows: int
+) -> bool:
+    """Whether jitter, as frequent as it is outside of the stretch, would not make as many steps long."""
+    inside = int(is_long[worker][stretch.start : stretch.stop].sum())
+    long = sum(int(flags.sum()) for flags in is_long) - inside
+    steps = sum(len(flags) for flags in is_long) - len(stretch)
+    expected = max(_MIN_JITTER, long / max(1, steps))
+    share = inside / len(stretch)
+    if share <= expected:
+        return False
+    surprise = share * math.log(share / expected)
+    if share < 1:
+        surprise += (1 - share) * math.log((1 - share) / (1 - expected))
+    return len(stretch) * surprise > math.log(_DOUBT * windows**2 * len(is_long))
+
+
+def _slow(pace: Pace, stretch: range, theirs_ns: float, step_ms: Mapping[int, float] | None) -> Slow:
+    own = float(np.median(pace.compute[stretch.start : stretch.stop]))
+    first = int(pace.keys[stretch.start])
+    last = int(pace.keys[stretch.stop - 1]) if stretch.stop < len(pace.keys) else None
+    times = step_ms or {}
+    before = [ms for key, ms in times.items() if key < first]
+    since = [ms for key, ms in times.items() if key >= first and (last is None or key <= last)]
+    return Slow(
+        worker=pace.worker,
+        name=pace.name,
+        since_step=first & _STEP_MASK,
+        until_step=None if last is None else last & _STEP_MASK,
+        from_the_start=stretch.start == 0,
+        ratio=own / theirs_ns if theirs_ns > 0 else 1.0,
+        compute_ms=own * _MS,
+        others_ms=theirs_ns * _MS,
+        step_before_ms=float(np.median(before)) if before else None,
+        step_since_ms=float(np.median(since)) if since else None,
+    )

@@ -1,0 +1,386 @@
+"""Timelines of runs whose course is known: nothing overlaps, nothing is lost unsaid, arrows end where waits do."""
+
+import itertools
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from manyhands.cli.main import app
+from manyhands.errors import DataError, UserError
+from manyhands.observe.events import NO_STEP, NOBODY, RECORD, EventKind, Records
+from manyhands.observe.files import EventFileWriter
+from manyhands.observe.recorded import RoleEvents, read_run_events
+from manyhands.observe.timeline import Row, Timeline, build_timeline
+from manyhands.observe.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
+from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.store import RunDirectory
+
+MS = 1_000_000
+ZERO = 5_000 * MS
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def records_of(role: int, rows: Sequence[tuple[EventKind, int, int, int, int]]) -> Records:
+    """Records of (kind, start, duration, step, peer), in nanoseconds."""
+    out = np.zeros(len(rows), RECORD)
+    for name, column in zip(
+        ("kind", "start_ns", "duration_ns", "step", "peer"), zip(*rows, strict=True), strict=True
+    ):
+        out[name] = column
+    out["role"], out["id"] = role, np.arange(len(rows))
+    return out
+
+
+def barrier_run(compute_ms: Sequence[float], steps: int, exchange_ms: float = 1.0) -> list[RoleEvents]:
+    """Steps that end together: each role computes, waits for the slowest, exchanges."""
+    slowest = int(np.argmax(compute_ms))
+    whole = round((max(compute_ms) + exchange_ms) * MS)
+    roles = []
+    for role, own in enumerate(compute_ms):
+        rows = [(EventKind.JOIN, ZERO - 9 * MS, 4 * MS, NO_STEP, NOBODY)]
+        for step in range(steps):
+            begin, busy = ZERO + step * whole, round(own * MS)
+            rows.append((EventKind.COMPUTE, begin, busy, step, NOBODY))
+            waited = round(max(compute_ms) * MS) - busy
+            if waited:
+                rows.append((EventKind.WAIT, begin + busy, waited, step, slowest))
+            rows.append((EventKind.EXCHANGE, begin + busy + waited, round(exchange_ms * MS), step, NOBODY))
+            rows.append((EventKind.STEP, begin, whole, step, NOBODY))
+        rows.append((EventKind.LEAVE, ZERO + steps * whole, 0, NO_STEP, NOBODY))
+        roles.append(RoleEvents(role=role, name=f"worker-{role}", records=records_of(role, rows)))
+    return roles
+
+
+def trace_of(timeline: Timeline) -> tuple[dict[str, Any], int]:
+    data = b"".join(trace_json(timeline, {"strategy": "mirrored"}))
+    trace: dict[str, Any] = json.loads(data)
+    return trace, len(data)
+
+
+def assert_in_order(row: Row) -> None:
+    pieces = sorted((piece.start_ns, piece.end_ns) for piece in (*row.slices, *row.gaps))
+    assert all(begin < end for begin, end in pieces)
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(pieces))
+
+
+def times(row: Row) -> list[tuple[str, int, int]]:
+    return [(part.kind.name, part.start_ns, part.end_ns) for part in row.slices]
+
+
+# ---- laying out ----
+
+
+def test_what_does_not_overlap_stays_where_it_was_recorded() -> None:
+    timeline = build_timeline(barrier_run([2, 5], 2), max_slices=1000)
+    zero = 9 * MS  # the run's first event is the join
+    assert times(timeline.rows[0]) == [
+        ("COMPUTE", zero, zero + 2 * MS),
+        ("WAIT", zero + 2 * MS, zero + 5 * MS),
+        ("EXCHANGE", zero + 5 * MS, zero + 6 * MS),
+        ("COMPUTE", zero + 6 * MS, zero + 8 * MS),
+        ("WAIT", zero + 8 * MS, zero + 11 * MS),
+        ("EXCHANGE", zero + 11 * MS, zero + 12 * MS),
+    ]
+    assert [step.end_ns for step in timeline.rows[1].steps] == [zero + 6 * MS, zero + 12 * MS]
+    assert [mark.kind for mark in timeline.rows[0].marks] == [EventKind.JOIN, EventKind.LEAVE]
+    assert timeline.left_out == ()
+
+
+def test_an_exchange_hidden_under_backward_keeps_its_length_inside_the_step() -> None:
+    # 10 ms of backward hid 3 ms of exchange: 7 ms of compute, then a wait, then 1 + 3 ms of exchange in one piece.
+    rows = [
+        (EventKind.COMPUTE, 0, 7, 0, NOBODY),
+        (EventKind.WAIT, 10, 5, 0, 1),
+        (EventKind.EXCHANGE, 15, 4, 0, NOBODY),
+        (EventKind.COMPUTE, 16, 2, 0, NOBODY),
+        (EventKind.STEP, 0, 18, 0, NOBODY),
+        (EventKind.COMPUTE, 18, 7, 1, NOBODY),
+    ]
+    role = RoleEvents(role=0, name="worker-0", records=records_of(0, rows))
+    row = build_timeline([role], max_slices=100).rows[0]
+    assert times(row) == [
+        ("COMPUTE", 0, 7),
+        ("WAIT", 7, 12),
+        ("EXCHANGE", 12, 16),
+        ("COMPUTE", 16, 18),
+        ("COMPUTE", 18, 25),
+    ]
+
+
+def test_parts_recorded_from_one_moment_are_laid_end_to_end() -> None:
+    rows = [
+        (EventKind.COMPUTE, 0, 10, 0, NOBODY),
+        (EventKind.WAIT, 10, 3, 0, 1),
+        (EventKind.WAIT, 10, 4, 0, 2),
+        (EventKind.EXCHANGE, 10, 5, 0, NOBODY),
+        (EventKind.STEP, 0, 22, 0, NOBODY),
+    ]
+    role = RoleEvents(role=0, name="worker-0", records=records_of(0, rows))
+    row = build_timeline([role], max_slices=100).rows[0]
+    assert [begin for _, begin, _ in times(row)] == [0, 10, 13, 17]
+    assert times(row)[-1] == ("EXCHANGE", 17, 22)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_never_overlap_whatever_was_recorded(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    kinds = [EventKind.COMPUTE, EventKind.WAIT, EventKind.EXCHANGE, EventKind.STEP, EventKind.EVALUATE]
+    rows = [
+        (kinds[random.integers(5)], *random.integers(0, 300, 2).tolist(), int(random.integers(12)), 1)
+        for _ in range(80)
+    ]
+    roles = [
+        RoleEvents(role=role, name=f"worker-{role}", records=records_of(role, rows[role::2]))
+        for role in (0, 1)
+    ]
+    for most in (1000, 12):
+        timeline = build_timeline(roles, max_slices=most)
+        for row in timeline.rows:
+            assert_in_order(row)
+        assert_flows_bound(trace_of(timeline)[0])
+
+
+# ---- arrows ----
+
+
+def test_an_arrow_leads_from_the_one_waited_for_to_the_end_of_the_wait() -> None:
+    timeline = build_timeline(barrier_run([2, 5, 3], 1), max_slices=1000)
+    end = 9 * MS + 5 * MS
+    found = [(arrow.source, arrow.target, arrow.source_ns, arrow.target_ns) for arrow in timeline.arrows]
+    assert found == [(1, 0, end - 1, end - 1), (1, 2, end - 1, end - 1)]
+
+
+def test_no_arrow_without_a_peer_or_from_a_row_that_is_not_there() -> None:
+    rows = [
+        (EventKind.COMPUTE, 0, 10, 0, NOBODY),
+        (EventKind.WAIT, 10, 3, 0, NOBODY),
+        (EventKind.WAIT, 13, 3, 0, 7),
+        (EventKind.STEP, 0, 16, 0, NOBODY),
+    ]
+    role = RoleEvents(role=0, name="worker-0", records=records_of(0, rows))
+    assert build_timeline([role], max_slices=100).arrows == ()
+
+
+# ---- the trace ----
+
+
+def assert_flows_bound(trace: dict[str, Any]) -> None:
+    """Each flow begins and ends once, not backwards in time, inside a slice of its own track."""
+    events = trace["traceEvents"]
+    slices = defaultdict(list)
+    for event in events:
+        assert {"name", "ph", "ts", "pid", "tid"} <= event.keys()
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert Counter(event["ph"] for event in events)["s"] == len(starts)
+    assert Counter(event["ph"] for event in events)["f"] == len(ends)
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        end = ends[number]
+        assert start["ts"] <= end["ts"]
+        assert end["bp"] == "e"
+        assert (start["name"], start["cat"]) == (end["name"], end["cat"])
+        for event in (start, end):
+            track = slices[event["pid"], event["tid"]]
+            assert any(begin - 1e-6 <= event["ts"] <= stop + 1e-6 for begin, stop in track)
+
+
+def test_the_trace_has_a_named_process_per_role_and_matched_flows() -> None:
+    roles = barrier_run([2, 5, 3], 4)
+    roles[2] = RoleEvents(
+        role=2,
+        name="worker-2",
+        records=np.concatenate(
+            [roles[2].records, records_of(2, [(EventKind.FAULT, ZERO + 7 * MS, 0, 3, 1)])]
+        ),
+    )
+    trace, _ = trace_of(build_timeline(roles, max_slices=1000))
+    assert_flows_bound(trace)
+    events = trace["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {1: "worker 0", 2: "worker 1", 3: "worker 2"}
+    kinds = Counter(event["name"] for event in events if event["ph"] == "X" and event["cat"] != "step")
+    assert kinds == {"compute": 12, "exchange": 12, "wait for worker 1": 8}
+    assert Counter(event["ph"] for event in events)["s"] == 8
+    instants = Counter(event["name"] for event in events if event["ph"] == "i")
+    assert instants == {"join": 3, "leave": 3, "fault of worker 1": 1}
+    assert trace["otherData"] == {"strategy": "mirrored", "left out": "nothing"}
+    first = next(event for event in events if event["name"] == "wait for worker 1")
+    assert (first["ts"], first["dur"], first["args"]) == (11_000, 3_000, {"step": 0, "peer": 1})
+
+
+def test_ten_thousand_steps_are_bounded_and_the_file_says_what_is_left_out() -> None:
+    steps = 10_000
+    roles = barrier_run([2, 5], steps)
+    slow = roles[1].records
+    slow["duration_ns"][(slow["kind"] == EventKind.STEP) & (slow["step"] == 6_000)] += MS // 2
+    timeline = build_timeline(roles, max_slices=MAX_TRACE_SLICES)
+    trace, size = trace_of(timeline)
+    assert size < 20_000_000
+    assert [window.label for window in timeline.windows] == ["first", "slowest", "last"]
+    first, slowest, last = timeline.windows
+    assert first.first_step == 0
+    assert last.last_step == steps - 1
+    assert slowest.first_step <= 6_000 <= slowest.last_step
+    shown = {event["args"]["step"] for event in trace["traceEvents"] if event.get("cat") == "step"}
+    gone = steps - len(shown)
+    assert gone > 0
+    assert f"{gone:,} of 10,000 steps are left out" in trace["otherData"]["left out"]
+    for row in timeline.rows:
+        assert_in_order(row)
+        assert row.gaps
+    # Nothing is lost from the sums: what is drawn and what is left out make the whole run.
+    row = timeline.rows[0]
+    drawn = sum(part.end_ns - part.start_ns for part in row.slices if part.kind is EventKind.WAIT)
+    assert drawn + sum(gap.wait_ns for gap in row.gaps) == steps * 3 * MS
+
+
+def test_faults_without_end_are_bounded_too() -> None:
+    rows = [(EventKind.FAULT, moment, 0, 0, NOBODY) for moment in range(5_000)]
+    rows.append((EventKind.STEP, 0, 10, 0, NOBODY))
+    role = RoleEvents(role=0, name="worker-0", records=records_of(0, rows))
+    timeline = build_timeline([role], max_slices=100)
+    moments = [mark.at_ns for mark in timeline.rows[0].marks]
+    assert (len(moments), moments[0], moments[-1]) == (1_000, 0, 4_999)
+    assert timeline.left_out == ("4,000 joins, leaves and faults in the middle of worker 0 are left out",)
+
+
+# ---- the picture ----
+
+
+def texts(root: ET.Element, tag: str) -> list[str]:
+    return [element.text or "" for element in root.iter(SVG + tag)]
+
+
+def test_the_picture_has_a_row_per_worker_and_a_tooltip_per_bar() -> None:
+    timeline = build_timeline(barrier_run([2, 5], 3), max_slices=MAX_SVG_SLICES, max_steps=MAX_SVG_STEPS)
+    svg = timeline_svg(timeline, 'a < b & "c"')
+    root = ET.fromstring(svg)
+    said = texts(root, "text")
+    assert {'a < b & "c"', "worker 0", "worker 1", "compute", "exchange", "waiting", "ms"} <= set(said)
+    assert said.count("2") >= 2  # the number of the last step, above both rows
+    classes = Counter(
+        element.get("class") for element in root.iter() if element.find(SVG + "title") is not None
+    )
+    assert classes == {"step": 6, "compute": 6, "exchange": 6, "waiting": 3, "arrow": 3, "mark": 2}
+    assert "worker 0, step 1: waiting for worker 1 3.000 ms" in texts(root, "title")
+    assert "prefers-color-scheme: dark" in svg
+    assert not re.search(r"(href|src|@import|url\((?!#))", svg), "it must need nothing from elsewhere"
+
+
+def test_bars_are_to_scale_and_inside_the_picture() -> None:
+    timeline = build_timeline(barrier_run([2, 5], 3), max_slices=MAX_SVG_SLICES)
+    root = ET.fromstring(timeline_svg(timeline, "x"))
+    bars = {
+        title.text: (float(bar.get("x", "")), float(bar.get("width", "")))
+        for bar in root.iter(SVG + "rect")
+        if (title := bar.find(SVG + "title")) is not None
+    }
+    fast, slow = (bars[f"worker {role}, step 0: compute {ms}.000 ms"] for role, ms in ((0, 2), (1, 5)))
+    assert fast[0] == slow[0]
+    assert fast[1] / slow[1] == pytest.approx(2 / 5, abs=1e-3)
+    width = float(root.get("width", ""))
+    assert all(x >= 0 and x + wide <= width for x, wide in bars.values())
+
+
+def test_a_long_run_is_three_panels_and_a_sentence() -> None:
+    timeline = build_timeline(barrier_run([2, 5], 500), max_slices=MAX_SVG_SLICES, max_steps=24)
+    svg = timeline_svg(timeline, "x")
+    said = texts(ET.fromstring(svg), "text")
+    assert [text for text in said if re.fullmatch(r"steps \d+ to \d+ \(\w+\)", text)] == [
+        "steps 0 to 7 (first)",
+        "steps 8 to 15 (slowest)",
+        "steps 492 to 499 (last)",
+    ]
+    assert any(text.startswith("476 of 500 steps are left out (steps 16 to 491)") for text in said)
+    assert len(svg) < 200_000
+
+
+def test_steps_can_be_chosen() -> None:
+    roles = barrier_run([2, 5], 50)
+    timeline = build_timeline(roles, max_slices=1000, steps=range(10, 13))
+    assert {part.step for row in timeline.rows for part in row.slices} == {10, 11, 12}
+    with pytest.raises(UserError, match="none of the run's steps, 0 to 49"):
+        build_timeline(roles, max_slices=1000, steps=range(60, 70))
+    with pytest.raises(UserError, match="no step"):
+        build_timeline([], max_slices=1000)
+
+
+# ---- from files, and through the command ----
+
+
+def write_run(path: Path, roles: Sequence[RoleEvents]) -> Path:
+    config = {"task": "digits", "seed": 0, "batch_size": 8, "samples": 64, "parameters": {"w": "float32 2"}}
+    with RunDirectory.create(path, {**config, "strategy": "mirrored", "workers": len(roles)}) as run:
+        for events in roles:
+            add_file(run.events_path, events)
+    return path
+
+
+def add_file(directory: Path, events: RoleEvents, dropped: int = 0) -> Path:
+    writer = EventFileWriter.create(directory, name=events.name, role=events.role, max_bytes=10**7)
+    writer.append(events.records)
+    writer.close(dropped)
+    return writer.path
+
+
+def test_the_files_of_a_resumed_run_are_one_run(tmp_path: Path) -> None:
+    roles = barrier_run([2, 5], 3)
+    for part in range(2):
+        for events in roles:
+            path = add_file(tmp_path, events, dropped=part * 4)
+            if part:  # as if the machine had been started anew: its monotonic clock began again
+                data = bytearray(path.read_bytes())
+                data[16:24] = (int.from_bytes(data[16:24], "little", signed=True) + 10**12).to_bytes(
+                    8, "little"
+                )
+                path.write_bytes(data)
+    run = read_run_events(tmp_path)
+    assert [(events.name, len(events.records)) for events in run.roles] == [
+        ("worker-0", 28),
+        ("worker-1", 22),
+    ]
+    assert [events.resumes for events in run.roles] == [(14,), (11,)]
+    assert run.notes == tuple(
+        f"worker-{role}.2.bin misses 4 events that were recorded and not kept" for role in (0, 1)
+    )
+    starts = [events.records["start_ns"].astype(np.int64) for events in run.roles]
+    shifts = {int(start[count] - start[0]) for start, count in zip(starts, (14, 11), strict=True)}
+    assert len(shifts) == 1, "all roles are moved alike"
+    assert abs(shifts.pop() - 10**12) < 10**11
+
+
+def test_a_folder_without_events_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no event files"):
+        read_run_events(tmp_path)
+    (tmp_path / "worker-0.bin").write_bytes(b"no events")
+    with pytest.raises(DataError, match=r"worker-0\.bin"):
+        read_run_events(tmp_path)
+
+
+def test_the_command_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", barrier_run([2, 5], 40))
+    done = CliRunner().invoke(app, ["timeline", str(run)])
+    assert done.exit_code == 0, done.output
+    assert_flows_bound(json.loads((run / "timeline.json").read_text()))
+
+    out = tmp_path / "picture.svg"
+    done = CliRunner().invoke(app, ["timeline", str(run), "--out", str(out), "--steps", "4:8"])
+    assert done.exit_code == 0, done.output
+    assert "steps 4 to 7" in texts(ET.parse(out).getroot(), "text")
+
+    done = CliRunner().invoke(app, ["timeline", str(run), "--out", str(out)])
+    assert "16 of 40 steps are left out" in done.output
+    for wrong in ("8:4", "x", "3"):
+        with pytest.raises(UserError, match="--steps"):
+            CliRunner().invoke(app, ["timeline", str(run), "--steps", wrong], catch_exceptions=False)
