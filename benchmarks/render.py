@@ -187,6 +187,108 @@ def server_memory(name: str) -> Callable[[], str]:
     return render
 
 
+def glove_training() -> str:
+    """Records per CPU-second of training beside C, and what a second core adds."""
+    result = load("glove")["train"]
+    rows = [["dimensions", "one thread", "C, double precision", "ratio", "two threads ÷ one"]]
+    for row in result["rows"]:
+        found = row["records_per_s"]
+        rows.append(
+            [
+                str(row["dim"]),
+                f"{found['one thread, per CPU-second'] / 1e6:.1f} M/CPU-s",
+                f"{found['C, per CPU-second'] / 1e6:.2f} M/CPU-s",
+                show_ratio(row["times_c"]),
+                f"{row['two_over_one']:.2f}",
+            ]
+        )
+    return f"**{result['records']:,} records, {result['cores']} cores**\n\n{markdown(rows)}"
+
+
+def glove_counting() -> str:
+    """Tokens per second of counting co-occurrence beside C."""
+    result = load("glove")["count"]
+    row = result["rows"]
+    found = {name: f"{speed / 1e6:.2f} M tokens/s" for name, speed in row["tokens_per_s"].items()}
+    about = f"**{row['tokens']:,} tokens, window {row['window']}, {row['records']:,} records, {result['cores']} cores**"
+    table = [["", *found, "two workers ÷ C"], [row["corpus"], *found.values(), show_ratio(row["times_c"])]]
+    return f"{about}\n\n{markdown(table)}"
+
+
+def glove_workers() -> str:
+    """Records per second and final cost over the number of workers: serial, locked, in turns, HOGWILD!."""
+    result = load("glove-16core")["workers"]
+    rows = result["rows"]
+    orders = list(dict.fromkeys(row["order"] for row in rows[1:]))
+    table = [["workers", *orders]]
+    for workers in dict.fromkeys(row["workers"] for row in rows):
+        found = [
+            row for order in orders for row in rows if (row["order"], row["workers"]) == (order, workers)
+        ]
+        cells = [
+            f"{row['records_per_s'] / 1e6:.1f} M/s, cost × {row['cost_over_serial']:.4f}" for row in found
+        ]
+        table.append([str(workers), *cells])
+    serial = f"serial: {rows[0]['records_per_s'] / 1e6:.1f} M records/s, cost {rows[0]['cost']:.5f}"
+    about = f"**{result['records']:,} records of {result['words']:,} words, 50 dimensions, {result['cores']} cores**"
+    return f"{about}; {serial}\n\n{markdown(table)}"
+
+
+def glove_corpus() -> str:
+    """A whole corpus, seed by seed."""
+    result = load("glove-corpus")
+    rows = [
+        ["seed", "vocabulary", "counting", "shuffling", "training", "cost after 1, 5, 10, 15", "analogies"]
+    ]
+    for row in result["rows"]:
+        phases = [
+            f"{row['seconds'][name]:.1f} s" for name in ("vocabulary", "counting", "shuffling", "training")
+        ]
+        costs = ", ".join(f"{row['costs'][number - 1]:.4f}" for number in (1, 5, 10, 15))
+        split = f"(semantic {row['semantic']:.1f}, syntactic {row['syntactic']:.1f})"
+        rows.append([str(row["seed"]), *phases, costs, f"{row['analogies']:.2f} % {split}"])
+    first = result["rows"][0]
+    about = (
+        f"**{result['corpus']}: {first['tokens']:,} tokens, {first['vocabulary']:,} words, "
+        f"{first['records']:,} records; {result['workers']} workers on {result['cores']} cores**"
+    )
+    return f"{about}\n\n{markdown(rows)}"
+
+
+def regression_speed() -> str:
+    """Examples per second and log loss beside scikit-learn and Vowpal Wabbit."""
+    result = load("regression")
+    rows = [["", "examples per CPU-second", "log loss", "accuracy", "AUC"]]
+    titles = {"learn": "learning from memory", "file": "from a file to a model", "read": "reading alone"}
+    works = dict.fromkeys((row["work"], row["part"]) for row in result["rows"])
+    for work, part in works:
+        rows.append([f"**{work}, {titles[part]}**", *[""] * 4])
+        for row in result["rows"]:
+            if (row["work"], row["part"]) == (work, part):
+                scores = [
+                    f"{row[name]:.4f}" if name in row else "" for name in ("log_loss", "accuracy", "auc")
+                ]
+                rows.append([row["case"], f"{row['examples_per_cpu_s'] / 1e6:.2f} M", *scores])
+    return f"**{result['passes']} passes, {result['cores']} cores**\n\n{markdown(rows)}"
+
+
+def stragglers(scenario: str) -> Callable[[], str]:
+    """Updates per second and the share of time waiting, live and simulated, for one kind of straggler."""
+
+    def render() -> str:
+        rows = [["consistency", "live: updates/s", "waiting", "simulated: updates/s", "waiting"]]
+        for row in load("stragglers")["scenarios"][scenario]:
+            cells = [
+                text
+                for one in (row["live"], row["simulated"])
+                for text in (f"{one['updates_per_s']:.1f}", show_percent(one["waiting"]))
+            ]
+            rows.append([f"`{row['consistency']}`", *cells])
+        return markdown(rows)
+
+    return render
+
+
 def show_percent(part: float | None) -> str:
     return "" if part is None else f"{100 * part:.0f} %"
 
@@ -199,6 +301,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-16core": step_scaling,
     "server": server_table("server"),
     "server memory": server_memory("server"),
+    "glove training": glove_training,
+    "glove counting": glove_counting,
+    "glove workers": glove_workers,
+    "glove corpus": glove_corpus,
+    "regression": regression_speed,
+    "stragglers permanent": stragglers("permanent"),
+    "stragglers passing": stragglers("passing"),
     **{
         name: allreduce_table(name)
         for name in (

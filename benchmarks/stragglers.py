@@ -59,7 +59,8 @@ def live(scenario: str, consistency: str) -> dict[str, float]:
     workers = run.summary["per_worker"]
     waiting = sum(worker["wait_s"] + worker["exchange_s"] for worker in workers)
     working = sum(worker["compute_s"] for worker in workers)
-    return {"waiting": waiting / (waiting + working), "updates_per_s": batches / run.summary["seconds"]}
+    updates = WORKERS * ROUNDS[scenario]  # a worker's gradient is one, of a part of a batch or of all of it
+    return {"waiting": waiting / (waiting + working), "updates_per_s": updates / run.summary["seconds"]}
 
 
 def simulated(scenario: str, consistency: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from manyhands.bench.backend import format_table, run_bench
 from manyhands.errors import UserError
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(150)
 def test_a_small_run_measures_and_checks_both_backends() -> None:
     result = run_bench(2, sizes_bytes=(0, 1024, 2 << 20), repeats=9, timeout_s=120)

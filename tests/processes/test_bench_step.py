@@ -27,6 +27,7 @@ def result() -> dict[str, Any]:
     return run_bench(2, SMALL, steps=6, timeout_s=90)
 
 
+@pytest.mark.soak
 def test_every_contender_trains_the_same_and_is_measured(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
     assert [row["workload"] for row in result["results"]] == ["mlp", "language"]
@@ -46,6 +47,7 @@ def test_every_contender_trains_the_same_and_is_measured(result: dict[str, Any])
             assert ("efficiency" in cell) == (name in ("ddp", "mirrored", "central"))
 
 
+@pytest.mark.soak
 def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
     table = format_table(result)
     assert f"2 workers on {result['cores']} cores" in table

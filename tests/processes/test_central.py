@@ -28,6 +28,7 @@ def test_real_processes_end_with_the_weights_of_the_plain_loop(
     assert run.summary["bytes_sent"] > 0
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_under_any_strategy(tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS["adamw"])
     for number, strategy in enumerate(["central buckets=512", "single", "central"]):

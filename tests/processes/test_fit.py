@@ -114,6 +114,7 @@ def test_resume_continues_to_the_weights_of_an_uninterrupted_run(strategy: str, 
     assert [row["step"] for row in resumed.history.steps] == list(range(1, 31))
 
 
+@pytest.mark.soak
 def test_dropout_and_schedules_resume_to_the_same_bits(tmp_path: Path) -> None:
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))

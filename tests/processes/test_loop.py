@@ -45,7 +45,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return torch.load(path)
 
 
-@pytest.mark.parametrize(("strategy", "said"), [(None, "mirrored"), ("central", "central")])
+@pytest.mark.parametrize(
+    ("strategy", "said"), [(None, "mirrored"), pytest.param("central", "central", marks=pytest.mark.soak)]
+)
 def test_launched_workers_end_with_the_weights_of_one_process(
     strategy: str | None, said: str, tmp_path: Path, alone: dict[str, torch.Tensor]
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_mistake_in_using_the_library_is_one_line_and_status_2(tmp_path: Path)
     )
 
 
+@pytest.mark.soak
 def test_a_script_gets_its_own_arguments_and_folder_and_may_join_twice_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("COLOUR = 'green'")
     done = launch_text(
@@ -198,6 +201,7 @@ def test_a_script_gets_its_own_arguments_and_folder_and_may_join_twice_or_not_at
     assert "not every worker called mh.join()" in silent.stderr
 
 
+@pytest.mark.soak
 def test_a_worker_of_fit_can_not_join(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from manyhands.allreduce.shared import SharedGroup
 
 WORKER = Path(__file__).with_name("shared_group_worker.py")
@@ -53,6 +55,7 @@ def started(task: str, world: int, timeout_s: float) -> Iterator[list[subprocess
     assert segments_held() == before
 
 
+@pytest.mark.soak
 def test_more_ranks_than_cores_agree_on_every_result() -> None:
     world = min(len(os.sched_getaffinity(0)) + 2, 6)
     with started("check", world, timeout_s=30) as workers:
