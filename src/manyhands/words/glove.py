@@ -28,7 +28,7 @@ from manyhands.words.glove_model import GloveModel, GloveOptions
 from manyhands.words.glove_passes import AfterPass, Passes, Work
 from manyhands.words.glove_reader import RecordReader, count_records
 
-__all__ = ["GloveOptions", "GloveResult", "train_glove"]
+__all__ = ["GloveOptions", "GloveResult", "check_glove", "train_glove"]
 
 _BLOCK = 1 << 16  # records read at once: a megabyte
 
@@ -112,6 +112,16 @@ def train_glove(
 
 
 _Train = Callable[[Work, Passes], None]
+
+
+def check_glove(strategy: str | Strategy, options: GloveOptions, workers: int) -> None:
+    """Raise the UserError that `train_glove` would, before hours of counting."""
+    chosen = Strategy.parse(strategy)
+    _trainer(chosen, options, workers)
+    if isinstance(chosen, Tensor) and workers > options.dim:
+        raise UserError(
+            f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
+        )
 
 
 def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:

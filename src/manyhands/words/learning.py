@@ -22,7 +22,7 @@ from manyhands.store.atomic import reason
 from manyhands.strategy import Hogwild, Single, Strategy
 from manyhands.words.corpus import Corpus
 from manyhands.words.counting import count_cooccurrence
-from manyhands.words.glove import GloveOptions, train_glove
+from manyhands.words.glove import GloveOptions, check_glove, train_glove
 from manyhands.words.records import temporary_folder
 from manyhands.words.shuffle import shuffle_records
 from manyhands.words.vectors import Vectors
@@ -58,6 +58,7 @@ class Learning:
                 raise UserError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.max_vocab is not None and self.max_vocab < 2:
             raise UserError(f"max_vocab={self.max_vocab} must be at least 2")
+        check_glove(self.strategy, self.glove, self.training_workers)
 
     @property
     def training_workers(self) -> int:

@@ -1,0 +1,37 @@
+"""What can not work is refused before anything is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.words.glove import GloveOptions
+from manyhands.words.learning import Learning
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"strategy": "tensor"}, "batch=1: tensor works on batches"),
+        (
+            {"strategy": "hogwild", "glove": GloveOptions(batch=8)},
+            "batch=8: hogwild takes record after record",
+        ),
+        (
+            {"strategy": "central", "glove": GloveOptions(batch=8)},
+            "central does not train glove; allowed: hogwild",
+        ),
+        (
+            {"strategy": "tensor", "workers": 51, "glove": GloveOptions(batch=8)},
+            "workers=51: tensor gives each",
+        ),
+        ({"strategy": "allreduce algorithm=ring", "glove": GloveOptions(batch=8)}, "use allreduce"),
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"max_vocab": 1}, "max_vocab=1 must be at least 2"),
+    ],
+)
+def test_what_can_not_work_is_refused(asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Learning(**asked)
