@@ -160,7 +160,14 @@ def test_one_worker_and_turns_are_the_plain_loop_to_the_last_bit(name: str, orde
 
 def test_buffers_and_schedules_are_those_of_the_plain_loop() -> None:
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 1))
+        draw = torch.Generator().manual_seed(
+            2
+        )  # of its own: the workers here are threads, which share torch's
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=draw) - 0.3)
+        return model
 
     x = torch.arange(80.0).reshape(20, 4).sin()
     task = mh.Task(
