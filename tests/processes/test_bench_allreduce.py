@@ -11,6 +11,7 @@ from manyhands.bench.allreduce import format_table, run_bench
 from manyhands.errors import ManyhandsError, UserError
 
 
+@pytest.mark.soak
 def test_a_small_run_measures_and_checks_every_contender() -> None:
     result = run_bench(2, sizes_bytes=(0, 1024, 2 << 20), repeats=9, timeout_s=90)
     assert json.loads(json.dumps(result)) == result

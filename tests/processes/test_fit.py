@@ -98,7 +98,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return RunDirectory.open(path, lock=False).checkpoints().load().model
 
 
-@pytest.mark.parametrize("strategy", ["single", "mirrored"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("mirrored", marks=pytest.mark.soak)])
 def test_resume_continues_to_the_weights_of_an_uninterrupted_run(strategy: str, tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS["adamw"])
     workers = 1 if strategy == "single" else 2

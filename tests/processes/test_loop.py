@@ -108,6 +108,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         yield names
 
 
+@pytest.mark.soak
 def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_weights(
     tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: tuple[str, str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_script_that_raises_on_one_worker_is_told_with_its_traceback(tmp_path:
     assert 'raise ZeroDivisionError("a batch without labels")' in done.stderr
 
 
+@pytest.mark.soak
 def test_a_mistake_in_using_the_library_is_one_line_and_status_2(tmp_path: Path) -> None:
     done = launch_text(
         tmp_path, "import manyhands as mh\nwith mh.join(strategy='allreduce'): pass", "--strategy", "central"
