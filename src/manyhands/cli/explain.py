@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from manyhands.cli.commands import check_writable, write_json
+
 if TYPE_CHECKING:
     from manyhands.observe.explain import Explanation
     from manyhands.strategy import Strategy
@@ -23,16 +25,13 @@ def explain_command(
 ) -> None:
     """Say why a run is as fast as it is, from its events."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.errors import UserError
     from manyhands.observe.explain import explain
     from manyhands.observe.narrate import paragraph
     from manyhands.observe.recorded import read_run_events
-    from manyhands.store.atomic import write_json
     from manyhands.store.rundir import RunDirectory
     from manyhands.strategy import Strategy
 
-    if json is not None and not json.absolute().parent.is_dir():
-        raise UserError(f"--json {json}: there is no folder {json.parent}; make it first")
+    check_writable(json)
     directory = RunDirectory.open(run, lock=False)
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     events = read_run_events(directory.events_path)
@@ -41,8 +40,7 @@ def explain_command(
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found)
     _print(found, f"{directory.config.get('task')} · {strategy}", words)
-    if json is not None:
-        write_json(json, {"strategy": str(strategy), **found.to_dict(), "paragraph": words})
+    write_json(json, {"strategy": str(strategy), **found.to_dict(), "paragraph": words})
 
 
 def _is_synchronous(strategy: Strategy) -> bool:

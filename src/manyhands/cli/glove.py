@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from manyhands.cli.commands import add_command, check_writable, fresh_directory, orderly_end, write_json
 
 __all__ = ["add_train_glove", "glove_app"]
 
@@ -76,28 +72,12 @@ class _TrainGlove:
 
 
 def add_train_glove(train_app: typer.Typer) -> None:
-    """Offer `train glove`, with a signature made from the fields of its options."""
-    kinds = get_type_hints(_TrainGlove, include_extras=True)
-
-    def command(**values: Any) -> None:
-        _train(_TrainGlove(**values))
-
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=kinds[one.name],
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
-        )
-        for one in fields(_TrainGlove)
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = kinds
-    command.__doc__ = "Learn word vectors from text: GloVe, from counting words to nearest neighbours."
-    train_app.command("glove")(command)
+    """Offer `train glove`."""
+    add_command(train_app, "glove", _TrainGlove, _train)
 
 
 def _train(asked: _TrainGlove) -> None:
+    """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
     # Imported here so that help texts do not wait for torch and compiled code.
     from manyhands.observe.bars import Bars
     from manyhands.strategy import parse_size
@@ -125,16 +105,16 @@ def _train(asked: _TrainGlove) -> None:
             seed=asked.seed,
         ),
     )
-    _check_writable(asked.json_file)
-    out = asked.out or _fresh_folder()
+    check_writable(asked.json_file)
+    out = asked.out or fresh_directory("glove")
     corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
     try:
-        with _orderly_end(), Bars() as bars:
+        with orderly_end(), Bars() as bars:
             learnt = learn_vectors(corpus, out, learning, bars=bars)
     except KeyboardInterrupt:
         print("manyhands: interrupted before the first pass was over; there are no vectors", file=sys.stderr)
         raise typer.Exit(130) from None
-    _write_json(asked.json_file, learnt.summary)
+    write_json(asked.json_file, learnt.summary)
     _print_summary(learnt.summary, out)
     if learnt.interrupted:
         print(
@@ -169,7 +149,7 @@ def evaluate_command(
 
     if analogies is None and similarity is None:
         raise UserError("glove eval needs --analogies FILE, --similarity FILE or both")
-    _check_writable(json_file)
+    check_writable(json_file)
     questions = read_questions(analogies) if analogies is not None else None
     pairs = read_pairs(similarity) if similarity is not None else None
     loaded = Vectors.load(vectors)
@@ -193,7 +173,7 @@ def evaluate_command(
         print(
             f"similarity  Spearman {agreement.correlation:.4f}  {agreement.known} of {agreement.asked} pairs known"
         )
-    _write_json(json_file, found)
+    write_json(json_file, found)
 
 
 @glove_app.command("neighbours")
@@ -219,20 +199,6 @@ def analogy_command(
     from manyhands.words.vectors import Vectors
 
     _print_neighbours({expression: Vectors.load(vectors).combine(expression, top)})
-
-
-@contextmanager
-def _orderly_end() -> Iterator[None]:
-    """While this lasts SIGTERM is raised as SystemExit, so that temporary files are removed on the way out."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _print_summary(summary: dict[str, Any], out: Path) -> None:
@@ -277,27 +243,3 @@ def _print_analogies(rows: list[Any], sections: int) -> None:
 
 def _demo_words(known: dict[str, int]) -> list[str]:
     return [word for word in _DEMO_WORDS if word in known]
-
-
-def _check_writable(json_file: Path | None) -> None:
-    """Refuse a file that could not be written now rather than after the work."""
-    from manyhands.errors import UserError
-
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UserError(f"--json {json_file}: there is no folder {json_file.parent}; make it first")
-
-
-def _write_json(json_file: Path | None, value: dict[str, Any]) -> None:
-    from manyhands.store.atomic import render_json
-
-    if json_file is not None:
-        json_file.write_bytes(render_json(value, json_file.name, indent=2))
-
-
-def _fresh_folder() -> Path:
-    path = base = Path("runs") / f"glove-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 1
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-import time
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+
+from manyhands.cli.commands import add_command, check_writable, fresh_directory, orderly_end, write_json
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
@@ -78,26 +78,8 @@ class _TrainLogreg:
 
 
 def add_train_logreg(train_app: typer.Typer) -> None:
-    """Offer `train logreg`, with a signature made from the fields of its options."""
-    kinds = get_type_hints(_TrainLogreg, include_extras=True)
-
-    def command(**values: Any) -> None:
-        _train(_TrainLogreg(**values))
-
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=kinds[one.name],
-                default=inspect.Parameter.empty if one.default is MISSING else one.default,
-            )
-            for one in fields(_TrainLogreg)
-        ]
-    )
-    command.__annotations__ = kinds
-    command.__doc__ = "Train a sparse logistic regression: two labels, any number of features."
-    train_app.command("logreg")(command)
+    """Offer `train logreg`."""
+    add_command(train_app, "logreg", _TrainLogreg, _train)
 
 
 def predict_command(
@@ -142,12 +124,14 @@ def predict_command(
 
 
 def _train(asked: _TrainLogreg) -> None:
+    """Train a sparse logistic regression: two labels, any number of features."""
     from manyhands.data.row_files import Reading
     from manyhands.errors import UserError
     from manyhands.observe.bars import Bars
     from manyhands.regression.model import MODEL_FILE
     from manyhands.regression.options import LogregOptions
     from manyhands.regression.training import train_logreg
+    from manyhands.store.atomic import write_json as write_file
     from manyhands.strategy import Single, Strategy, parse_size
 
     strategy = Strategy.parse(asked.strategy)
@@ -169,14 +153,11 @@ def _train(asked: _TrainLogreg) -> None:
         batch=asked.batch,
         seed=asked.seed,
     )
-    out = asked.out or Path("runs") / f"logreg-{time.strftime('%Y%m%d-%H%M%S')}"
-    if asked.json_file is not None and not asked.json_file.absolute().parent.is_dir():
-        raise UserError(
-            f"--json {asked.json_file}: there is no folder {asked.json_file.parent}; make it first"
-        )
+    out = asked.out or fresh_directory("logreg")
+    check_writable(asked.json_file)
     if asked.test is not None and asked.test != "-" and not Path(asked.test).is_file():
         raise UserError(f"--test {asked.test}: there is no such file")
-    with Bars() as bars:
+    with orderly_end(), Bars() as bars:
         result = train_logreg(
             asked.train,
             options,
@@ -195,7 +176,8 @@ def _train(asked: _TrainLogreg) -> None:
         "test_bad_lines": bad_lines,
         "model": str(out / MODEL_FILE),
     }
-    _write(summary, out, asked.json_file)
+    write_file(out / "summary.json", summary)
+    write_json(asked.json_file, summary)
     _print(summary, asked.passes)
     if result.interrupted:
         raise typer.Exit(130)
@@ -233,14 +215,6 @@ def _summary(result: LogregResult, options: Any, metrics: Metrics | None) -> dic
         "examples_per_s": result.examples_per_s,
         "interrupted": result.interrupted,
     }
-
-
-def _write(summary: dict[str, Any], out: Path, json_file: Path | None) -> None:
-    from manyhands.store.atomic import render_json, write_json
-
-    write_json(out / "summary.json", summary)
-    if json_file is not None:
-        json_file.write_bytes(render_json(summary, json_file.name, indent=2))
 
 
 def _print(summary: dict[str, Any], passes: int) -> None:

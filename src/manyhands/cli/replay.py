@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from manyhands.server.replay import Replayed
 
+from manyhands.cli.commands import check_writable
+
 __all__ = ["replay_command"]
 
 
@@ -24,13 +26,12 @@ def replay_command(
 ) -> None:
     """Execute the recorded order of a run again: the same weights, or the first update that differs."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.errors import UserError, format_bytes
+    from manyhands.errors import format_bytes
     from manyhands.server.replay import replay
     from manyhands.store.atomic import write_atomically
     from manyhands.store.tensorfile import encode_tensors
 
-    if save is not None and not save.absolute().parent.is_dir():
-        raise UserError(f"--save {save}: there is no folder {save.parent}; make it first")
+    check_writable(save, "--save")
     began = time.monotonic()
     done = replay(run, until=until)
     for note in done.notes:

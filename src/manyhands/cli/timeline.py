@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyhands.cli.commands import check_writable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -39,13 +41,12 @@ def timeline_command(
 ) -> None:
     """Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.errors import UserError, format_bytes
+    from manyhands.errors import format_bytes
     from manyhands.observe.recorded import read_run_events
     from manyhands.store.atomic import write_atomically
     from manyhands.store.rundir import RunDirectory
 
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
+    check_writable(out, "--out")
     form = form or (_Format.SVG if out is not None and out.suffix == ".svg" else _Format.TRACE)
     path = out or run / ("timeline.svg" if form is _Format.SVG else "timeline.json")
     wanted = _parse_steps(steps)

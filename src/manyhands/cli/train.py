@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from manyhands.cli.commands import check_writable, fresh_directory, write_json
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask, Option
 
@@ -131,8 +130,8 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
     def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
         return ProgressView(steps=num_steps, snapshot=snapshot, console=console)
 
-    out = common.out or _fresh_directory(entry.name)
-    _check_writable(common.json_file)
+    out = common.out or fresh_directory(entry.name)
+    check_writable(common.json_file)
     fit_here = partial(
         fit,
         task,
@@ -160,28 +159,10 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
             f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr
         )
         raise typer.Exit(130) from None
-    if common.json_file is not None:
-        common.json_file.write_text(json.dumps(run.summary, indent=2) + "\n")
+    write_json(common.json_file, run.summary)
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
-
-
-def _check_writable(json_file: Path | None) -> None:
-    """Refuse a summary file that could not be written now rather than after the training."""
-    from manyhands.errors import UserError
-
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UserError(f"--json {json_file}: there is no folder {json_file.parent}; make it first")
-
-
-def _fresh_directory(name: str) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    path, number = Path("runs") / f"{name}-{stamp}", 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{stamp}-{number}"
-    return path
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
