@@ -197,6 +197,16 @@ def test_a_wrong_vowpal_line_is_named_or_skipped(
     assert read(path, skip_bad=True).indices.tolist() == [3, 4]
 
 
+def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.data.row_files.MOST_LINE_BYTES", 1000)
+    line = "1 " + " ".join(f"{i}:1" for i in range(200))
+    assert read(text_file(tmp_path, f"{line[:900]}\n" * 5), block_bytes=100).labels.tolist() == [1.0] * 5
+    with pytest.raises(DataError, match="without a line end"):
+        read(text_file(tmp_path, line), block_bytes=100)
+
+
 def test_files_that_hold_nothing_or_are_damaged(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no example"):
         read(text_file(tmp_path, "\n# nothing\n"))

@@ -39,13 +39,14 @@ from manyhands.data.parse_kernels import (
     SIZE,
 )
 from manyhands.data.rows import Rows
-from manyhands.errors import DataError, UserError, nearest
+from manyhands.errors import DataError, UserError, format_bytes, nearest
 
-__all__ = ["FORMATS", "HASHES", "MOST_BITS", "Reading", "RowFile"]
+__all__ = ["FORMATS", "HASHES", "MOST_BITS", "MOST_LINE_BYTES", "Reading", "RowFile"]
 
 FORMATS = ("auto", "libsvm", "vw")
 HASHES = ("numbers", "all")
 MOST_BITS = 30
+MOST_LINE_BYTES = 1 << 28
 STDIN = "-"
 _PADDING = bytes(PADDING)
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -197,7 +198,8 @@ class RowFile:
 
     def _texts(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
         """Blocks of whole lines, each with the line feed that it ends with, and the padding that parsers want."""
-        kept = b""
+        kept: list[bytes] = []
+        kept_bytes = 0
         while True:
             try:
                 more = stream.read(self.reading.block_bytes)
@@ -208,13 +210,18 @@ class RowFile:
             if not more:
                 break
             end = more.rfind(b"\n") + 1
-            if not end:
-                kept += more
-                continue
-            yield b"".join((kept, memoryview(more)[:end], _PADDING))
-            kept = more[end:]
-        if kept:
-            yield b"".join((kept, b"\n", _PADDING))
+            if end:
+                yield b"".join((*kept, memoryview(more)[:end], _PADDING))
+                kept, kept_bytes = [], 0
+            kept.append(more[end:])
+            kept_bytes += len(more) - end
+            if kept_bytes > MOST_LINE_BYTES:
+                raise DataError(
+                    f"{self.name} has {format_bytes(kept_bytes)} without a line end; an example is a line, of at most "
+                    f"{format_bytes(MOST_LINE_BYTES)}"
+                )
+        if kept_bytes:
+            yield b"".join((*kept, b"\n", _PADDING))
 
 
 def _parser(reading: Reading, first: bytes) -> Callable[[bytes], _Block]:

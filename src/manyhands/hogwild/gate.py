@@ -10,7 +10,7 @@ import time
 
 from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import PeerTimeout
-from manyhands.hogwild.counters import Counter
+from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment
 from manyhands.memory.waiting import REACHED, announce, spins_for, wait_until
 
@@ -28,8 +28,8 @@ class Gate:
     NUM_BYTES = 2 * Counter.NUM_BYTES + 2 * CACHE_LINE
 
     def __init__(self, segment: Segment, offset: int, group: SharedGroup, purpose: str) -> None:
-        self._tickets = Counter(segment, offset)
-        self._inside = Counter(segment, offset + Counter.NUM_BYTES)
+        self._tickets = Counter.within(segment, offset)
+        self._inside = Counter.within(segment, offset + Counter.NUM_BYTES)
         words = segment.address + offset + 2 * Counter.NUM_BYTES
         self._served, self._never = words, words + CACHE_LINE
         self._group = group

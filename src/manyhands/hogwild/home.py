@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import UserError
-from manyhands.hogwild.counters import Counter
 from manyhands.hogwild.state import Kept, kept_by, require_elementwise
+from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, round_up
 
 __all__ = ["SharedHome", "Slot"]
@@ -140,7 +140,7 @@ class SharedHome:
                     continue
                 views[one.name] = self.segment.tensor(begin, one.shape.numel(), one.dtype).view(one.shape)
                 begin += round_up(one.nbytes, CACHE_LINE)
-            ready = Counter(self.segment, flags + number * Counter.NUM_BYTES)
+            ready = Counter.within(self.segment, flags + number * Counter.NUM_BYTES)
             slots[parameter] = Slot(parameter=parameter, views=views, ready=ready)
         return slots
 

@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from manyhands.allreduce.shared import SharedGroup
-from manyhands.hogwild.counters import Counter
 from manyhands.hogwild.gate import Gate
+from manyhands.memory.counters import Counter
 from manyhands.memory.segment import Segment
 
 __all__ = ["ORDERS", "Order"]
@@ -36,7 +36,7 @@ class Order(ABC):
     def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
         self._rank, self._world = group.rank, group.world
         self._claimed, self._end, self._stopped, self._applied = (
-            Counter(segment, offset + number * Counter.NUM_BYTES) for number in range(4)
+            Counter.within(segment, offset + number * Counter.NUM_BYTES) for number in range(4)
         )
         self._gate = Gate(segment, offset + 4 * Counter.NUM_BYTES, group, "take its step")
         self._seen = 0

@@ -21,9 +21,9 @@ from manyhands.allreduce.shared import SharedGroup
 from manyhands.cluster.board import State
 from manyhands.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.errors import NonFinite
-from manyhands.hogwild.counters import Counter
 from manyhands.hogwild.order import ORDERS, Order
 from manyhands.hogwild.stepper import SharedStepper
+from manyhands.memory.counters import Counter
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.observe.events import EventKind
 from manyhands.reporting import Reporter, Surroundings, first_bad
@@ -129,7 +129,7 @@ class HogwildTrainer:
             built=built,
             called=called,
             order=self._kind(segment, 0, group),
-            bad=Counter(segment, Order.NUM_BYTES),
+            bad=Counter.within(segment, Order.NUM_BYTES),
             stepper=stepper,
             scheduled=first,
         )

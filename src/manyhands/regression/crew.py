@@ -13,16 +13,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import int64, njit
 from numpy.typing import NDArray
 
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role
-from manyhands.memory.atomics import add_i64
+from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 from manyhands.observe.bars import Bars
 from manyhands.regression.kernels import ORDERS, RULES, TURNS, WIDTHS, train
-from manyhands.regression.online import CHUNK, Share, mean_loss, settings_of, shares
+from manyhands.regression.online import CHUNK, Share, mean_loss, require_in_time, settings_of, shares
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.spool import SpooledRows
 
@@ -116,6 +115,11 @@ class _Plan:
         yield "table", (weights * WIDTHS[self.options.learner],), np.float32
         yield "saved", (2, weights), np.float32
 
+    def done_places(self) -> range:
+        """Where the examples that are done are counted, by pass."""
+        begin = round_up(8 * _WORDS, CACHE_LINE)
+        return range(begin, begin + 8 * self.options.passes, 8)
+
     @property
     def num_bytes(self) -> int:
         """The memory of all parts."""
@@ -155,16 +159,10 @@ class _Memory:
         return self.table[:: self.width]
 
 
-@njit("int64(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _add(address: int, amount: int) -> Any:
-    """Add to a shared word; what it was before."""
-    return add_i64(int64(address), int64(amount))
-
-
 def _learn(memory: _Memory, plan: _Plan, share: Share, sums: NDArray[np.float64]) -> None:
     _, span, seen = share
     given = memory.examples
-    train(
+    ended = train(
         memory.table,
         (given["starts"], given["indices"], given["values"], given["weights"]),
         given["targets"],
@@ -176,22 +174,23 @@ def _learn(memory: _Memory, plan: _Plan, share: Share, sums: NDArray[np.float64]
         seen,
         sums,
     )
+    require_in_time(ended)
 
 
 def _work(context: RoleContext, plan: _Plan) -> dict[str, Any]:
     """A worker process: take chunks until all passes are done, or it is asked to leave."""
     with Segment.attach(context.descriptor("memory")) as segment:
         memory = plan.views(segment)
-        done_at = memory.address + memory.done.ctypes.data - memory.words.ctypes.data
+        done = [Counter.within(segment, place) for place in plan.done_places()]
         untold, told = 0, time.monotonic()
-        for share in _given(plan, memory.address, context.rank):
+        for share in _given(plan, Counter.within(segment, 8 * _COUNTER), context.rank):
             if context.stop_requested():
                 break
             passed = share[2] // plan.rows.examples
             _learn(memory, plan, share, memory.sums[passed, context.rank])
             count = len(range(*share[1]))
             untold += count
-            is_last = _add(done_at + 8 * passed, count) + count == plan.rows.examples
+            is_last = done[passed].add(count) + count == plan.rows.examples
             if is_last:
                 memory.saved[passed % 2] = memory.weights()
                 memory.words[_SAVED] = passed + 1
@@ -201,13 +200,13 @@ def _work(context: RoleContext, plan: _Plan) -> dict[str, Any]:
     return {}
 
 
-def _given(plan: _Plan, address: int, rank: int) -> Iterator[Share]:
+def _given(plan: _Plan, chunks_taken: Counter, rank: int) -> Iterator[Share]:
     if plan.order == TURNS:
         for passed in range(plan.options.passes):
             yield from shares([plan.rows.examples], passed * plan.rows.examples, True, rank, plan.workers)
         return
     chunks = -(-plan.rows.examples // CHUNK)
-    while (number := _add(address + 8 * _COUNTER, 1)) < chunks * plan.options.passes:
+    while (number := chunks_taken.add()) < chunks * plan.options.passes:
         passed, chunk = divmod(number, chunks)
         first = chunk * CHUNK
         yield 0, (first, min(first + CHUNK, plan.rows.examples), 1), passed * plan.rows.examples

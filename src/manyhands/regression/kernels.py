@@ -15,6 +15,7 @@ import numpy as np
 from numba import int32, njit, types, uint32, uint64
 
 from manyhands.memory.atomics import (
+    clock_ns,
     compare_swap_u32,
     fence,
     load_i64,
@@ -27,13 +28,17 @@ from manyhands.memory.atomics import (
 __all__ = [
     "ADAGRAD",
     "BETA",
+    "DONE",
     "FREE",
     "FTRL",
+    "LEFT",
     "LOCKED",
     "LOSS",
     "ORDERS",
+    "PATIENCE_S",
     "RULES",
     "SGD",
+    "TIMED_OUT",
     "TURNS",
     "WEIGHT",
     "WIDTHS",
@@ -54,20 +59,35 @@ ORDERS = {"free": FREE, "locked": LOCKED, "turns": TURNS}
 LOSS, WEIGHT = 0, 1
 """Places of what `train` adds up: weight times loss before the update, and weight."""
 
+DONE, LEFT, TIMED_OUT = 0, 1, 2
+"""How `train` ended."""
+
+PATIENCE_S = 120
+"""How long one worker waits for another's example: it takes microseconds, but the machine may be busy."""
+
+_PATIENCE_NS = PATIENCE_S * 1_000_000_000
 _SPINS = 200
 _FACTORS = 64  # of at most 2 each
 _MATH = {"reassoc", "contract", "nsz", "arcp"}  # NaN stays NaN, so that a run that breaks shows it
 _sched_yield = types.ExternalFunction("sched_yield", int32())
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _wait(count: int) -> int:
-    """Wait a moment, the `count`-th: whoever is waited for may need this very core."""
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _wait(count: int, deadline: int) -> Any:
+    """Wait a moment, the `count`-th: whoever is waited for may need this very core.
+
+    The next count, -1 when the deadline is past, and that deadline, which is set when pausing has not helped.
+    """
     if count < _SPINS:
         pause()
-    else:
-        _sched_yield()
-    return count + 1
+        return count + 1, deadline
+    now = clock_ns()
+    if count == _SPINS:
+        deadline = now + _PATIENCE_NS
+    elif now > deadline:
+        return np.int64(-1), deadline
+    _sched_yield()
+    return count + 1, deadline
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -152,31 +172,37 @@ def train(
     word: int,
     seen: int,
     sums: Any,
-) -> None:
+) -> int:
     """Learn from rows `span[0]`, `span[0] + span[2]`, ... below `span[1]`; add their loss before each update to `sums`.
 
     `rows` are starts, indices, values and weights of a `Rows`, `targets` its labels as 0 and 1. `settings` are rate,
     l1, l2 and beta in the table's own type. `seen` examples came before row 0. `word` is the address of what the
     workers share, two words of 8 bytes (0 where there is one worker): a lock (0: free) or whose turn it is, counted
-    as `seen` is; and, unless it is 0, a request to leave that ends every wait, with the work left undone.
+    as `seen` is; and, unless it is 0, a request to leave that ends every wait, with the work left undone. Returns LEFT
+    then, TIMED_OUT where a wait took longer than PATIENCE_S, and DONE otherwise.
     """
     starts, indices, values, weights = rows
     width = 1 if rule == SGD else 2 if rule == ADAGRAD else 4
     one = settings[0] / settings[0]
     loss, total, product, factors = 0.0, 0.0, 1.0, 0
+    deadline = np.int64(0)
     for row in range(span[0], span[1], span[2]):
         mine, given = indices[starts[row] : starts[row + 1]], values[starts[row] : starts[row + 1]]
-        waits = 0
+        waits = np.int64(0)
         if order == LOCKED:
             while load_u32(word) != 0 or not compare_swap_u32(word, uint32(0), uint32(1)):
                 if load_u32(word + 8) != 0:
-                    return
-                waits = _wait(waits)
+                    return LEFT
+                waits, deadline = _wait(waits, deadline)
+                if waits < 0:
+                    return TIMED_OUT
         elif order == TURNS:
             while load_i64(word) != seen + row:
                 if load_u32(word + 8) != 0:
-                    return
-                waits = _wait(waits)
+                    return LEFT
+                waits, deadline = _wait(waits, deadline)
+                if waits < 0:
+                    return TIMED_OUT
         margin = _margin(table, width, mine, given)
         away = -margin if targets[row] else margin
         small = np.exp(-abs(margin))
@@ -203,6 +229,7 @@ def train(
     fence()
     sums[LOSS] += loss + np.log(product)
     sums[WEIGHT] += total
+    return DONE
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -13,13 +13,34 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import NonFinite, UserError, format_bytes
+from manyhands.errors import NonFinite, PeerTimeout, UserError, format_bytes
 from manyhands.memory.segment import available_bytes
 from manyhands.regression.examples import Labelled, scale_of
-from manyhands.regression.kernels import BETA, FREE, LOSS, ORDERS, RULES, TURNS, WEIGHT, WIDTHS, train
+from manyhands.regression.kernels import (
+    BETA,
+    FREE,
+    LOSS,
+    ORDERS,
+    PATIENCE_S,
+    RULES,
+    TIMED_OUT,
+    TURNS,
+    WEIGHT,
+    WIDTHS,
+    train,
+)
 from manyhands.regression.options import LogregOptions
 
-__all__ = ["CHUNK", "OnlineLearner", "Share", "mean_loss", "require_room", "settings_of", "shares"]
+__all__ = [
+    "CHUNK",
+    "OnlineLearner",
+    "Share",
+    "mean_loss",
+    "require_in_time",
+    "require_room",
+    "settings_of",
+    "shares",
+]
 
 CHUNK = 2048
 """Examples that a worker takes at a time: some tenths of a millisecond."""
@@ -128,7 +149,7 @@ class OnlineLearner:
             if self._words[1]:
                 return
             one = stretch[block]
-            train(
+            ended = train(
                 self._table,
                 one.arrays(),
                 one.targets,
@@ -140,6 +161,7 @@ class OnlineLearner:
                 seen,
                 sums,
             )
+            require_in_time(ended)
             on_done(len(range(*span)))
 
 
@@ -150,6 +172,14 @@ def require_room(size: int, row_bytes: int) -> None:
         raise UserError(
             f"a weight for every feature up to {size - 1} takes {format_bytes(needed)}, but only {format_bytes(room)} "
             "is available; hash the features into fewer with a number of bits, such as 24"
+        )
+
+
+def require_in_time(ended: int) -> None:
+    """Raise PeerTimeout where `train` waited in vain for another worker."""
+    if ended == TIMED_OUT:
+        raise PeerTimeout(
+            f"a worker waited {PATIENCE_S} s for the example of another, which has stopped inside of one", -1
         )
 
 

@@ -116,12 +116,7 @@ _Train = Callable[[Work, Passes], None]
 
 def check_glove(strategy: str | Strategy, options: GloveOptions, workers: int) -> None:
     """Raise the UserError that `train_glove` would, before hours of counting."""
-    chosen = Strategy.parse(strategy)
-    _trainer(chosen, options, workers)
-    if isinstance(chosen, Tensor) and workers > options.dim:
-        raise UserError(
-            f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
-        )
+    _trainer(Strategy.parse(strategy), options, workers)
 
 
 def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
@@ -139,6 +134,10 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
             return lambda work, passes: train_in_processes(work, passes, order)
         case Hogwild(order=order):
             return lambda work, passes: train_in_threads(work, passes, order)
+    if isinstance(strategy, Tensor) and workers > options.dim:
+        raise UserError(
+            f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
+        )
     return _batch_trainer(strategy, options)
 
 

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from manyhands.allreduce.shared import SharedGroup, warm
 from manyhands.cluster.context import RoleContext
 from manyhands.data.plan import split
-from manyhands.errors import UserError
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 from manyhands.words.glove_batch_kernels import (
     add_rows,
@@ -200,10 +199,6 @@ def train_allreduce(work: Work, passes: Passes) -> None:
 
 def train_tensor(work: Work, passes: Passes) -> None:
     """Train with processes that each hold some dimensions."""
-    if work.workers > work.options.dim:
-        raise UserError(
-            f"workers={work.workers}: {work.options.dim} dimensions can not be split over so many"
-        )
     _train_in_processes(work, passes, TensorStep)
 
 

@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numba import njit
-
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role
 from manyhands.errors import Aborted, PeerTimeout
-from manyhands.memory.atomics import add_i64, clock_ns, load_u32, store_i64, store_u32
+from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 from manyhands.memory.waiting import ABORTED, REACHED, announce, spins_for, wait_until
 from manyhands.words.glove_model import Snapshot
@@ -35,36 +32,37 @@ _NOTE_S = 0.25
 
 
 class Control:
-    """The words that workers and parent agree on, at an address whose memory the caller keeps."""
+    """The words that workers and parent agree on, at an address in memory that `holder` keeps."""
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, holder: object) -> None:
         self.abort_word = address + _ABORT
         self.serving = address + _SERVING
         self.tickets = address + _TICKETS
         self._go = address + _GO
-        self._blocks = address + _BLOCKS
+        self._aborted = Counter(self.abort_word, holder)
+        self._blocks = Counter(address + _BLOCKS, holder)
 
     def begin_pass(self, number: int) -> None:
         """Lay out the blocks again and let the workers go; none of them is in a pass now."""
-        _store(self._blocks, 0)
+        self._blocks.set(0)
         announce(self._go, number + 1)
 
     def await_pass(self, number: int, rank: int) -> None:
-        """Wait until the parent lets pass `number` begin."""
-        deadline_ns = _now() + int(PATIENCE_S * 1e9)
+        """Wait until the parent lets pass `number` begin, which it does when all have finished the one before."""
+        deadline_ns = time.monotonic_ns() + int(PATIENCE_S * 1e9)
         self.check(wait_until(self._go, number + 1, self.abort_word, deadline_ns, spins_for(1)), rank)
 
     def take_block(self) -> int:
         """The number of the next block of this pass; each is given once."""
-        return int(_take(self._blocks))
+        return self._blocks.add()
 
     def abort(self) -> None:
         """End every wait."""
-        _raise_flag(self.abort_word)
+        self._aborted.set(1)
 
     def check_alive(self, rank: int) -> None:
         """Raise Aborted where someone called `abort`."""
-        self.check(ABORTED if _is_raised(self.abort_word) else REACHED, rank)
+        self.check(ABORTED if self._aborted.get() else REACHED, rank)
 
     def check(self, status: int, rank: int) -> None:
         """Raise what the end of a wait means, unless it was REACHED."""
@@ -130,7 +128,7 @@ def run_crew(work: Work, passes: Passes, plan: Plan) -> None:
     control_offset = round_up(plan.shared_bytes, CACHE_LINE)
     with Segment.create(control_offset + CONTROL_BYTES, plan.purpose) as segment:
         snapshot = plan.prepare(segment)
-        control = Control(segment.address + control_offset)
+        control = Control(segment.address + control_offset, segment)
         costs: dict[int, float] = {}
 
         def heard(rank: int, note: Mapping[str, Any]) -> None:
@@ -167,30 +165,5 @@ def _work(
     control_offset: int,
 ) -> None:
     with Segment.attach(context.descriptor("shared")) as segment:
-        control = Control(segment.address + control_offset)
+        control = Control(segment.address + control_offset, segment)
         target(context, segment, Report(context, control), control)
-
-
-@njit("int64(int64)", cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _take(address: int) -> int:
-    return add_i64(address, 1)  # type: ignore[no-any-return]
-
-
-@njit("void(int64, int64)", cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _store(address: int, value: int) -> None:
-    store_i64(address, value)
-
-
-@njit("void(int64)", cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _raise_flag(address: int) -> None:
-    store_u32(address, np.uint32(1))
-
-
-@njit("boolean(int64)", cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _is_raised(address: int) -> bool:
-    return load_u32(address) != 0  # type: ignore[no-any-return]
-
-
-@njit("int64()", cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _now() -> int:
-    return clock_ns()  # type: ignore[no-any-return]

@@ -37,8 +37,8 @@ _LOOK_S = 0.05  # how often the parent of threads looks at them, and so how soon
 def train_in_threads(work: Work, passes: Passes, order: str) -> None:
     """Train with threads of this process."""
     model = GloveModel(work.vocabulary_size, work.options).initialise()
-    memory = np.zeros(CONTROL_BYTES + CACHE_LINE, np.uint8)  # compiled code holds its address
-    control = Control(round_up(memory.ctypes.data, CACHE_LINE))
+    memory = np.zeros(CONTROL_BYTES + CACHE_LINE, np.uint8)
+    control = Control(round_up(memory.ctypes.data, CACHE_LINE), memory)
     hands = [_Hand(work, model, control, order, rank) for rank in range(work.workers)]
     try:
         for number in range(work.options.passes):

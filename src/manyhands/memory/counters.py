@@ -11,13 +11,21 @@ __all__ = ["Counter"]
 
 
 class Counter:
-    """One 64-bit number at `offset` of `segment`, zero at first; every operation is atomic."""
+    """One 64-bit number at an address, zero at first; every operation is atomic.
+
+    `holder` is what keeps the memory there, such as a Segment: the mapping could go while the address is still used.
+    """
 
     NUM_BYTES = CACHE_LINE
 
-    def __init__(self, segment: Segment, offset: int) -> None:
-        self._segment = segment  # or the mapping could go while the address is still used
-        self._address = segment.address + offset
+    def __init__(self, address: int, holder: object) -> None:
+        self._holder = holder
+        self._address = address
+
+    @classmethod
+    def within(cls, segment: Segment, offset: int) -> Counter:
+        """The one at `offset` of a segment."""
+        return cls(segment.address + offset, segment)
 
     def get(self) -> int:
         """The number, and with it all that was written before it was set."""
