@@ -247,6 +247,18 @@ def glove_corpus() -> str:
         costs = ", ".join(f"{row['costs'][number - 1]:.4f}" for number in (1, 5, 10, 15))
         split = f"(semantic {row['semantic']:.1f}, syntactic {row['syntactic']:.1f})"
         rows.append([str(row["seed"]), *phases, costs, f"{row['analogies']:.2f} % {split}"])
+    known = result["published"]
+    rows.append(
+        [
+            "C tools, as published",
+            "",
+            f"{known['counting_s']:.0f} s",
+            f"{known['shuffling_s']:.0f} s",
+            f"{known['training_cpu_s']:.0f} CPU-s",
+            ", ".join(f"{cost:.4f}" for cost in known["costs"].values()),
+            f"{known['analogies']:.2f} % (semantic {known['semantic']:.1f}, syntactic {known['syntactic']:.1f})",
+        ]
+    )
     first = result["rows"][0]
     about = (
         f"**{result['corpus']}: {first['tokens']:,} tokens, {first['vocabulary']:,} words, "
