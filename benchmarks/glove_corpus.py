@@ -28,7 +28,7 @@ PUBLISHED = {
     "semantic": 28.12,
     "syntactic": 10.07,
 }
-"""What the published C tools gave on wiki-50mb.txt.gz with these settings on a machine of 2 cores; not measured here."""
+"""What the published C tools gave on wiki-50mb.txt.gz with these settings, on 2 cores; not measured here."""
 
 RESULT = Path(__file__).parent / "results" / "glove-corpus.json"
 
