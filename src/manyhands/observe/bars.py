@@ -9,6 +9,9 @@ Where stderr is no terminal nothing is printed, so logs and pipes stay clean and
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-__all__ = ["Bars", "Phase", "show_rate"]
+__all__ = ["Bars", "Phase", "following", "show_rate"]
+
+_LOOK_EVERY_S = 0.25
 
 
 class Phase:
@@ -77,6 +82,35 @@ class Bars:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+@contextmanager
+def following(done: Callable[[], float], advance: Callable[[float], None]) -> Iterator[None]:
+    """While the body works, and when it has, look at how much is `done` and tell `advance` what is new of it.
+
+    The looking is done by a thread.
+    """
+    over = threading.Event()
+    shown = 0.0
+
+    def look() -> None:
+        nonlocal shown
+        now = max(done(), shown)
+        advance(now - shown)
+        shown = now
+
+    def look_again() -> None:
+        while not over.wait(_LOOK_EVERY_S):
+            look()
+
+    thread = threading.Thread(target=look_again, name="bar", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    look()
 
 
 class _Words(ProgressColumn):

@@ -27,7 +27,7 @@ from manyhands.fitting import Options, fit
 from manyhands.observe.bars import Bars
 from manyhands.optim import FTRL
 from manyhands.regression.crew import Learned
-from manyhands.regression.kept import BarView, last_kept
+from manyhands.regression.kept import bar_view, last_kept
 from manyhands.regression.kernels import BETA
 from manyhands.regression.online import mean_loss
 from manyhands.regression.options import LogregOptions
@@ -135,7 +135,7 @@ def learn_in_batches(
             epochs=options.passes,
             seed=options.seed,
             out=folder,
-            options=Options(view=partial(BarView, bars, options.batch), checkpoint_every=steps),
+            options=Options(view=partial(bar_view, bars, options.batch), checkpoint_every=steps),
         )
         values: Mapping[str, Tensor] = run.model.state_dict()
         losses, interrupted = run.history.loss, False

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from torch import Tensor
 
-from manyhands.observe.bars import Bars, Phase
+from manyhands.observe.bars import Bars, following
+from manyhands.observe.totals import Snapshot as Totals
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.shard_state import merge
@@ -20,40 +19,17 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Ps, Strategy
 from manyhands.task import Task
 
-__all__ = ["BarView", "Kept", "last_kept"]
-
-_LOOK_EVERY_S = 0.25
+__all__ = ["Kept", "bar_view", "last_kept"]
 
 
-class BarView:
-    """Moves a bar along with the steps of a run, as `fit` asks a view to; a thread of its own looks at them."""
-
-    def __init__(self, bars: Bars, batch: int, steps: int, snapshot: Callable[[], Any]) -> None:
-        self._phase = bars.phase("learning", steps * batch, "examples")
-        self._batch = batch
-        self._snapshot = snapshot
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="bar", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._phase.__enter__()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-        self._phase.__exit__(kind, error, trace)
-
-    def _follow(self) -> None:
-        phase: Phase = self._phase
-        shown = 0
-        while not self._over.wait(_LOOK_EVERY_S):
-            step = self._snapshot().step
-            phase.advance((step - shown) * self._batch)
-            shown = step
+@contextmanager
+def bar_view(bars: Bars, batch: int, steps: int, snapshot: Callable[[], Totals]) -> Iterator[None]:
+    """Move a bar along with the steps of a run, as `fit` asks a view to."""
+    with (
+        bars.phase("learning", steps * batch, "examples") as phase,
+        following(lambda: snapshot().step * batch, phase.advance),
+    ):
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

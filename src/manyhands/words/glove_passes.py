@@ -58,7 +58,7 @@ class Passes:
         if self._after_pass is not None:
             self._after_pass(len(self.costs), mean)
 
-    def advance(self, records: int) -> None:
+    def advance(self, records: float) -> None:
         """So many more records were visited."""
         if self._phase is not None and records:
             self._phase.advance(records)

@@ -13,7 +13,6 @@ records in the order of the file, for every strategy.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from torch.nn import Parameter
 
 from manyhands.data.plan import permutation, split
 from manyhands.fitting import Options, fit
+from manyhands.observe.bars import following
 from manyhands.observe.totals import Snapshot as Totals
 from manyhands.strategy import Ps
 from manyhands.task import Task
@@ -34,8 +34,6 @@ from manyhands.words.glove_reader import RecordReader
 
 __all__ = ["GloveTables", "glove_task", "train_on_servers"]
 
-_LOOK_S = 0.25
-
 Chunk = tuple[Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, int]
 """Rows of words, rows of contexts, counts; and how many chunks these are."""
@@ -43,14 +41,20 @@ Batch = tuple[Tensor, Tensor, Tensor, int]
 
 def train_on_servers(work: Work, passes: Passes, strategy: Ps) -> None:
     """Train with parameter servers; what a pass gave is known when all are over, and Ctrl-C keeps nothing."""
-    per_pass, shown = _batches_per_pass(work), _Shown(work, passes)
+    per_pass = _batches_per_pass(work)
+
+    @contextmanager
+    def view(steps: int, latest: Callable[[], Totals]) -> Iterator[None]:
+        with following(lambda: _records_after(work, min(latest().step, steps)), passes.advance):
+            yield
+
     run = fit(
         glove_task(work),
         strategy,
         workers=work.workers,
         steps=work.options.passes * per_pass,
         seed=work.options.seed,
-        options=Options(view=shown.view),
+        options=Options(view=view),
     )
     tables = run.model
     assert isinstance(tables, GloveTables)
@@ -60,38 +64,10 @@ def train_on_servers(work: Work, passes: Passes, strategy: Ps) -> None:
         passes.finish(sum(losses) * work.options.batch, tables.snapshot)
 
 
-class _Shown:
-    """Tells the bar how many records the workers are through with, as the totals of the run say."""
-
-    def __init__(self, work: Work, passes: Passes) -> None:
-        self._work = work
-        self._passes = passes
-        self._records = 0
-
-    @contextmanager
-    def view(self, steps: int, latest: Callable[[], Totals]) -> Iterator[None]:
-        """Look now and then, in a thread, while the body trains `steps` batches."""
-        over = threading.Event()
-
-        def look() -> None:
-            while not over.wait(_LOOK_S):
-                self._show(min(latest().step, steps))
-
-        thread = threading.Thread(target=look, name="glove-progress")
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-        self._show(steps)
-
-    def _show(self, step: int) -> None:
-        whole, more = divmod(step, _batches_per_pass(self._work))
-        records = whole * self._work.num_records + more * self._work.options.batch
-        if records > self._records:
-            self._passes.advance(records - self._records)
-            self._records = records
+def _records_after(work: Work, step: int) -> int:
+    """How many records so many batches visit; the last of a pass may be short."""
+    whole, more = divmod(step, _batches_per_pass(work))
+    return whole * work.num_records + min(more * work.options.batch, work.num_records)
 
 
 def glove_task(work: Work) -> Task:

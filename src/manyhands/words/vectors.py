@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import mmap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -121,22 +121,12 @@ class Vectors:
     @classmethod
     def load(cls, path: Path | str) -> Vectors:
         """Read a file of any of the three forms; a DataError names the file and the line that is wrong."""
-        path = Path(path)
-        try:
-            with path.open("rb") as file:
-                return cls._read(path, file)
-        except OSError as error:
-            raise DataError(f"vectors {path} can not be read: {reason(error)}") from error
+        return _from_file(Path(path), cls._read)
 
     @classmethod
     def load_text(cls, path: Path | str) -> Vectors:
         """Read Stanford's text, whatever its first line looks like."""
-        path = Path(path)
-        try:
-            with path.open("rb") as file:
-                return cls._read_text(path, file)
-        except OSError as error:
-            raise DataError(f"vectors {path} can not be read: {reason(error)}") from error
+        return _from_file(Path(path), cls._read_text)
 
     @classmethod
     def _read_text(cls, path: Path, file: BinaryIO) -> Vectors:
@@ -273,3 +263,11 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
     if content[at:].strip():
         raise DataError(f"{path} goes on after its {count} vectors; it is damaged, or no word2vec file")
     return words, matrix
+
+
+def _from_file(path: Path, read: Callable[[Path, BinaryIO], Vectors]) -> Vectors:
+    try:
+        with path.open("rb") as file:
+            return read(path, file)
+    except OSError as error:
+        raise DataError(f"vectors {path} can not be read: {reason(error)}") from error
