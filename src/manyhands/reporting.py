@@ -34,6 +34,8 @@ class Surroundings(Protocol):
         num_bytes: int = 0,
         count: int = 0,
         value: float = 0.0,
+        message: int = 0,
+        wire: int = 0,
     ) -> bool:
         """Write one event; its step is the global batch, from 0."""
 

@@ -292,7 +292,7 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("offset", "damage", "reported", "words"),
     [
-        (8, b"\x02", 8, "version 2"),
+        (8, b"\x03", 8, "version 3"),
         (12, b"\x80", 112, "laid out"),
         (120, b"x", 112, "laid out"),
         (40, b"\x09", 40, "9 is no way"),
@@ -300,7 +300,7 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
         (HEADER_BYTES + 2 * 64 + 16, b"\x00", HEADER_BYTES + 2 * 64, "kind 0"),
         (HEADER_BYTES + 3 * 64 + 18, b"\x04", HEADER_BYTES + 3 * 64, "role 4"),
         (HEADER_BYTES + 1 * 64 + 48, b"\x00", HEADER_BYTES + 1 * 64, "id 0"),
-        (HEADER_BYTES + 4 * 64 + 60, b"\x01", HEADER_BYTES + 4 * 64, "not the next event"),
+        (HEADER_BYTES + 4 * 64 + 17, b"\x07", HEADER_BYTES + 4 * 64, "not the next event"),
     ],
 )
 def test_garbage_is_refused_by_offset(

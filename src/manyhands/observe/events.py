@@ -1,4 +1,4 @@
-"""The vocabulary of a run: nine kinds of event, and the fixed 64-byte record that holds one.
+"""The vocabulary of a run: its kinds of event, and the fixed 64-byte record that holds one.
 
 Whatever a run shows (progress, the end table, timelines) is computed from these records and nothing else. A
 record is one cache line, little-endian, without pointers, so that the same bytes serve as the slot of a
@@ -9,6 +9,10 @@ work ends, and the time it then spends for others is a WAIT that names the one w
 therefore shows as the one who computes, never as everyone being slow. The durations of COMPUTE, EXCHANGE and
 WAIT of one role do not overlap: what is reduced inside a backward pass counts as exchange and is taken off
 the compute.
+
+A message is recorded by both its ends, with the same number: the SEND of role a to b and the RECEIVE of role
+b from a belong together where their `message` is the same. What workers of one host read in each other's
+memory is no message; the WAIT for the one who wrote it is all there is.
 """
 
 from __future__ import annotations
@@ -20,7 +24,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_ROLE", "NOBODY", "NO_STEP", "RECORD", "Event", "EventKind", "Records", "to_events"]
+__all__ = [
+    "KNOWN_WIRES",
+    "MAX_ROLE",
+    "NOBODY",
+    "NO_STEP",
+    "RECORD",
+    "Codec",
+    "Event",
+    "EventKind",
+    "Records",
+    "Wire",
+    "to_events",
+    "wire_of",
+]
 
 NOBODY = -1
 """The peer of an event that concerns no other role."""
@@ -53,13 +70,60 @@ class EventKind(IntEnum):
     """The role left the run in good order."""
     FAULT = 9
     """Something went wrong; `peer` is the one to blame, -1 where it is this role itself."""
+    INPUT = 10
+    """Getting the samples of a batch: reading, collating, copying to the device; `count` is their number."""
+    APPLY = 11
+    """A server took one update of worker `peer` into shard `count`; `value` is its staleness.
 
+    The duration is that of the optimizer's step, and 0 for all but the last of several updates in one step.
+    """
+    HOLD = 12
+    """A server kept back what worker `peer` asked of shard `count`; `value` is the worker it waited for, or -1."""
+    SEND = 13
+    """`num_bytes` went to `peer` in `count` messages; `message` is the number that its RECEIVE has, too."""
+    RECEIVE = 14
+    """What `peer` sent as `message` is here; the duration is what taking it in took."""
+
+
+class Wire(IntEnum):
+    """What carried the bytes of an event."""
+
+    NONE = 0
+    """Nothing was sent."""
+    MEMORY = 1
+    """Shared memory, read where it lies."""
+    SHARED = 2
+    """A link through a ring in shared memory."""
+    TCP = 3
+    """A socket."""
+    TORCH = 4
+    """torch.distributed."""
+
+
+class Codec(IntEnum):
+    """What the bytes of an event are."""
+
+    RAW = 0
+    """The numbers as they lie in memory."""
+
+
+_CODEC_BITS = 4
+
+
+def wire_of(wire: Wire, codec: Codec = Codec.RAW) -> int:
+    """Both as the one byte of a record."""
+    return wire | codec << _CODEC_BITS
+
+
+KNOWN_WIRES = tuple(wire_of(wire, codec) for wire in Wire for codec in Codec)
+"""What the byte of a record may be."""
 
 RECORD = np.dtype(
     [
         ("start_ns", "<u8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
         ("duration_ns", "<u8"),
-        ("kind", "<u2"),
+        ("kind", "u1"),
+        ("wire", "u1"),  # what carried its bytes (low half), and in which codec
         ("role", "<u2"),  # who recorded it; stamped by the ring
         ("peer", "<i4"),  # the role it concerns, or NOBODY
         ("step", "<i8"),  # the global batch, from 0, or NO_STEP
@@ -70,7 +134,7 @@ RECORD = np.dtype(
             "<u8",
         ),  # events of this role before it, lost ones included: a gap is a loss; stamped by the ring
         ("count", "<u4"),
-        ("reserved", "<u4"),  # zero
+        ("message", "<u4"),  # the number of a message, 0: none
     ]
 )
 """The layout of one event, 64 bytes."""
@@ -93,6 +157,9 @@ class Event:
     num_bytes: int
     count: int
     value: float
+    message: int = 0
+    wire: Wire = Wire.NONE
+    codec: Codec = Codec.RAW
 
     @classmethod
     def from_record(cls, record: Any) -> Event:
@@ -108,6 +175,9 @@ class Event:
             num_bytes=int(record["num_bytes"]),
             count=int(record["count"]),
             value=float(record["value"]),
+            message=int(record["message"]),
+            wire=Wire(int(record["wire"]) & (1 << _CODEC_BITS) - 1),
+            codec=Codec(int(record["wire"]) >> _CODEC_BITS),
         )
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from manyhands.errors import DataError, UserError, format_bytes
-from manyhands.observe.events import RECORD, EventKind, Records
+from manyhands.observe.events import KNOWN_WIRES, RECORD, EventKind, Records
 
 __all__ = ["Ending", "EventFile", "EventFileWriter", "read_events", "read_header"]
 
-_VERSION = 1
+_VERSION = 2
 _MAGIC = b"MHEVENTS"
 _LAYOUT = " ".join(f"{name}:{RECORD[name].str}" for name in RECORD.names or ()).encode()
 _HEADER = np.dtype(
@@ -165,7 +165,7 @@ def read_header(path: Path) -> EventFile:
     if header["version"] != _VERSION:
         raise _refusal(path, "version", f"version {header['version']}, and this manyhands reads {_VERSION}")
     if header["record_bytes"] != RECORD.itemsize or header["layout"] != _LAYOUT:
-        raise _refusal(path, "layout", "the records are not laid out as version 1 has them")
+        raise _refusal(path, "layout", f"the records are not laid out as version {_VERSION} has them")
     if header["ending"] not in list(Ending):
         raise _refusal(path, "ending", f"{header['ending']} is no way for an event file to end")
     return EventFile(
@@ -186,7 +186,8 @@ def read_events(path: Path) -> Records:
     # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
-    good = np.isin(records["kind"], list(EventKind)) & (records["role"] == role) & (records["reserved"] == 0)
+    good = np.isin(records["kind"], list(EventKind)) & (records["role"] == role)
+    good &= np.isin(records["wire"], KNOWN_WIRES)
     good[1:] &= records["id"][1:] > records["id"][:-1]
     if not good.all():
         first = int(np.argmin(good))
