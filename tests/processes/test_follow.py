@@ -1,14 +1,16 @@
 """A real run with a straggler, followed from before its beginning to its end."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from manyhands.observe.view import Phase, RunView
+from manyhands.fitting import Options
+from manyhands.observe.table import end_text
+from manyhands.observe.view import Phase
+from manyhands.running import start
 from manyhands.seeing.follow import RunFollower
+from manyhands.slowdown import Slowdown
+from manyhands.tasks import TASKS
 
 POLL_S = 0.2
 
@@ -17,21 +19,18 @@ POLL_S = 0.2
 def test_the_last_view_of_a_run_equals_its_summary_and_all_name_the_straggler(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    follower, views = RunFollower(run), list[RunView]()
-    command = [sys.executable, "-m", "manyhands", "train", "digits", "--workers", "2", "--steps", "60"]
-    with subprocess.Popen(
-        [*command, "--slow", "worker=1,factor=3", "--out", str(run)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        while True:
+    follower = RunFollower(run)
+    views = [follower.poll()]
+    options = Options(slow=Slowdown(worker=1, factor=3))
+    with start(TASKS["digits"].build(), "mirrored", workers=2, steps=60, out=run, options=options) as running:
+        while not running.done:
             views.append(follower.poll())
             try:
-                table, _ = process.communicate(timeout=POLL_S)
-                break
-            except subprocess.TimeoutExpired:
+                running.result(POLL_S)
+            except TimeoutError:
                 continue
-    assert process.returncode == 0
+        summary = running.result().summary
     view = follower.poll()
-    summary = json.loads((run / "summary.json").read_text())
 
     assert view.phase is Phase.ENDED
     assert (view.step, view.steps_asked) == (summary["steps"], summary["steps_asked"])
@@ -48,7 +47,7 @@ def test_the_last_view_of_a_run_equals_its_summary_and_all_name_the_straggler(tm
     assert [slow["worker"] for slow in summary["slow"]] == [1]
     (warning,) = view.warnings
     assert warning.startswith("worker 1 is")
-    assert " ".join(warning.split()) in " ".join(table.split())
+    assert " ".join(warning.split()) in " ".join(end_text(summary).split())
 
     assert views[0].phase is Phase.STARTING
     steps = [seen.step for seen in views]
