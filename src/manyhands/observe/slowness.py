@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.observe.events import EventKind, Records
-from manyhands.observe.pace import Pace, Slow, find_slow, slow_now
+from manyhands.observe.pace import SLOW_FACTOR, Pace, Slow, find_slow, slow_now
 
 __all__ = ["Slowness", "Straggler"]
 
@@ -33,6 +33,7 @@ _Rows = npt.NDArray[np.void]
 _MAX_ROWS = 4096  # of one worker
 _IN_FULL = 1536  # of these, the newest that are not thinned: more than 5 s of steps of 5 ms
 _PORTION = _MAX_ROWS - _IN_FULL  # rows that are added before it is looked whether to thin
+_FEW = 5  # steps
 _NAMED_FACTOR = 1.5  # computing this much longer per step than the others is worth a word
 
 
@@ -86,6 +87,20 @@ class Slowness:
         if self._found is None:
             self._found = self._named(slow_now(self._paces()))
         return self._found
+
+    def suspects(self) -> frozenset[int]:
+        """The workers whose newest few steps are long: too early to name, and too late to look elsewhere."""
+        newest = {
+            role: float(np.median(steps.rows["compute_ns"][-_FEW:]))
+            for role, steps in self._steps.items()
+            if len(steps.rows)
+        }
+        return frozenset(
+            role
+            for role, own in newest.items()
+            if len(newest) > 1
+            and own > SLOW_FACTOR * np.median([other for who, other in newest.items() if who != role])
+        )
 
     def ever(self) -> tuple[Straggler, ...]:
         """Those, and the workers that were slow for a while."""
