@@ -39,7 +39,13 @@ class ServerRecords:
         self._num_shards = strategy.servers
         self._wire = wire_of_link(strategy)
         self._asked_ns: dict[tuple[int, int], int] = {}  # by slot and shard, when its Read came
-        self._applied_ns = 0  # spent applying since the message in hand came
+        self._received_ns = 0  # when the message in hand had been taken in
+        self._done_ns = 0  # until when this server's time is accounted for
+
+    def saved(self, begin_ns: int) -> None:
+        """A snapshot, begun then, is written."""
+        self._done_ns = time.monotonic_ns()
+        self._ring.record(EventKind.CHECKPOINT, begin_ns, self._done_ns - begin_ns)
 
     def joined(self, begin_ns: int) -> None:
         """This server is ready, having begun then."""
@@ -51,8 +57,8 @@ class ServerRecords:
 
     def began(self, message: object) -> int:
         """A message is about to be dealt with; when."""
-        now_ns = time.monotonic_ns()
-        self._applied_ns = 0
+        now_ns = self._done_ns = time.monotonic_ns()
+        self._received_ns = 0
         if isinstance(message, Read):
             self._asked_ns[message.slot, message.shard] = now_ns
         return now_ns
@@ -63,7 +69,7 @@ class ServerRecords:
             self._ring.record(
                 EventKind.RECEIVE,
                 begin_ns,
-                max(0, time.monotonic_ns() - begin_ns - self._applied_ns),
+                (self._received_ns or time.monotonic_ns()) - begin_ns,
                 step=message.batch if isinstance(message, Push) else -1,
                 peer=message.slot,
                 num_bytes=num_bytes,
@@ -73,7 +79,8 @@ class ServerRecords:
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
         """The optimizer took a step, which began then and took so long."""
-        self._applied_ns += duration_ns
+        self._received_ns = self._received_ns or begin_ns
+        self._done_ns = begin_ns + duration_ns
         for index, update in enumerate(row.updates):
             is_last = index == len(row.updates) - 1
             self._ring.record(
@@ -87,8 +94,11 @@ class ServerRecords:
             )
 
     def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
-        """An answer leaves for a worker."""
+        """An answer leaves for a worker, having been made ready since the last thing that was done."""
         now_ns = time.monotonic_ns()
+        if not self._received_ns:
+            self._received_ns = self._done_ns = now_ns
+        begin_ns, self._done_ns = self._done_ns, now_ns
         step = answer.work.batch if isinstance(answer, Parameters) else -1
         if isinstance(answer, Parameters):
             asked_ns = self._asked_ns.pop((answer.slot, answer.shard), now_ns)
@@ -104,7 +114,8 @@ class ServerRecords:
                 )
         self._ring.record(
             EventKind.SEND,
-            now_ns,
+            begin_ns,
+            now_ns - begin_ns,
             step=step,
             peer=answer.slot,
             num_bytes=num_bytes,

@@ -390,6 +390,7 @@ class _Server:
         if not self._snapshots.kept:
             return
         core = self._core.replicas[shard]
+        begin_ns = time.monotonic_ns()
         self._context.mark(core.core.version, State.SAVING)
         try:
             self._snapshots.save(
@@ -407,6 +408,7 @@ class _Server:
                     "note": f"no snapshot of shard {shard} at version {core.core.version}: {error}; the older ones stay"
                 }
             )
+        self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
 
     def _is_primary(self, shard: int) -> bool:
