@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.computing import TrainingPlan
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
@@ -60,6 +61,9 @@ class Options:
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
 
+    watchdog_s: float = 60.0
+    """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
+
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
 
@@ -75,6 +79,7 @@ class Options:
             raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        check_watchdog_s(self.watchdog_s)
 
 
 @dataclass(frozen=True, kw_only=True)

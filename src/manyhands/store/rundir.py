@@ -30,6 +30,7 @@ from manyhands.store.metrics import MetricsLog
 __all__ = ["RunDirectory"]
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
+_HANG = "hang.txt"
 _MEMBERS = "members.jsonl"
 _FORMAT = "manyhands run"
 _VERSION = 1
@@ -102,6 +103,10 @@ class RunDirectory:
     def checkpoints(self, keep: int = 3) -> CheckpointStore:
         """The run's checkpoints, of which the last `keep` and the best stay."""
         return CheckpointStore(self.checkpoints_path, keep)
+
+    def write_hang(self, text: str) -> None:
+        """Keep what the watchdog found: hang.txt."""
+        (self.path / _HANG).write_text(text)
 
     def append_member(self, event: Mapping[str, Any]) -> None:
         """Add what happened to a process of the run to members.jsonl."""
