@@ -25,6 +25,7 @@ def on_workers(
     *,
     strategy: str | None = None,
     buffers: str = "broadcast",
+    check_every: int | None = None,
     timeout_s: float = 30.0,
     errors: bool = False,
 ) -> list[T]:
@@ -35,7 +36,14 @@ def on_workers(
     def work(rank: int) -> None:
         place = Place(rank=rank, world=world, open_store=lambda _: store)
         try:
-            with open_group(place, "test", strategy=strategy, buffers=buffers, timeout_s=timeout_s) as group:
+            with open_group(
+                place,
+                "test",
+                strategy=strategy,
+                buffers=buffers,
+                check_every=check_every,
+                timeout_s=timeout_s,
+            ) as group:
                 results[rank] = body(group)
         except BaseException as error:
             results[rank] = error

@@ -61,6 +61,9 @@ class Options:
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
 
+    check_every: int = 100
+    """Compare the parameters of workers that hold copies after every so many steps; 0: never."""
+
     watchdog_s: float = 60.0
     """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
 
@@ -77,6 +80,8 @@ class Options:
                 raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
         if self.keep_checkpoints < 1:
             raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.check_every < 0:
+            raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
         check_watchdog_s(self.watchdog_s)
@@ -131,6 +136,7 @@ class Request:
             device=device,
             autocast=options.autocast,
             compile=options.compile,
+            check_every=options.check_every,
         )
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
 

@@ -200,7 +200,7 @@ def test_an_event_in_words() -> None:
         count=0,
         value=0.0,
     )
-    assert describe_event(event, NOW_NS).split() == "3.0 s ago wait step 17 2.00 ms peer 1".split()
+    assert " ".join(describe_event(event, NOW_NS).split()) == "3.0 s ago wait step 17 2.00 ms peer 1"
 
 
 def test_the_deadline_is_long_enough_for_a_wait_to_show() -> None:
