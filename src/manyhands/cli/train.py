@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
         None,
     ),
+    "tensorboard": (
+        Annotated[Path | None, typer.Option(help="Write event files for TensorBoard to this directory.")],
+        None,
+    ),
 }
 
 
@@ -84,6 +89,7 @@ class _Common:
     watchdog: float
     slow: str | None
     json_file: Path | None
+    tensorboard: Path | None
 
 
 def _add_command(entry: BuiltinTask[Any]) -> None:
@@ -161,7 +167,8 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
         ),
     )
     try:
-        run = fit_here()
+        with _tensorboard(common, out):
+            run = fit_here()
     except KeyboardInterrupt:
         print(
             f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr
@@ -171,6 +178,13 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
+
+
+def _tensorboard(common: _Common, out: Path) -> AbstractContextManager[object]:
+    """The event files for TensorBoard, where they are asked for."""
+    from manyhands.seeing.tensorboard import LiveTensorboard
+
+    return LiveTensorboard(out, common.tensorboard) if common.tensorboard is not None else nullcontext()
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
