@@ -185,8 +185,12 @@ def matrix(
     title: str,
     corner: str = "",
     show: Callable[[float], str] | None = None,
+    scrolls: bool = True,
 ) -> str:
-    """Numbers as a table whose cells are the stronger coloured the greater they are; 0 is a quiet dot."""
+    """Numbers as a table whose cells are the stronger coloured the greater they are; 0 is a quiet dot.
+
+    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    """
     show = show or short_number
     greatest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
@@ -198,13 +202,22 @@ def matrix(
         title,
         f'<table class="heat"><caption>{escape(title)}</caption><thead><tr>'
         f'<th scope="col" class="corner">{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table>',
+        scrolls,
     )
 
 
 def data_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str, words: Sequence[int] = (0,)
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str,
+    words: Sequence[int] = (0,),
+    scrolls: bool = True,
 ) -> str:
-    """Rows of text under their columns; those of `words` are read from the left, the others are numbers."""
+    """Rows of text under their columns; those of `words` are read from the left, the others are numbers.
+
+    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    """
     kinds = ["" if index in words else ' class="number"' for index in range(len(columns))]
     head = "".join(
         f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True)
@@ -218,6 +231,7 @@ def data_table(
     return _scroll(
         title,
         f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        scrolls,
     )
 
 
@@ -438,5 +452,7 @@ def _figure(title: str, svg: str, legend: str = "") -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
 
 
-def _scroll(title: str, table: str) -> str:
+def _scroll(title: str, table: str, scrolls: bool) -> str:
+    if not scrolls:
+        return table
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>'

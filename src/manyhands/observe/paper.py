@@ -73,22 +73,33 @@ STYLE += _SERIES + "\n"
 
 NUM_COLOURS, NUM_DASHES, NUM_HEATS = _COLOURS, len(_DASHES), 10
 
-_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def document(title: str, sections: Iterable[str], *, style: str = STYLE, lead: str = "") -> str:
+def document(
+    title: str,
+    sections: Iterable[str],
+    *,
+    style: str = STYLE,
+    lead: str = "",
+    script: str = "",
+) -> str:
     """One page that needs nothing from elsewhere; `sections` and `lead` are HTML, `title` is text.
 
-    The page forbids itself scripts and connections, so that a report can be sent to others as it is.
+    Without a `script` the page forbids itself scripts and connections, so that a report can be sent to others as
+    it is. With one, the policy is up to whoever serves it, and the body is of the class `live`.
     """
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
     body = "\n".join(sections)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"{'' if script else policy}"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<link rel="icon" href="data:,"/>\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f'<body class="{"live" if script else "still"}">\n'
         f'<a class="skip" href="#main">Skip to the content</a>\n<h1>{escape(title)}</h1>\n{lead}'
-        f'<main id="main" tabindex="-1">\n{body}\n</main>\n</body>\n</html>\n'
+        f'<main id="main" tabindex="-1">\n{body}\n</main>\n'
+        f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
     )
 
 
