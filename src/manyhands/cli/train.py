@@ -128,7 +128,7 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
     console = Console(stderr=True)
 
     def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
-        return ProgressView(steps=num_steps, snapshot=snapshot, console=console)
+        return ProgressView(steps=num_steps, snapshot=snapshot, console=console, strategy=common.strategy)
 
     out = common.out or fresh_directory(entry.name)
     check_writable(common.json_file)

@@ -86,10 +86,13 @@ class Collector:
             return self._totals.snapshot(time.monotonic_ns())
 
     def summary(self) -> dict[str, Any]:
-        """For a run's summary: totals `per_worker` and the fate of the `events`; before the rings close."""
+        """For a run's summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""
         workers = self.snapshot().workers
+        with self._adding:
+            slow = self._totals.slow_ever()
         return {
             "per_worker": [worker.to_dict() for worker in workers],
+            "slow": [straggler.to_dict() for straggler in slow],
             "events": {
                 "recorded": sum(ring.written for ring in self._rings.values()),
                 "dropped": sum(ring.dropped for ring in self._rings.values()),
