@@ -43,7 +43,7 @@ figure { margin: 0 0 .5rem; min-width: 0; }
 figcaption { color: var(--faint); font-size: .85rem; margin-bottom: .15rem; }
 svg.chart { display: block; width: 100%; height: auto; max-height: 22rem; overflow: visible;
   font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-svg.chart text { fill: var(--ink); }
+svg.rows { max-width: 28rem; max-height: none; } svg.chart text { fill: var(--ink); }
 svg.chart text.tick, svg.chart text.label { fill: var(--faint); font-size: 10.5px; }
 svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
 .axis { stroke: var(--line); } .grid { stroke: var(--grid); } .track { fill: var(--grid); }

@@ -70,7 +70,7 @@ class Dashboard:
         deadline = time.monotonic() + _START_S
         while not self._server.started:
             if self._failure is not None or time.monotonic() > deadline:
-                self._stop()
+                self.stop()
                 raise ManyhandsError(f"the live page did not start within {_START_S:g} s: {self._failure}")
             time.sleep(_LOOK_S)
         return self
@@ -82,7 +82,7 @@ class Dashboard:
         deadline = time.monotonic() + _FAREWELL_S
         while self._app.num_streams and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        self._stop()
+        self.stop()
 
     def _serve(self) -> None:
         try:
@@ -90,7 +90,8 @@ class Dashboard:
         except BaseException as failure:  # told by whoever waits for the start
             self._failure = failure
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End at once, with no word to the pages that are open."""
         self._server.should_exit = True
         self._thread.join(_STOP_S)
         self._socket.close()

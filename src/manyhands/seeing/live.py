@@ -20,7 +20,9 @@ __all__ = ["POLICY", "as_event", "live_page"]
 _STYLE = (
     PAGE_STYLE
     + """
-#line { min-height: 1.4rem; margin: 0 0 .5rem; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+#bar { display: flex; gap: 1rem; justify-content: space-between; margin: 0 0 .5rem; }
+#line { height: 2.9em; margin: 0; max-width: none; overflow: hidden; } #bar a { white-space: nowrap; }
+@media (min-width: 40rem) { #line { height: 1.45em; } }
 #line.lost { color: var(--bad); }
 """
 )
@@ -78,7 +80,10 @@ POLICY = "; ".join(
 
 def live_page(view: RunView) -> str:
     """The page as it is first sent; the server's events keep it new."""
-    lead = '<p id="line" class="quiet" role="status">connecting</p>\n'
+    lead = (
+        '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
+        '<a href="/report" download="report.html">Save as a report</a></div>\n'
+    )
     return document(title_of(view), sections(view).values(), style=_STYLE, lead=lead, script=_SCRIPT)
 
 

@@ -37,12 +37,15 @@ PAGE_STYLE = (
 progress { width: 100%; height: .55rem; margin-top: .5rem; accent-color: var(--c0); display: block; }
 .wrong li { color: var(--bad); font-weight: 600; } .wrong ul { list-style: "! "; }
 section.alarm { border-color: var(--bad) !important; background: var(--bad-paper) !important; }
-.live main > section { height: 20rem; } .live main > section.short { height: auto; }
-.live #wrong { height: 7.5rem; } .live #notes { height: 7rem; }
 .fill { flex: 1; min-height: 0; overflow: auto; } .live svg.chart { max-height: 13.2rem; }
-.live .fill svg.chart { max-height: none; }
-@media (max-width: 40rem) { .live #wrong { height: 10rem; } .live main > section { height: 19rem; }
-  .live main > section.short { height: auto; } .live #notes { height: 8rem; } }
+.live svg.rows { max-height: none; }
+#members td:last-child { min-width: 13rem; } #members td { white-space: nowrap; }
+#members td:last-child { white-space: normal; }
+.live main > section { height: 19rem; } .live main > section.short { height: auto; }
+.live #wrong, .live #notes { height: 7rem; } .live #workers, .live #waits { height: 23rem; }
+.live #traffic, .live #members { height: 15rem; }
+@media (max-width: 40rem) { .live #wrong { height: 10rem; } .live #notes { height: 8rem; }
+  .live #waits, .live #traffic { height: 14rem; } .live #servers { height: 20rem; } }
 """
 )
 
@@ -83,12 +86,11 @@ def _now(view: RunView) -> tuple[str, str]:
     asked = f" of {view.steps_asked:,}" if view.steps_asked else ""
     left = view.seconds_left
     values = {
-        "run": view.phase.value,
+        "state": view.phase.value,
         "step": f"{view.step:,}{asked}",
         "loss": "–" if view.loss is None else f"{view.loss:.4g}",
         "samples/s": f"{view.samples_per_s:,.0f}",
-        "steps/s": short_number(view.steps_per_s),
-        "time": _duration(view.seconds),
+        "elapsed": _duration(view.seconds),
         "time left": _duration(left) if left is not None and view.phase is Phase.RUNNING else "–",
     }
     tiles = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items())
@@ -142,7 +144,7 @@ def _throughput(view: RunView) -> tuple[str, str]:
 
 
 def _workers(view: RunView) -> tuple[str, str]:
-    heading = "Workers: speed, and where their time goes"
+    heading = "Workers and their time"
     if not view.workers:
         return "workers", section("workers", heading, quiet("No worker has begun yet."), "broad")
     is_over = view.phase is Phase.ENDED
@@ -190,7 +192,7 @@ def _waits(view: RunView) -> tuple[str, str]:
 
 
 def _servers(view: RunView) -> tuple[str, str]:
-    heading = "Servers, their shards and their balance"
+    heading = "Servers and their shards"
     if not view.servers:
         return "servers", section("servers", heading, quiet("This strategy has no servers."), "broad")
     even = 1 / len(view.servers)
@@ -250,14 +252,13 @@ def _members(view: RunView) -> tuple[str, str]:
             f"{one.at_s:.1f} s",
             str(one.epoch) if one.epoch else "–",
             one.who,
-            one.what,
-            one.sentence,
+            one.sentence or one.what,
         )
         for one in reversed(view.happenings)
     ]
     epoch = f"; the membership is in epoch {view.epoch}" if view.epoch else ""
-    columns = ("at", "epoch", "who", "what", "")
-    table = data_table(columns, rows, title=f"The newest first{epoch}", words=(2, 3, 4), scrolls=False)
+    columns = ("at", "epoch", "who", "what happened")
+    table = data_table(columns, rows, title=f"The newest first{epoch}", words=(2, 3), scrolls=False)
     return "members", section("members", heading, _fill(heading, table), "broad")
 
 
