@@ -165,6 +165,13 @@ def test_a_server_that_went_without_a_word_is_said_and_the_content_stays(
     assert "120 of 400" in text_of(browser, "now")
 
 
+def test_a_page_that_is_closed_is_forgotten(browser: Any, dashboard: Dashboard) -> None:
+    opened(browser, dashboard.url)
+    assert dashboard.num_pages == 1
+    browser.get("about:blank")
+    awaited(browser, lambda: dashboard.num_pages == 0, "the server to notice")
+
+
 def test_a_wrong_token_gets_one_sentence(browser: Any, dashboard: Dashboard) -> None:
     browser.get("about:blank")
     browser.get(dashboard.url + "x")

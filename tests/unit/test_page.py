@@ -9,8 +9,8 @@ from manyhands.seeing.page import report, sections
 from views import empty_view, run_view
 
 KEYS = [
-    "now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers", "staleness", "traffic",
-    "members", "notes",
+    "now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers", "staleness", "members",
+    "traffic", "notes",
 ]  # fmt: skip
 HOSTILE = '<script>alert(1)</script>"onload="x'
 

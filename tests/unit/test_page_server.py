@@ -149,7 +149,7 @@ def test_a_stream_sends_all_then_what_changed_then_the_end() -> None:
         name, first = parse(await anext(stream))
         assert (name, app.num_streams) == ("sections", 1)
         assert list(first) == ["now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers",
-                               "staleness", "traffic", "members", "notes"]  # fmt: skip
+                               "staleness", "members", "traffic", "notes"]  # fmt: skip
         shown[0] = empty_view(step=7)
         assert list(parse(await anext(stream))[1]) == ["now"]
         shown[0] = empty_view(step=8)

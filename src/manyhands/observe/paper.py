@@ -32,11 +32,12 @@ a { color: var(--link); } code { font: .92em ui-monospace, monospace; overflow-w
 .skip { position: absolute; left: -99rem; padding: .5rem; background: var(--card); }
 .skip:focus { left: .5rem; top: .5rem; z-index: 2; }
 h1 { font-size: 1.3rem; margin: 1rem 0 .5rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 0 0 .4rem; }
-main { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+main { display: grid; gap: .75rem; grid-auto-flow: dense;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); border: 1px solid var(--line);
   border-radius: .5rem; display: flex; flex-direction: column; }
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
-@media (min-width: 70rem) { main > section.broad { grid-column: span 2; } }
+@media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
 p { margin: 0 0 .5rem; max-width: 75ch; } ul { margin: 0; padding-left: 1.1rem; }
 .quiet { color: var(--faint); } .bad { color: var(--bad); } .good { color: var(--good); }
 figure { margin: 0 0 .5rem; min-width: 0; }
@@ -56,8 +57,8 @@ svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; }
 caption { text-align: left; color: var(--faint); font-size: .85rem; padding-bottom: .15rem; }
 th, td { padding: .2rem .5rem; text-align: left; border-bottom: 1px solid var(--grid); vertical-align: top; }
-th { font-weight: 600; } thead th { color: var(--faint); white-space: nowrap; }
-tbody th { white-space: nowrap; } .number { text-align: right; white-space: nowrap; }
+th { font-weight: 600; background: var(--card); } thead th { color: var(--faint); white-space: nowrap; }
+tbody th { white-space: nowrap; position: sticky; left: 0; } .number { text-align: right; white-space: nowrap; }
 .heat td { text-align: right; white-space: nowrap; } .heat thead th { text-align: right; }
 .heat thead th.corner { text-align: left; }
 """

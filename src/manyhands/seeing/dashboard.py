@@ -80,7 +80,7 @@ class Dashboard:
     ) -> None:
         self._app.end(self._farewell)
         deadline = time.monotonic() + _FAREWELL_S
-        while self._app.num_streams and time.monotonic() < deadline:
+        while self.num_pages and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         self.stop()
 
@@ -89,6 +89,11 @@ class Dashboard:
             self._server.run(sockets=[self._socket])
         except BaseException as failure:  # told by whoever waits for the start
             self._failure = failure
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are open and live now."""
+        return self._app.num_streams
 
     def stop(self) -> None:
         """End at once, with no word to the pages that are open."""

@@ -41,11 +41,13 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 .live svg.rows { max-height: none; }
 #members td:last-child { min-width: 13rem; } #members td { white-space: nowrap; }
 #members td:last-child { white-space: normal; }
+.pair { display: grid; gap: 0 1.5rem; }
+@media (min-width: 70rem) { .pair { grid-template-columns: minmax(0, 28rem) minmax(0, 1fr); } }
 .live main > section { height: 19rem; } .live main > section.short { height: auto; }
-.live #wrong, .live #notes { height: 7rem; } .live #workers, .live #waits { height: 23rem; }
-.live #traffic, .live #members { height: 15rem; }
-@media (max-width: 40rem) { .live #wrong { height: 10rem; } .live #notes { height: 8rem; }
-  .live #waits, .live #traffic { height: 14rem; } .live #servers { height: 20rem; } }
+.live #wrong { height: 7rem; } .live #traffic, .live #notes { height: 11rem; }
+.live main > section.small { height: 6rem; }
+@media (max-width: 46rem) { .live #wrong { height: 10rem; } .live #workers { height: 24rem; }
+  .live #waits { height: 14rem; } .live #notes { height: 8rem; } }
 """
 )
 
@@ -75,8 +77,8 @@ def sections(view: RunView) -> dict[str, str]:
         _waits(view),
         _servers(view),
         _staleness(view),
-        _traffic(view),
         _members(view),
+        _traffic(view),
         _notes(view),
     )
     return dict(ordered)
@@ -146,7 +148,7 @@ def _throughput(view: RunView) -> tuple[str, str]:
 def _workers(view: RunView) -> tuple[str, str]:
     heading = "Workers and their time"
     if not view.workers:
-        return "workers", section("workers", heading, quiet("No worker has begun yet."), "broad")
+        return "workers", section("workers", heading, quiet("No worker has begun yet."), "wide")
     is_over = view.phase is Phase.ENDED
     shares = [_shares(worker.shares if is_over else worker.recent) for worker in view.workers]
     bars = share_bars(
@@ -170,7 +172,8 @@ def _workers(view: RunView) -> tuple[str, str]:
     ]
     columns = ("worker", "steps", "steps/s", "compute, ms", "waited", "waits for", "sent", "messages")
     table = data_table(columns, rows, title="Each worker since the beginning", words=(0, 5), scrolls=False)
-    return "workers", section("workers", heading, _fill(heading, bars + table), "broad")
+    both = f'<div class="pair">{bars}<div>{table}</div></div>'
+    return "workers", section("workers", heading, _fill(heading, both), "wide")
 
 
 def _waits(view: RunView) -> tuple[str, str]:
@@ -194,7 +197,9 @@ def _waits(view: RunView) -> tuple[str, str]:
 def _servers(view: RunView) -> tuple[str, str]:
     heading = "Servers and their shards"
     if not view.servers:
-        return "servers", section("servers", heading, quiet("This strategy has no servers."), "broad")
+        has_none = not _on_servers(view)
+        said = "This strategy has no servers." if has_none else "No server has begun yet."
+        return "servers", section("servers", heading, quiet(said), "broad small" if has_none else "broad")
     even = 1 / len(view.servers)
     bars = bar_chart(
         [(server.name, server.share) for server in view.servers],
@@ -221,7 +226,10 @@ def _servers(view: RunView) -> tuple[str, str]:
 def _staleness(view: RunView) -> tuple[str, str]:
     stale = view.staleness
     if not stale.histogram:
-        return "staleness", section("staleness", "Staleness", quiet("No update was applied by a server."))
+        said = "No server has applied an update."
+        return "staleness", section(
+            "staleness", "Staleness", quiet(said), "" if _on_servers(view) else "small"
+        )
     chart = histogram(
         stale.histogram,
         title=f"Steps of others that an update had missed: mean {stale.mean:.2f}, most {stale.max}",
@@ -265,7 +273,11 @@ def _members(view: RunView) -> tuple[str, str]:
 def _notes(view: RunView) -> tuple[str, str]:
     heading = "What is missing here"
     body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
-    return "notes", section("notes", heading, _fill(heading, body), "wide")
+    return "notes", section("notes", heading, _fill(heading, body), "broad")
+
+
+def _on_servers(view: RunView) -> bool:
+    return view.strategy.split(maxsplit=1)[:1] == ["ps"]
 
 
 def _curves(curves: list[Curve], y_label: str, caption: str) -> str:
