@@ -86,7 +86,7 @@ class Collector:
             return self._totals.snapshot(time.monotonic_ns())
 
     def summary(self) -> dict[str, Any]:
-        """For a run's summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""
+        """For a summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""
         workers = self.snapshot().workers
         with self._adding:
             slow = self._totals.slow_ever()

@@ -106,6 +106,23 @@ class Totals:
         self._pace = _Pace()
         self._slowness = Slowness()
 
+    @property
+    def workers(self) -> int:
+        """How many workers there may be, so far."""
+        return self._workers
+
+    def widen(self, workers: int) -> None:
+        """Make room for more workers; nothing happens where there is room already."""
+        more = workers - self._workers
+        if more <= 0:
+            return
+        self._duration_ns = np.pad(self._duration_ns, ((0, more), (0, 0)))
+        self._wait_for_ns = np.pad(self._wait_for_ns, (0, more))
+        for name in ("_bytes_sent", "_messages_sent", "_steps", "_samples", "_last_samples", "_last_loss"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self._last_step = np.pad(self._last_step, (0, more), constant_values=-1)
+        self._workers = workers
+
     def update(self, records: Records) -> None:
         """Add events of any workers; those of one worker in the order they were recorded."""
         roles = records["role"].astype(np.intp)
@@ -151,6 +168,11 @@ class Totals:
             bytes_sent=int(self._bytes_sent[worker]),
             messages_sent=int(self._messages_sent[worker]),
         )
+
+    def duration_ns(self, worker: int) -> npt.NDArray[np.int64]:
+        """The time that one worker spent on each kind of event, by the kind's number."""
+        spent: npt.NDArray[np.int64] = self._duration_ns[worker]
+        return spent
 
     def snapshot(self, now_ns: int) -> Snapshot:
         """The run as of `now_ns`, on the clock of the events."""
