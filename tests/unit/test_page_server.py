@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from manyhands.errors import UserError
 from manyhands.observe.view import RunView
+from manyhands.seeing.dashboard import Dashboard
 from manyhands.seeing.guard import Guard
 from manyhands.seeing.server import MAX_STREAMS, PageApp
 from views import empty_view, run_view
@@ -184,3 +188,16 @@ def test_too_many_pages_are_refused_in_a_sentence() -> None:
     app.num_streams = MAX_STREAMS
     answer = ask("/events", app=app, **COOKIE)
     assert (answer.status_code, answer.text) == (503, f"{MAX_STREAMS} pages are open already; close one.\n")
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"can not listen on 127.0.0.1:{port}"):
+            Dashboard(run_view, metrics, port=port)
+
+
+def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UserError, match=r"needs the web extra: pip install 'manyhands\[web\]'"):
+        Dashboard(run_view, metrics)

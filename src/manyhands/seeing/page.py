@@ -30,7 +30,7 @@ __all__ = ["PAGE_STYLE", "report", "sections", "title_of"]
 PAGE_STYLE = (
     STYLE
     + """
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr)); gap: .3rem .8rem; margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); gap: .3rem .7rem; margin: 0; }
 .tiles div { min-width: 0; } .tiles dt { color: var(--faint); font-size: .82rem; }
 .tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
@@ -283,8 +283,14 @@ def _on_servers(view: RunView) -> bool:
 def _curves(curves: list[Curve], y_label: str, caption: str) -> str:
     if not any(curve.values for curve in curves):
         return quiet("No step has ended yet.")
-    series = [Series(name=_words(one.name), xs=one.steps, ys=one.values) for one in curves]
+    series = [_by_step(curve) for curve in curves]
     return line_chart(series, title=caption, x_label="step", y_label=y_label)
+
+
+def _by_step(curve: Curve) -> Series:
+    """In the order of steps: workers that do not wait for each other end them in another one."""
+    points = sorted(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
+    return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points])
 
 
 def _fill(label: str, body: str) -> str:
