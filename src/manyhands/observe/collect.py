@@ -30,22 +30,23 @@ _STOP_TIMEOUT_S = 10.0
 class Collector:
     """Reads the rings of a run in the background, from `start` (or entering) to `close` (or leaving).
 
-    `rings` are those of workers 0, 1, … under the names their files get; the caller owns them, and closes
-    them after the collector. With a `directory` the events are kept on disk, up to `max_bytes` in all and the
-    same for each role.
+    `rings` are those of roles 0, 1, … under the names their files get; the first `workers` (by default all)
+    are workers and count in the totals. The caller owns them, and closes them after the collector. With a
+    `directory` the events are kept on disk, up to `max_bytes` in all and the same for each role.
     """
 
     def __init__(
         self,
         rings: Mapping[str, EventRing],
         *,
+        workers: int | None = None,
         directory: Path | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
         interval_s: float = 0.05,
     ) -> None:
         roles = [ring.role for ring in rings.values()]
         if sorted(roles) != list(range(len(roles))) or not roles:
-            raise UserError(f"rings={roles} is not allowed; it holds one ring for each worker 0, 1, ...")
+            raise UserError(f"rings={roles} is not allowed; it holds one ring for each role 0, 1, ...")
         if max_bytes < 0:
             raise UserError(f"max_bytes={max_bytes} is not allowed; it is 0 or more")
         self._rings = dict(rings)
@@ -53,7 +54,8 @@ class Collector:
         self._max_file_bytes = max_bytes // len(roles)
         self._interval_s = interval_s
         self._files: dict[str, EventFileWriter] = {}
-        self._totals = Totals(len(roles))
+        self._workers = len(roles) if workers is None else workers
+        self._totals = Totals(self._workers)
         # Two locks, so that a view which asks for a snapshot never waits for a disk.
         self._reading = threading.Lock()  # the rings and the files
         self._adding = threading.Lock()  # the totals
@@ -75,8 +77,9 @@ class Collector:
                 records = ring.drain()
                 if not len(records):
                     continue
-                with self._adding:
-                    self._totals.update(records)
+                if ring.role < self._workers:
+                    with self._adding:
+                        self._totals.update(records)
                 if name in self._files:
                     self._files[name].append(records)
 
