@@ -48,7 +48,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "slow": (
         Annotated[
             str | None,
-            typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1]."),
+            typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
         ],
         None,
     ),

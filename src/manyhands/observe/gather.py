@@ -7,6 +7,7 @@ clocks are brought onto it).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -121,6 +122,16 @@ class Gather:
     def end(self, summary: Mapping[str, Any] | None) -> None:
         """The run has come to its end with this summary, or (None) goes on after all."""
         self._summary = summary
+
+    @property
+    def step(self) -> int:
+        """Global batches that the history tells of."""
+        return self._history.step
+
+    @property
+    def first_ns(self) -> int:
+        """When the first event began; 0 before it."""
+        return self._seen.first_ns
 
     @property
     def last_ns(self) -> int:
@@ -372,7 +383,7 @@ class Gather:
         for role, (at_ns, kind, step) in seen:
             if kind != EventKind.LEAVE:
                 where = "" if step == NO_STEP else f" step {step}"
-                doing = _DOING[kind] if where else _DOING[kind].split()[0]
+                doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
                 words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
         return words
 
