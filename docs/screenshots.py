@@ -28,9 +28,9 @@ from manyhands.seeing.source import ComingRun
 
 FIGURES = Path(__file__).parent / "figures"
 STRATEGY = "ps servers=2 replicas=1 consistency=bounded:4"
-STEPS = 1500
+STEPS = 900
 TRAIN = (
-    *("digits", "--strategy", STRATEGY, "--workers", "3", "--steps", str(STEPS), "--evaluate-every", "150"),
+    *("digits", "--strategy", STRATEGY, "--workers", "3", "--steps", str(STEPS), "--evaluate-every", "90"),
     *("--slow", f"worker=2,factor=3,from={STEPS // 3}"),
 )
 LAPTOP, PHONE = 1280, 390

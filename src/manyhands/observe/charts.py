@@ -319,6 +319,8 @@ def _linear(
 ) -> tuple[_Axis, list[tuple[float, str]]]:
     """An axis that holds `values`, and its ticks; it ends at ticks unless it is `tight`."""
     low, high = min(values, default=0.0), max(values, default=1.0)
+    if tight and 0 < low <= 0.12 * high:
+        low = 0.0  # what begins that early reads better from the beginning
     if high - low <= 1e-12 * max(abs(high), abs(low)):
         margin = abs(high) / 2 or 1.0
         low, high = (0.0 if 0 <= low <= margin else low - margin), high + margin

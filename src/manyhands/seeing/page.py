@@ -41,12 +41,12 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 .live svg.rows { max-height: none; }
 #members td:last-child { min-width: 13rem; } #members td { white-space: nowrap; }
 #members td:last-child { white-space: normal; }
-.pair { display: grid; gap: 0 1.5rem; }
+.pair { display: grid; gap: 0 1.5rem; grid-template-columns: minmax(0, 1fr); }
 @media (min-width: 70rem) { .pair { grid-template-columns: minmax(0, 28rem) minmax(0, 1fr); } }
 .live main > section { height: 19rem; } .live main > section.short { height: auto; }
 .live #wrong { height: 7rem; } .live #traffic, .live #notes { height: 11rem; }
-.live main > section.small { height: 6rem; }
-@media (max-width: 46rem) { .live #wrong { height: 10rem; } .live #workers { height: 24rem; }
+.live #workers { height: 15rem; } .live main > section.small { height: 6rem; }
+@media (max-width: 46rem) { .live #wrong { height: 10rem; } .live #workers { height: 22rem; }
   .live #waits { height: 14rem; } .live #notes { height: 8rem; } }
 """
 )
