@@ -29,6 +29,11 @@ def test_every_section_keeps_its_place_whatever_there_is_to_say() -> None:
             assert root.find("h2") is not None
 
 
+def test_without_servers_their_sections_are_last() -> None:
+    assert list(sections(empty_view(strategy="mirrored")))[-2:] == ["servers", "staleness"]
+    assert sorted(sections(empty_view(strategy="mirrored"))) == sorted(KEYS)
+
+
 def test_the_page_says_what_the_view_holds() -> None:
     view = run_view()
     said = {key: words(html) for key, html in sections(view).items()}

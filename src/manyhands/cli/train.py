@@ -133,9 +133,7 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
     if common.resume and common.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
     task = entry.build(**task_options)
-    steps, epochs = common.steps, common.epochs
-    if steps is None and epochs is None:
-        steps, epochs = entry.steps, entry.epochs
+    steps, epochs = _length(entry, common)
     console = Console(stderr=True)
 
     def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
@@ -181,6 +179,13 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
     _report(out)
+
+
+def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int | None]:
+    """Steps or epochs as asked for, or what the task itself would have."""
+    if common.steps is None and common.epochs is None:
+        return entry.steps, entry.epochs
+    return common.steps, common.epochs
 
 
 @contextmanager

@@ -66,7 +66,12 @@ def report(view: RunView) -> str:
 
 
 def sections(view: RunView) -> dict[str, str]:
-    """Each section's HTML by its key, in the order of the page; equal views give equal text."""
+    """Each section's HTML by its key, in the order of the page; equal views give equal text.
+
+    What only servers have comes last where a strategy has none.
+    """
+    of_servers = (_servers(view), _staleness(view))
+    on_servers = _on_servers(view)
     ordered = (
         _now(view),
         _wrong(view),
@@ -75,11 +80,11 @@ def sections(view: RunView) -> dict[str, str]:
         _throughput(view),
         _workers(view),
         _waits(view),
-        _servers(view),
-        _staleness(view),
+        *(of_servers if on_servers else ()),
         _members(view),
         _traffic(view),
         _notes(view),
+        *(() if on_servers else of_servers),
     )
     return dict(ordered)
 
