@@ -85,7 +85,7 @@ def opened(browser: Any, url: str, width: int = 1280, height: int = 800) -> None
     browser.get("about:blank")
     browser.get_log("browser"), browser.get_log("performance")
     browser.get(url)
-    awaited(browser, lambda: line_of(browser) == "live", "the page to become live")
+    awaited(browser, lambda: line_of(browser) == "connected", "the page to become live")
 
 
 def awaited(browser: Any, condition: Callable[[], bool], what: str) -> None:

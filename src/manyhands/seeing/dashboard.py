@@ -41,8 +41,8 @@ class Dashboard:
     ) -> None:
         require_web()
         self._socket = _listen(host, port)
-        names = frozenset({host.lower(), socket.gethostname().lower()})
-        guard = Guard(names=names, any_address=not is_loopback(host))
+        names = {host} if is_loopback(host) else {host, socket.gethostname()}
+        guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
         self._app = PageApp(source, guard, metrics)
         self._farewell = farewell
         self._failure: BaseException | None = None

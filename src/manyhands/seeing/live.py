@@ -44,7 +44,7 @@ function change(old, fresh) {
 }
 
 const source = new EventSource("/events");
-source.onopen = () => say("live", false);
+source.onopen = () => say("connected", false);
 source.onerror = () => say(source.readyState === EventSource.CLOSED
   ? "The server refused to go on; open the address that it printed again. What you see is the last that came."
   : "The connection is lost; trying again. What you see is the last that came.", true);
