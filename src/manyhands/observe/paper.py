@@ -38,7 +38,7 @@ main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); 
   border-radius: .5rem; display: flex; flex-direction: column; }
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
 @media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
-p { margin: 0 0 .5rem; max-width: 75ch; } ul { margin: 0; padding-left: 1.1rem; }
+p { margin: 0 0 .5rem; max-width: 90ch; } ul { margin: 0; padding-left: 1.1rem; }
 .quiet { color: var(--faint); } .bad { color: var(--bad); } .good { color: var(--good); }
 figure { margin: 0 0 .5rem; min-width: 0; }
 figcaption { color: var(--faint); font-size: .85rem; margin-bottom: .15rem; }
