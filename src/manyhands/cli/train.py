@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
         None,
     ),
+    "tensorboard": (
+        Annotated[Path | None, typer.Option(help="Write event files for TensorBoard to this directory.")],
+        None,
+    ),
 }
 
 
@@ -88,6 +92,7 @@ class _Common:
     dashboard: bool
     dashboard_port: int
     json_file: Path | None
+    tensorboard: Path | None
 
 
 def _add_command(entry: BuiltinTask[Any]) -> None:
@@ -162,7 +167,7 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
         ),
     )
     try:
-        with _live_page(common, entry.name, out):
+        with _live_page(common, entry.name, out), _tensorboard(common, out):
             run = fit_here()
     except KeyboardInterrupt:
         print(
@@ -188,19 +193,23 @@ def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int |
     return common.steps, common.epochs
 
 
-@contextmanager
-def _live_page(common: _Common, task: str, out: Path) -> Iterator[None]:
-    """The run's page while it goes on, where one is wanted."""
+def _live_page(common: _Common, task: str, out: Path) -> AbstractContextManager[object]:
+    """The run's page while it goes on, where one is asked for."""
     if not common.dashboard:
-        yield
-        return
+        return nullcontext()
     from manyhands.cli.watch import serving
     from manyhands.seeing.dashboard import LOOPBACK
     from manyhands.seeing.source import ComingRun
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
-    with serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell):
-        yield
+    return serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell)
+
+
+def _tensorboard(common: _Common, out: Path) -> AbstractContextManager[object]:
+    """The event files for TensorBoard, where they are asked for."""
+    from manyhands.seeing.tensorboard import LiveTensorboard
+
+    return LiveTensorboard(out, common.tensorboard) if common.tensorboard is not None else nullcontext()
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:

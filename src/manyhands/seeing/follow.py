@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import DataError, UserError
-from manyhands.observe.events import RECORD, Records
+from manyhands.observe.events import RECORD, EventKind, Records
 from manyhands.observe.files import has_header, read_events, read_header
 from manyhands.observe.gather import Gather
-from manyhands.observe.recorded import part_of
+from manyhands.observe.recorded import part_of, read_run_events
 from manyhands.observe.view import RunView
 from manyhands.store.rundir import RunDirectory
 
-__all__ = ["RunFollower"]
+__all__ = ["RunFollower", "read_interleaved"]
 
 _PORTION = 1 << 14  # events that are gathered at once
+_MAX_STEPS = 1 << 20
 
 
 class RunFollower:
@@ -41,13 +42,24 @@ class RunFollower:
         self._offset_by_part: dict[int, int] = {}
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
+        self._step_ends = _StepEnds()
+        self.new_rows: list[dict[str, Any]] = []
+        """Rows of the history that the last poll found."""
 
-    @property
-    def wall_begin_s(self) -> float | None:
-        """The time of day, in seconds since 1970, of the moment from which the view's seconds count."""
+    def wall_s(self, seconds: float) -> float | None:
+        """A moment of the run, in its view's seconds, as seconds since 1970; None before the first event."""
         if not self._offset_by_part or not self._gather.first_ns:
             return None
-        return (self._gather.first_ns + self._first_offset_ns) / 1e9
+        return (self._gather.first_ns + self._first_offset_ns) / 1e9 + seconds
+
+    def wall_of_step(self, step: int) -> float | None:
+        """When this global batch (from 0) was done, in seconds since 1970; None where no event tells."""
+        end_ns = self._step_ends.get(step)
+        return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
+
+    def wall_of_training(self, at_s: float) -> float | None:
+        """The same for seconds since training began, as rows of the history count."""
+        return self.wall_s(self._gather.training_began_s + at_s)
 
     def poll(self) -> RunView:
         """Read what is new, and show the run as of now.
@@ -127,6 +139,7 @@ class RunFollower:
             if tail.note:
                 self._gather.note(tail.note)
         records = _interleaved(pieces)
+        self._step_ends.add(records)
         for begin in range(0, len(records), _PORTION):
             self._gather.add_events(records[begin : begin + _PORTION])
 
@@ -147,7 +160,8 @@ class RunFollower:
         rows, anew = self._metrics.read()
         if anew:
             self._gather.forget_rows()
-        self._gather.add_rows(row for row in rows if isinstance(row.get("step"), int))
+        self.new_rows = [row for row in rows if isinstance(row.get("step"), int)]
+        self._gather.add_rows(self.new_rows)
         self._gather.add_members(self._members.read()[0])
         for tail in (self._metrics, self._members):
             if tail.damaged:
@@ -212,6 +226,29 @@ class _LineTail:
             return row
         self.damaged = True
         return None
+
+
+class _StepEnds:
+    """When each of the newest million global batches was done: by the last worker, where several share one."""
+
+    def __init__(self) -> None:
+        self._step = np.full(_MAX_STEPS, -1, np.int64)
+        self._end_ns = np.zeros(_MAX_STEPS, np.int64)
+
+    def add(self, records: Records) -> None:
+        steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
+        # Records come by the time they ended, and of several assignments to one place numpy keeps the last.
+        self._step[steps["step"] % _MAX_STEPS] = steps["step"]
+        self._end_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
+
+    def get(self, step: int) -> int | None:
+        return int(self._end_ns[step % _MAX_STEPS]) if self._step[step % _MAX_STEPS] == step else None
+
+
+def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
+    """All events of a run's `events` directory by the time they ended, and the names of their roles."""
+    roles = read_run_events(directory).roles
+    return _interleaved([events.records for events in roles]), {events.role: events.name for events in roles}
 
 
 def _interleaved(pieces: Sequence[Records]) -> Records:
