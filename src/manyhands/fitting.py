@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,12 @@ from torch import nn
 from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
-from manyhands.errors import NonFinite, UserError
+from manyhands.errors import Hang, NonFinite, UserError
 from manyhands.exchange import SingleExchange
 from manyhands.hogwild.results import RowsInOrder, overlap_summary
+from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
 from manyhands.observe.ring import EventRing
 from manyhands.randomness import preserved, seed_all
@@ -177,6 +179,10 @@ class _Session:
                 result, observed = self._train_in_processes()
         except NonFinite as error:
             raise NonFinite(f"{error}; {self._last_good()}") from error
+        except Hang as error:
+            if self._directory is not None:
+                self._directory.write_hang(f"{error}\n\n{error.details}\n")
+            raise
         summary = self._summarise(result, observed, time.monotonic() - began)
         if self._directory is not None:
             self._directory.write_summary(summary)
@@ -230,6 +236,7 @@ class _Session:
                     roles,
                     on_note=lambda _rank, payload: self._take_rows(rows.add(payload["rows"])),
                     on_failure=files.group.abort,
+                    watched=_watched(options, files.rings),
                 )
                 try:
                     with self._view(collector), cluster:
@@ -362,6 +369,11 @@ class _Session:
             "notes": self._notes,
             **observed,
         }
+
+
+def _watched(options: Options, rings: Sequence[EventRing]) -> Watched:
+    boxes = BlackBoxes(dict(enumerate(rings)))
+    return Watched(deadline_s=options.watchdog_s, count_events=boxes.counts, last_events=boxes.last)
 
 
 class _Here:

@@ -46,6 +46,12 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
     "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
     "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
+    "watchdog": (
+        Annotated[
+            float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+        ],
+        60.0,
+    ),
     "slow": (
         Annotated[
             str | None,
@@ -88,6 +94,7 @@ class _Common:
     compile_model: bool
     evaluate_every: int | None
     checkpoint_every: int | None
+    watchdog: float
     slow: str | None
     dashboard: bool
     dashboard_port: int
@@ -160,6 +167,7 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
+            watchdog_s=common.watchdog,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
             compile=common.compile_model,

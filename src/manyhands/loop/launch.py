@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.local import LocalCluster, Role
+from manyhands.cluster.watchdog import Watched, check_watchdog_s
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import UserError
 from manyhands.loop.connect import (
@@ -22,6 +23,7 @@ from manyhands.loop.connect import (
 )  # which imports the compiled kernels: once here, and not in each worker
 from manyhands.loop.place import LAUNCHER_VARIABLE
 from manyhands.loop.script import Script, run_script
+from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
 from manyhands.observe.ring import EventRing
 from manyhands.strategy import Strategy
@@ -37,11 +39,13 @@ def launch(
     workers: int,
     strategy: str | Strategy | None = None,
     device: str | None = None,
+    watchdog_s: float = 60.0,
 ) -> dict[str, Any]:
     """Run `script` with `arguments` on `workers` processes, and return where their time went.
 
     Raises UserError for what makes no sense, in the script's use of manyhands too, and WorkerFailed naming the first
-    worker that failed. When it returns or raises, no process is left.
+    worker that failed. When nobody makes progress for `watchdog_s` (0: for ever), Hang says who holds the others up.
+    When it returns or raises, no process is left.
     """
     path = Path(script)
     if not path.is_file():
@@ -53,6 +57,7 @@ def launch(
     if device is not None:
         check_device(device)
     sharing = sharing_sentence(device or "cpu", workers)
+    check_watchdog_s(watchdog_s)
     job = Script(path=path, arguments=tuple(arguments), strategy=asked, device=device)
     with ExitStack() as stack:
         store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
@@ -68,7 +73,9 @@ def launch(
             for rank, ring in enumerate(rings)
         ]
         collector = stack.enter_context(Collector({f"worker-{ring.role}": ring for ring in rings}))
-        finished = stack.enter_context(LocalCluster(roles)).run()
+        boxes = BlackBoxes(dict(enumerate(rings)))
+        watched = Watched(deadline_s=watchdog_s, count_events=boxes.counts, last_events=boxes.last)
+        finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()
         collector.flush()
         return {
             "workers": workers,
