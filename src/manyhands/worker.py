@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.allreduce.agreement import Agreement
 from manyhands.cluster.board import State
 from manyhands.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite
@@ -72,6 +73,7 @@ class Trainer:
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
         model.train()
+        agreement = self._agreement(model, first)
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         self._reporter.begin()
         step, stopped = first, False
@@ -82,7 +84,10 @@ class Trainer:
                 self._refuse(shared, step, model)
                 return self._trained(model, step - 1, stopped=True)
             stopped = shared.stop and step < self._plan.steps
-            self._reporter.after(step, model, called, last=stopped or step == self._plan.steps)
+            last = stopped or step == self._plan.steps
+            if agreement is not None and (last or step % self._plan.check_every == 0):
+                agreement.check(step)
+            self._reporter.after(step, model, called, last=last)
             self._exchange.take_times()  # what was done together is no part of the next step
         if first >= self._plan.steps:
             self._reporter.evaluate(step, called)
@@ -103,13 +108,16 @@ class Trainer:
         around.mark(step + 1, State.EXCHANGING)
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
-        waits = exchange.take_times().wait_ns
+        times = exchange.take_times()
+        waits = times.wait_ns
         if not shared.bad_workers:
             exchange.apply()
             if scheduler is not None:
                 scheduler.step()
         end = time.monotonic_ns()
-        around.record(EventKind.COMPUTE, begin, max(0, computed - begin - overlapped), step=step)
+        fetched = begin + mine.input_ns
+        around.record(EventKind.INPUT, begin, mine.input_ns, step=step, count=mine.samples)
+        around.record(EventKind.COMPUTE, fetched, max(0, computed - fetched - overlapped), step=step)
         waited = self._reporter.waits(step, computed, waits)
         if exchange.world > 1:
             sent = exchange.traffic() - before
@@ -120,7 +128,9 @@ class Trainer:
                 step=step,
                 num_bytes=sent.bytes_sent,
                 count=sent.messages_sent,
+                wire=exchange.wire,
             )
+            self._reporter.posts(step, times.posts, exchange.wire)
         closing = exchange.take_times().wait_ns
         applied = max(agreed, end - sum(closing.values()))
         around.record(EventKind.COMPUTE, agreed, applied - agreed, step=step)
@@ -132,6 +142,15 @@ class Trainer:
             seconds = (end - begin) / 1e9
             self._reporter.add(step=step + 1, loss=shared.loss, seconds=seconds, at_s=self._reporter.seconds)
         return shared
+
+    def _agreement(self, model: nn.Module, first: int) -> Agreement | None:
+        """What compares parameters, where there are several copies and somebody wants to know."""
+        exchange = self._exchange
+        if not (self._plan.check_every and exchange.holds_copies and exchange.world > 1):
+            return None
+        return Agreement(
+            model, rank=exchange.rank, world=exchange.world, total=exchange.total, agreed_step=first
+        )
 
     def _refuse(self, shared: SharedStep, step: int, model: nn.Module) -> None:
         """Stop every worker at this step; the first whose loss broke is the one that tells."""

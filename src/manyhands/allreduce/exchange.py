@@ -25,9 +25,12 @@ __all__ = ["AllReduceExchange"]
 class AllReduceExchange(Exchange):
     """One worker's end of a synchronous all-reduce over the given collective."""
 
+    holds_copies = True
+
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank = collective.rank
         self.world = collective.world
+        self.wire = collective.wire
         self._collective = collective
         self._bucket_bytes = bucket_bytes
         self._model: nn.Module | None = None

@@ -6,14 +6,17 @@ back-pressure cannot tie ranks into a knot: a message that is awaited always fin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NoReturn
 
 import torch
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.exchange import Post
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
 from manyhands.link.message import Message, ProtocolError
+from manyhands.memory.sign import LONG_WAIT_S, LongWait
 
 __all__ = ["Letter", "Mailbox"]
 
@@ -38,6 +41,7 @@ class Mailbox:
         self._rank = rank
         self._links = links
         self._timeout_s = timeout_s
+        self._posts: dict[int, Post] = {}
         self._name = ""
         self._place = (0, 0, 0)
 
@@ -45,6 +49,11 @@ class Mailbox:
         """From here on messages belong to this round; `name` says in errors what was being done."""
         self._name = name
         self._place = (kind, call, round_number)
+
+    def take_posts(self) -> Mapping[int, Post]:
+        """What went to and came from each peer since the last call."""
+        posts, self._posts = self._posts, {}
+        return posts
 
     def post(self, letters: Iterable[Letter]) -> list[Letter]:
         """Send what the links take at once; return the rest in order, to be posted again."""
@@ -60,21 +69,24 @@ class Mailbox:
         """Fill `space` with the next message of `source`, posting again meanwhile; return what is left."""
         link = self._link(source)
         left_s = self._timeout_s
-        while True:
-            slice_s = min(left_s, _RETRY_S) if refused else left_s
-            try:
-                outcome = link.receive(slice_s, space)
-            except ProtocolError as error:
-                raise ManyhandsError(f"{self._where()}: from rank {source}: {error}") from error
-            if not isinstance(outcome, TimedOut):
-                break
-            left_s -= slice_s
-            if left_s <= 0:
-                self._late(source, "sent nothing")
-            refused = self.post(refused)
+        with LongWait() as wait:
+            while True:
+                slice_s = min(left_s, _RETRY_S if refused else LONG_WAIT_S)
+                try:
+                    outcome = link.receive(slice_s, space)
+                except ProtocolError as error:
+                    raise ManyhandsError(f"{self._where()}: from rank {source}: {error}") from error
+                if not isinstance(outcome, TimedOut):
+                    break
+                left_s -= slice_s
+                if left_s <= 0:
+                    self._late(source, "sent nothing")
+                wait.goes_on(source)
+                refused = self.post(refused)
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
         self._check(source, outcome.message, space)
+        self._post_of(source).received_ns = time.monotonic_ns()
         return refused
 
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
@@ -92,10 +104,16 @@ class Mailbox:
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
         """Whether all that was queued for `peer` has left."""
-        outcome = self._link(peer).flush(timeout_s)
-        if isinstance(outcome, Closed | PeerDied):
-            self._lost(peer, outcome)
-        return isinstance(outcome, Flushed)
+        with LongWait() as wait:
+            while True:
+                slice_s = min(timeout_s, LONG_WAIT_S)
+                outcome = self._link(peer).flush(slice_s)
+                if isinstance(outcome, Closed | PeerDied):
+                    self._lost(peer, outcome)
+                timeout_s -= slice_s
+                if isinstance(outcome, Flushed) or timeout_s <= 0:
+                    return isinstance(outcome, Flushed)
+                wait.goes_on(peer)
 
     def _send(self, peer: int, payload: torch.Tensor) -> bool:
         kind, call, round_number = self._place
@@ -107,7 +125,17 @@ class Mailbox:
             self._lost(peer, outcome)
         self.messages_sent += 1
         self.bytes_sent += message.payload_bytes
+        post = self._post_of(peer)
+        post.sent_ns = post.sent_ns or time.monotonic_ns()
+        post.messages_sent += 1
+        post.bytes_sent += message.payload_bytes
         return True
+
+    def _post_of(self, peer: int) -> Post:
+        post = self._posts.get(peer)
+        if post is None:
+            post = self._posts[peer] = Post()
+        return post
 
     def _link(self, peer: int) -> Link:
         try:

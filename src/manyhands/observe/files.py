@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.observe.clocks import clock_id
 from manyhands.observe.events import KNOWN_WIRES, RECORD, EventKind, Records
 
 __all__ = ["Ending", "EventFile", "EventFileWriter", "has_header", "read_events", "read_header"]
@@ -36,7 +37,8 @@ _HEADER = np.dtype(
         ("ending", "<u4"),
         ("role", "<u4"),
         ("name", "S64"),
-        ("layout", "S400"),
+        ("clock", "<u8"),
+        ("layout", "S392"),
     ]
 )
 _HEADER_BYTES = _HEADER.itemsize
@@ -62,6 +64,7 @@ class EventFile:
     role: int
     name: str
     wall_offset_ns: int  # add it to a start_ns to get nanoseconds since 1970
+    clock: int  # files with the same one were written on the same clock
     dropped: int  # events lost because the ring was full
     unwritten: int  # events read from the ring, but beyond the bound of the file
     ending: Ending
@@ -84,8 +87,13 @@ class EventFileWriter:
         self._reason = ""
 
     @classmethod
-    def create(cls, directory: Path, *, name: str, role: int, max_bytes: int) -> EventFileWriter:
-        """Begin a new file for `name` in `directory`; files of earlier runs there stay beside it."""
+    def create(
+        cls, directory: Path, *, name: str, role: int, max_bytes: int, wall_offset_ns: int | None = None
+    ) -> EventFileWriter:
+        """Begin a new file for `name` in `directory`; files of earlier runs there stay beside it.
+
+        `wall_offset_ns` is what makes the clock of this host the time of day; by default, as this host has it.
+        """
         if not name or len(name.encode()) > 64 or not name.replace("-", "").isalnum():
             raise UserError(f"name={name!r} is not allowed; letters, digits and hyphens, at most 64 bytes")
         file, path = _open_new(directory, name)
@@ -93,7 +101,10 @@ class EventFileWriter:
         writer._header["magic"] = _MAGIC
         writer._header["version"] = _VERSION
         writer._header["record_bytes"] = RECORD.itemsize
-        writer._header["wall_offset_ns"] = time.time_ns() - time.monotonic_ns()
+        writer._header["wall_offset_ns"] = (
+            time.time_ns() - time.monotonic_ns() if wall_offset_ns is None else wall_offset_ns
+        )
+        writer._header["clock"] = clock_id()
         writer._header["role"] = role
         writer._header["name"] = name.encode()
         writer._header["layout"] = _LAYOUT
@@ -180,6 +191,7 @@ def read_header(path: Path) -> EventFile:
         role=int(header["role"]),
         name=header["name"].decode(errors="replace"),
         wall_offset_ns=int(header["wall_offset_ns"]),
+        clock=int(header["clock"]),
         dropped=int(header["dropped"]),
         unwritten=int(header["unwritten"]),
         ending=Ending(int(header["ending"])),

@@ -1,8 +1,8 @@
 """The events of a whole run, read back from its directory: one array per role, all on one time axis.
 
-A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), written on monotonic clocks that
-need not agree: each set of files is moved by the difference of its offset to the time of day, the same for
-all of its roles, so that within a set the distances stay those that were measured.
+A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), and a run of several hosts files
+of several clocks, which need not agree: all files of one clock in one set are moved by the same difference of
+offsets to the time of day, so that among them the distances stay those that were measured.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ def read_run_events(directory: Path) -> RunEvents:
     notes: list[str] = []
     for _, group in sorted(files.items()):
         group.sort(key=lambda item: item[0].role)
-        offset = group[0][0].wall_offset_ns
-        first_offset = offset if first_offset is None else first_offset
+        offsets: dict[int, int] = {}
         for header, path in group:
+            offset = offsets.setdefault(header.clock, header.wall_offset_ns)
+            first_offset = offset if first_offset is None else first_offset
             if names.setdefault(header.role, header.name) != header.name:
                 raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
             pieces[header.role].append(_moved(read_events(path), offset - first_offset))

@@ -1,8 +1,8 @@
 """Follow a run by its directory: while it is written, and after its end; only what is new is read.
 
 Nothing is asked of the run itself, so a viewer may come and go. What is damaged is left out with a note: a
-view must show what there is. Time is that of the run's first part; files of a resumed run are moved onto it by
-the difference of their offsets to the time of day.
+view must show what there is. Time is that of the run's first file; files of a resumed run, and those of other
+hosts, are moved onto it by the difference of their offsets to the time of day.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class RunFollower:
         self._directory: RunDirectory | None = None
         self._gather = Gather()
         self._files: dict[Path, _EventTail] = {}
-        self._offset_by_part: dict[int, int] = {}
+        self._offsets: dict[tuple[int, int], int] = {}  # to the time of day, by part and clock
+        self._first_offset_ns = 0
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
         self._step_ends = _StepEnds()
@@ -48,7 +49,7 @@ class RunFollower:
 
     def wall_s(self, seconds: float) -> float | None:
         """A moment of the run, in its view's seconds, as seconds since 1970; None before the first event."""
-        if not self._offset_by_part or not self._gather.first_ns:
+        if not self._offsets or not self._gather.first_ns:
             return None
         return (self._gather.first_ns + self._first_offset_ns) / 1e9 + seconds
 
@@ -78,14 +79,10 @@ class RunFollower:
         if summary is not None and not self._is_of_the_end(summary, held):
             summary = None
         self._gather.end(summary)
-        if summary is not None or not self._offset_by_part:
+        if summary is not None or not self._offsets:
             return self._gather.view(self._gather.last_ns)
         now_ns = self._gather.last_ns if held is False else time.time_ns() - self._first_offset_ns
         return self._gather.view(now_ns, held=held)
-
-    @property
-    def _first_offset_ns(self) -> int:
-        return self._offset_by_part[min(self._offset_by_part)]
 
     def _open(self) -> bool:
         if not self.path.is_dir():
@@ -123,16 +120,16 @@ class RunFollower:
         return not held and _whole(summary.get("steps")) >= self._gather.step
 
     def _read_events(self, directory: RunDirectory) -> None:
-        for path in sorted(directory.events_path.glob("*.bin")):
-            part = part_of(path)
-            if part is not None and path not in self._files and has_header(path):
+        found = ((part_of(path), path) for path in directory.events_path.glob("*.bin"))
+        for part, path in sorted((part, path) for part, path in found if part is not None):
+            if path not in self._files and has_header(path):
                 self._meet(path, part)
         pieces = []
         for tail in self._files.values():
             if tail.is_damaged:
                 continue
             try:
-                pieces.append(tail.read(self._offset_by_part[tail.part] - self._first_offset_ns))
+                pieces.append(tail.read(self._offsets[tail.clock] - self._first_offset_ns))
             except DataError as error:
                 self._gather.note(f"{error}; what follows there is left out")
                 tail.is_damaged = True
@@ -148,10 +145,13 @@ class RunFollower:
             header = read_header(path)
         except DataError as error:
             self._gather.note(str(error))
-            self._files[path] = _EventTail(path=path, part=part, is_damaged=True)
+            self._files[path] = _EventTail(path=path, clock=(part, 0), is_damaged=True)
             return
-        self._offset_by_part.setdefault(part, header.wall_offset_ns)
-        self._files[path] = _EventTail(path=path, part=part)
+        clock = (part, header.clock)
+        if not self._offsets:
+            self._first_offset_ns = header.wall_offset_ns
+        self._offsets.setdefault(clock, header.wall_offset_ns)
+        self._files[path] = _EventTail(path=path, clock=clock)
         self._gather.meet(header.role, header.name)
 
     def _read_lines(self) -> None:
@@ -173,7 +173,8 @@ class _EventTail:
     """An event file, and how many of its records were read."""
 
     path: Path
-    part: int
+    clock: tuple[int, int]
+    """Which part of a resumed run it is of, and whose clock it was written on."""
     num_read: int = 0
     is_damaged: bool = False
     note: str = ""
