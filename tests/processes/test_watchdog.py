@@ -113,6 +113,8 @@ def test_a_loss_that_blocks_on_one_worker_ends_fit_with_its_line(tmp_path: Path)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("strategy", ["central", "allreduce algorithm=tree", "hogwild order=turns"])
+@pytest.mark.parametrize(
+    "strategy", ["central", "allreduce algorithm=tree", "hogwild order=turns", "ps servers=2", "ps link=tcp"]
+)
 def test_every_strategy_of_processes_names_it(strategy: str, tmp_path: Path) -> None:
     require_named(strategy, tmp_path / "run")

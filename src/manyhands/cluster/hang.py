@@ -119,9 +119,11 @@ def judge(roles: Mapping[int, Seen]) -> Verdict | None:
     waits = {
         number: role.line.waiting_for
         for number, role in roles.items()
-        if role.being in (Being.RUNNING, Being.STOPPED) and role.line.waiting_for in roles
+        if role.being in (Being.RUNNING, Being.STOPPED) and role.line.waiting_for != NOBODY
     }
     ends = {number: _follow(number, waits) for number in roles}
+    # Who waits for one that is not there any more is the launcher's to help.
+    ends = {number: end for number, end in ends.items() if end[0] in roles}
     cycles = [end for end in ends.values() if len(end) > 1]
     behind = Counter(end[0] for number, end in ends.items() if len(end) == 1 and end[0] != number)
     stopped = [number for number, role in roles.items() if role.being is Being.STOPPED]
@@ -131,8 +133,8 @@ def judge(roles: Mapping[int, Seen]) -> Verdict | None:
         for number, role in roles.items()
         if number not in waits
         and role.being is Being.RUNNING
-        # One that shows nothing, a script that trains by itself, is to blame only if somebody waits for it.
-        and (behind[number] or role.line.state is not State.STARTING)
+        # A script that trains by itself, or a server, is to blame only if somebody waits for it.
+        and (behind[number] or role.line.state not in (State.STARTING, State.SERVING))
     ]
     waited_for = [number for number in stuck if behind[number]]
     for end, found in ((End.STOPPED, stopped), (End.STUCK, waited_for), (End.LEFT, left)):
@@ -228,6 +230,8 @@ def _doing(role: Seen, roles: Mapping[int, Seen], now_ns: int) -> str:
 
 
 def _state(line: Line) -> str:
+    if line.state is State.SERVING:
+        return "serving"
     return f"{line.state.name.lower()} step {line.step}"
 
 

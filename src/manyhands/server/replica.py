@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Collection
 from enum import Enum, auto
 from typing import Any
 
@@ -252,6 +253,16 @@ class ShardReplica:
                 return self._take_kept(message, sender)
             case _:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
+
+    @property
+    def held_slots(self) -> tuple[int, ...]:
+        """The slots whose reads are not answered yet."""
+        return tuple(self._held)
+
+    def member_besides(self, slots: Collection[int]) -> int | None:
+        """The member of the lowest slot that is none of these; None if there is no other."""
+        others = [slot for slot in self._holders if slot not in slots]
+        return self._holders[min(others)] if others else None
 
     def _outlived(self, message: Yield) -> bool:
         return self.role is Role.PRIMARY and message.epoch > self.epoch

@@ -36,6 +36,15 @@ class ServerCore:
         self.member = member
         self.replicas: dict[int, ShardReplica] = {}
 
+    @property
+    def awaited_member(self) -> int | None:
+        """Whom this server waits for, where reads are held back: a worker that has not asked for its next step yet."""
+        for replica in self.replicas.values():
+            held = replica.held_slots
+            if held:
+                return replica.member_besides(held)
+        return None
+
     def restore(self, shard: int, state: dict[str, Any] | None) -> None:
         """Before the view that makes this server primary of `shard`: go back to a snapshot (None: to the start)."""
         self._replica(shard).restore(state)
