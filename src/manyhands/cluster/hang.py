@@ -167,7 +167,8 @@ def headline(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float) -> str:
     """One sentence that names the role and the call."""
     first = roles[verdict.culprits[0]]
     where = call_of(first.stack)
-    waiting = "nobody waits for it" if not verdict.behind else f"{_others(verdict.behind)} for it"
+    call = _in_which_call(roles, verdict.culprits[0])
+    waiting = f"{_others(verdict.behind)} for it{call}" if verdict.behind else "nobody waits for it"
     match verdict.end:
         case End.CYCLE:
             circle = " waits for ".join(roles[n].name for n in (*verdict.culprits, verdict.culprits[0]))
@@ -176,11 +177,11 @@ def headline(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float) -> str:
             stopped = f"{first.name} (pid {first.pid}) is stopped (SIGSTOP, or a debugger)"
             return f"{stopped} at step {first.line.step}; {waiting}"
         case End.LEFT:
-            return f"{first.name} has left after step {first.line.step}, and {_others(verdict.behind)} for it"
+            return f"{first.name} has left after step {first.line.step}, and {waiting}"
         case End.STUCK:
             return (
                 f"{first.name} holds up the run: for {idle_s:.0f} s it has been {where} at step {first.line.step}; "
-                f"it waits for nobody, and {waiting}{_in_which_call(roles, verdict.culprits[0])}"
+                f"it waits for nobody, and {waiting}"
             )
 
 

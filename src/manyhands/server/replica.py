@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection
 from enum import Enum, auto
 from typing import Any
 
@@ -255,14 +254,10 @@ class ShardReplica:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
 
     @property
-    def held_slots(self) -> tuple[int, ...]:
-        """The slots whose reads are not answered yet."""
-        return tuple(self._held)
-
-    def member_besides(self, slots: Collection[int]) -> int | None:
-        """The member of the lowest slot that is none of these; None if there is no other."""
-        others = [slot for slot in self._holders if slot not in slots]
-        return self._holders[min(others)] if others else None
+    def awaited_member(self) -> int | None:
+        """Whom reads that are held back wait for: the member of the lowest slot whose own read has not come yet."""
+        others = [slot for slot in self._holders if slot not in self._held]
+        return self._holders[min(others)] if self._held and others else None
 
     def _outlived(self, message: Yield) -> bool:
         return self.role is Role.PRIMARY and message.epoch > self.epoch
