@@ -23,6 +23,7 @@ from manyhands.observe.timeline import build_timeline
 from manyhands.observe.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
 from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
 from manyhands.store import RunDirectory
+from traces import assert_flows_bound
 
 MS = 1_000_000
 ZERO = 5_000 * MS
@@ -171,29 +172,6 @@ def test_no_arrow_without_a_peer_or_from_a_row_that_is_not_there() -> None:
 
 
 # ---- the trace ----
-
-
-def assert_flows_bound(trace: dict[str, Any]) -> None:
-    """Each flow begins and ends once, not backwards in time, inside a slice of its own track."""
-    events = trace["traceEvents"]
-    slices = defaultdict(list)
-    for event in events:
-        assert {"name", "ph", "ts", "pid", "tid"} <= event.keys()
-        if event["ph"] == "X":
-            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    assert Counter(event["ph"] for event in events)["s"] == len(starts)
-    assert Counter(event["ph"] for event in events)["f"] == len(ends)
-    assert starts.keys() == ends.keys()
-    for number, start in starts.items():
-        end = ends[number]
-        assert start["ts"] <= end["ts"]
-        assert end["bp"] == "e"
-        assert (start["name"], start["cat"]) == (end["name"], end["cat"])
-        for event in (start, end):
-            track = slices[event["pid"], event["tid"]]
-            assert any(begin - 1e-6 <= event["ts"] <= stop + 1e-6 for begin, stop in track)
 
 
 def test_the_trace_has_a_named_process_per_role_and_matched_flows() -> None:

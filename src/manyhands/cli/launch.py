@@ -28,6 +28,10 @@ def launch_command(
     device: Annotated[
         str | None, typer.Option(help="cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Keep the run's events in this new directory, for timeline, explain and watch."),
+    ] = None,
     watchdog: Annotated[
         float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
     ] = 60.0,
@@ -43,6 +47,7 @@ def launch_command(
         strategy=strategy,
         device=device,
         watchdog_s=watchdog,
+        out=out,
     )
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)

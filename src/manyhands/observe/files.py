@@ -21,7 +21,7 @@ from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.observe.clocks import clock_id
 from manyhands.observe.events import KNOWN_WIRES, RECORD, EventKind, Records
 
-__all__ = ["Ending", "EventFile", "EventFileWriter", "read_events", "read_header"]
+__all__ = ["Ending", "EventFile", "EventFileWriter", "has_header", "read_events", "read_header"]
 
 _VERSION = 2
 _MAGIC = b"MHEVENTS"
@@ -161,6 +161,14 @@ class EventFileWriter:
         return written
 
 
+def has_header(path: Path) -> bool:
+    """Whether the file is there with all of its header; one that was just created is not, for a moment."""
+    try:
+        return path.stat().st_size >= _HEADER_BYTES
+    except OSError:
+        return False
+
+
 def read_header(path: Path) -> EventFile:
     """What the header of the file says; DataError where it is no event file of ours."""
     try:
@@ -190,11 +198,17 @@ def read_header(path: Path) -> EventFile:
     )
 
 
-def read_events(path: Path) -> Records:
-    """Every whole record of the file, in order; a torn tail is left out, anything else raises DataError."""
+def read_events(path: Path, *, skip: int = 0) -> Records:
+    """Every whole record of the file, in order; a torn tail is left out, anything else raises DataError.
+
+    Who reads a file while it grows skips the records that it has.
+    """
     role = read_header(path).role
-    count = (path.stat().st_size - _HEADER_BYTES) // RECORD.itemsize
-    records: Records = np.fromfile(path, RECORD, count, offset=_HEADER_BYTES)
+    begin = _HEADER_BYTES + skip * RECORD.itemsize
+    count = max(0, path.stat().st_size - begin) // RECORD.itemsize
+    if not count:
+        return np.zeros(0, RECORD)
+    records: Records = np.fromfile(path, RECORD, count, offset=begin)
     # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
@@ -205,7 +219,7 @@ def read_events(path: Path) -> Records:
         first = int(np.argmin(good))
         wrong = records[first]
         raise DataError(
-            f"{path}: offset {_HEADER_BYTES + first * RECORD.itemsize}: not the next event of role {role} "
+            f"{path}: offset {begin + first * RECORD.itemsize}: not the next event of role {role} "
             f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']})"
         )
     return records

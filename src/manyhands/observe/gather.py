@@ -7,6 +7,7 @@ clocks are brought onto it).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -123,9 +124,25 @@ class Gather:
         self._summary = summary
 
     @property
+    def step(self) -> int:
+        """Global batches that the history tells of."""
+        return self._history.step
+
+    @property
+    def first_ns(self) -> int:
+        """When the first event began; 0 before it."""
+        return self._seen.first_ns
+
+    @property
     def last_ns(self) -> int:
         """When the newest event ended; 0 before the first."""
         return self._seen.last_ns
+
+    @property
+    def training_began_s(self) -> float:
+        """When the clock of the history began, in seconds since the first event."""
+        began = self._seen.first_step_ns
+        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
 
     def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
         """The run as of `now_ns`; `held` says whether a live process holds it, None where that is not known."""
@@ -136,7 +153,7 @@ class Gather:
         servers = self._server_views(now_ns)
         rate = self._rate_of(snapshot, phase)
         running = phase is Phase.RUNNING and snapshot.steps_per_s > 0
-        loss, *metrics = self._history.curves(self._training_began_s())
+        loss, *metrics = self._history.curves(self.training_began_s)
         roles = [worker.role for worker in workers]
         return RunView(
             task=self._task,
@@ -181,11 +198,6 @@ class Gather:
         if phase is Phase.ENDED and self._summary is not None:
             return float(self._summary.get("samples_per_s", snapshot.samples_per_s))
         return snapshot.samples_per_s
-
-    def _training_began_s(self) -> float:
-        """When the clock of the history began, in seconds since the first event."""
-        began = self._seen.first_step_ns
-        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
 
     def _shown(self, snapshot: Snapshot) -> list[WorkerTotals]:
         """The workers that were asked for, and those that came; not the room for more."""
@@ -372,7 +384,7 @@ class Gather:
         for role, (at_ns, kind, step) in seen:
             if kind != EventKind.LEAVE:
                 where = "" if step == NO_STEP else f" step {step}"
-                doing = _DOING[kind] if where else _DOING[kind].split()[0]
+                doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
                 words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
         return words
 

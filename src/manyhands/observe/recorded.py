@@ -19,7 +19,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.observe.events import RECORD, EventKind, Records
 from manyhands.observe.files import EventFile, read_events, read_header
 
-__all__ = ["RoleEvents", "RunEvents", "read_run_events", "role_name", "step_keys"]
+__all__ = ["RoleEvents", "RunEvents", "part_of", "read_run_events", "role_name", "step_keys"]
 
 _FILE = re.compile(r"(?P<name>[^.]+)(?:\.(?P<part>\d+))?\.bin")
 _PART_SHIFT = 40
@@ -47,6 +47,12 @@ class RunEvents:
     notes: tuple[str, ...] = ()
 
 
+def part_of(path: Path) -> int | None:
+    """Which part of a run wrote this file: 1, and one more for each resume; None for another kind of file."""
+    match = _FILE.fullmatch(path.name)
+    return int(match["part"] or 1) if match is not None else None
+
+
 def role_name(name: str) -> str:
     """The name of a role for people: `worker-3` is worker 3."""
     return name.replace("-", " ")
@@ -66,9 +72,9 @@ def read_run_events(directory: Path) -> RunEvents:
     """All event files of a run's `events` directory; UserError where there is none, DataError on damage."""
     files: dict[int, list[tuple[EventFile, Path]]] = defaultdict(list)
     for path in sorted(directory.glob("*.bin")):
-        match = _FILE.fullmatch(path.name)
-        if match is not None:
-            files[int(match["part"] or 1)].append((read_header(path), path))
+        part = part_of(path)
+        if part is not None:
+            files[part].append((read_header(path), path))
     if not files:
         raise UserError(f"{directory} holds no event files; runs made with `out` have them")
     first_offset: int | None = None

@@ -172,6 +172,9 @@ class _Turn:
                 self._compute(self._computing)
             else:
                 self._turn()
+        if self._began_ns is not None:  # the answer to the last push, which no pull follows
+            last, took_ns = self._context.step - 1, time.monotonic_ns() - self._pushed_ns
+            self._ring.record(EventKind.EXCHANGE, self._pushed_ns, took_ns, step=last, wire=self._wire)
         return self._left
 
     def _turn(self) -> None:
