@@ -260,6 +260,7 @@ class _Session:
                 workers=request.workers,
                 most_workers=request.workers + (_MORE_WORKERS if options.commands is not None else 0),
                 timeout_s=options.timeout_s,
+                watchdog_s=options.watchdog_s,
                 run_path=self._directory.path.absolute() if self._directory is not None else None,
                 keep_checkpoints=options.keep_checkpoints,
                 skip_nonfinite=options.skip_nonfinite,

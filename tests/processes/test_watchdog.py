@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,26 @@ def test_a_loss_that_blocks_on_one_worker_ends_fit_with_its_line(tmp_path: Path)
     assert "worker 0 in agree() (allreduce/exchange.py:" in first
 
 
+def toiling_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    blocking_loss.calls += 1  # type: ignore[attr-defined]
+    if sys.orig_argv[-1] == "worker 1" and blocking_loss.calls == 4:  # type: ignore[attr-defined]
+        until = time.process_time() + 8  # as a compiler would
+        while time.process_time() < until:
+            pass
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("strategy", ["central", "allreduce algorithm=tree", "hogwild order=turns"])
+def test_a_worker_that_computes_for_longer_than_the_deadline_is_left_alone() -> None:
+    task = replace(blocking_task(), loss=toiling_loss)
+    run = mh.fit(task, "mirrored", workers=2, steps=8, options=mh.Options(watchdog_s=3))
+    assert run.summary["steps"] == 8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "strategy", ["central", "allreduce algorithm=tree", "hogwild order=turns", "ps servers=2", "ps link=tcp"]
+)
 def test_every_strategy_of_processes_names_it(strategy: str, tmp_path: Path) -> None:
     require_named(strategy, tmp_path / "run")

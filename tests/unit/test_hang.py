@@ -69,6 +69,17 @@ def test_the_arrows_lead_to_the_culprit(
     assert (verdict.end, verdict.culprits, verdict.behind) == (end, culprits, behind)
 
 
+def test_a_server_is_to_blame_only_if_somebody_waits_for_it() -> None:
+    serving = role(1, state=State.SERVING)
+    assert judge({0: role(0, 7), 1: serving}) is None, "role 7 is gone, and its place will be taken"
+    verdict = judge({0: role(0, 1), 1: role(1, 2, state=State.SERVING), 2: role(2)})
+    assert verdict is not None
+    assert (verdict.culprits, verdict.behind) == ((2,), 2)
+    verdict = judge({0: role(0, 1), 1: serving})
+    assert verdict is not None
+    assert verdict.culprits == (1,)
+
+
 def test_a_script_that_never_joined_is_to_blame_only_if_somebody_waits_for_it() -> None:
     idle = role(1, state=State.STARTING)
     assert judge({0: role(0, state=State.STARTING), 1: idle}) is None

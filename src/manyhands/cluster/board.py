@@ -47,6 +47,8 @@ class State(IntEnum):
     EVALUATING = 4
     SAVING = 5
     FINISHED = 6
+    SERVING = 7
+    """At the service of others: it may have nothing to do for as long as they like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,8 @@ class Line:
             return "starting"
         if self.state is State.FINISHED:
             return f"finished after step {self.step}"
+        if self.state is State.SERVING:
+            return "serving"
         if self.waiting_for != NOBODY:
             return f"waiting for role {self.waiting_for} at step {self.step}"
         return f"{self.state.name.lower()} step {self.step}"

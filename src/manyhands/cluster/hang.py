@@ -119,9 +119,11 @@ def judge(roles: Mapping[int, Seen]) -> Verdict | None:
     waits = {
         number: role.line.waiting_for
         for number, role in roles.items()
-        if role.being in (Being.RUNNING, Being.STOPPED) and role.line.waiting_for in roles
+        if role.being in (Being.RUNNING, Being.STOPPED) and role.line.waiting_for != NOBODY
     }
     ends = {number: _follow(number, waits) for number in roles}
+    # Who waits for one that is not there any more is the launcher's to help.
+    ends = {number: end for number, end in ends.items() if end[0] in roles}
     cycles = [end for end in ends.values() if len(end) > 1]
     behind = Counter(end[0] for number, end in ends.items() if len(end) == 1 and end[0] != number)
     stopped = [number for number, role in roles.items() if role.being is Being.STOPPED]
@@ -131,8 +133,8 @@ def judge(roles: Mapping[int, Seen]) -> Verdict | None:
         for number, role in roles.items()
         if number not in waits
         and role.being is Being.RUNNING
-        # One that shows nothing, a script that trains by itself, is to blame only if somebody waits for it.
-        and (behind[number] or role.line.state is not State.STARTING)
+        # A script that trains by itself, or a server, is to blame only if somebody waits for it.
+        and (behind[number] or role.line.state not in (State.STARTING, State.SERVING))
     ]
     waited_for = [number for number in stuck if behind[number]]
     for end, found in ((End.STOPPED, stopped), (End.STUCK, waited_for), (End.LEFT, left)):
@@ -165,7 +167,8 @@ def headline(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float) -> str:
     """One sentence that names the role and the call."""
     first = roles[verdict.culprits[0]]
     where = call_of(first.stack)
-    waiting = "nobody waits for it" if not verdict.behind else f"{_others(verdict.behind)} for it"
+    call = _in_which_call(roles, verdict.culprits[0])
+    waiting = f"{_others(verdict.behind)} for it{call}" if verdict.behind else "nobody waits for it"
     match verdict.end:
         case End.CYCLE:
             circle = " waits for ".join(roles[n].name for n in (*verdict.culprits, verdict.culprits[0]))
@@ -174,11 +177,11 @@ def headline(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float) -> str:
             stopped = f"{first.name} (pid {first.pid}) is stopped (SIGSTOP, or a debugger)"
             return f"{stopped} at step {first.line.step}; {waiting}"
         case End.LEFT:
-            return f"{first.name} has left after step {first.line.step}, and {_others(verdict.behind)} for it"
+            return f"{first.name} has left after step {first.line.step}, and {waiting}"
         case End.STUCK:
             return (
                 f"{first.name} holds up the run: for {idle_s:.0f} s it has been {where} at step {first.line.step}; "
-                f"it waits for nobody, and {waiting}{_in_which_call(roles, verdict.culprits[0])}"
+                f"it waits for nobody, and {waiting}"
             )
 
 
@@ -228,6 +231,8 @@ def _doing(role: Seen, roles: Mapping[int, Seen], now_ns: int) -> str:
 
 
 def _state(line: Line) -> str:
+    if line.state is State.SERVING:
+        return "serving"
     return f"{line.state.name.lower()} step {line.step}"
 
 

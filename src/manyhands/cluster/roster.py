@@ -101,6 +101,10 @@ class Roster:
         """Who has not ended, in the order of starting."""
         return tuple(self._entries)
 
+    def known(self) -> dict[int, Member]:
+        """Who has not ended, by number."""
+        return {number: entry.member for number, entry in self._entries.items()}
+
     def add(self, number: int, name: str, pid: int, now_ns: int) -> None:
         """A process was spawned as member `number`."""
         self._entries[number] = _Entry(Member(name, pid, now_ns))

@@ -19,6 +19,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,11 +30,19 @@ from manyhands.cluster.job import pack
 from manyhands.cluster.member import TICK_S, Kill, Patience
 from manyhands.cluster.roster import Ended, Event, Interrupted, Roster, Said, Silent, Started
 from manyhands.cluster.signals import as_exception, counted_signals
+from manyhands.cluster.watchdog import Found, Watchdog, Watched
 from manyhands.errors import UserError
 
-__all__ = ["Ended", "Event", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
+__all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
 
 _PREPARED_MODULES = ("torch", "manyhands")
+
+
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """Nobody has made progress for as long as `watched` says."""
+
+    found: Found
 
 
 class Supervisor:
@@ -46,7 +55,7 @@ class Supervisor:
     All calls come from one thread, which must `poll` several times a second for anything to be noticed. Leaving asks
     everyone to stop, kills who has not left after `grace_s`, and returns when all are gone. Ctrl-C and SIGTERM (in
     the main thread, where they have their default meaning) are events; one that `poll` has not told is raised on
-    leaving. A signal while leaving kills at once.
+    leaving. A signal while leaving kills at once. Members show each other's numbers where they wait for one another.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class Supervisor:
         silent_after_s: float = 5.0,
         grace_s: float = 2.0,
         start_timeout_s: float = 120.0,
+        watched: Watched | None = None,
         capacity: int = 1024,
     ) -> None:
         if not 1 <= num_members <= capacity:
@@ -66,6 +76,7 @@ class Supervisor:
             silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
         )
         self._roster = Roster(self._patience, time.monotonic_ns())
+        self._watchdog = Watchdog(watched or Watched(deadline_s=0.0), time.monotonic_ns())
         self._numbers: set[int] = set()
         self._signals: list[int] = []
         self._signals_told = 0
@@ -140,7 +151,7 @@ class Supervisor:
         """
         self._open_crew().prepare(count, env or {}, modules)
 
-    def poll(self, timeout_s: float) -> list[Event]:
+    def poll(self, timeout_s: float) -> list[Event | Hung]:
         """What happened, waiting up to `timeout_s` until something has; all output is passed on meanwhile."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -183,13 +194,16 @@ class Supervisor:
             raise UserError(f"{member=} is not among those who are there: {self._roster.members}")
         return self._open_crew().line(member)
 
-    def _turn(self, timeout_s: float) -> list[Event]:
+    def _turn(self, timeout_s: float) -> list[Event | Hung]:
         crew = self._open_crew()
         arrived = crew.wait(timeout_s)
         lines = {number: crew.line(number) for number in self._roster.members}
-        events = self._do(self._roster.look(lines, time.monotonic_ns()))
+        events: list[Event | Hung] = [*self._do(self._roster.look(lines, time.monotonic_ns()))]
         for event in arrived:
             events += self._do(self._roster.handle(event, time.monotonic_ns()))
+        found = self._watchdog.look(self._roster.known(), crew, time.monotonic_ns())
+        if found is not None:
+            events.append(Hung(found))
         return events
 
     def _do(self, told: Sequence[Event | Kill]) -> list[Event]:

@@ -93,9 +93,9 @@ class Watchdog:
             self._inquiry = None
             self._spent, self._measured_ns = {}, now_ns
             return None
-        if self._is_someone_busy(roles, now_ns):
+        # Telling its stacks is work as well, so nobody is measured meanwhile.
+        if self._inquiry is None and self._is_someone_busy(roles, now_ns):
             self._stall.found_at_work()
-            self._inquiry = None
             return None
         return self._inquire(roles, crew, now_ns) if self._stall.is_over else None
 
@@ -196,7 +196,7 @@ def _spent_s(pid: int) -> float:
     return ticks / _TICKS_PER_S + _moved_s(pid) + sum(map(_spent_s, _children(pid)))
 
 
-_DISK_BYTES_PER_S = 10e6  # who moves data to or from files is at work, whatever the processor says
+_DISK_BYTES_PER_S = 200e3  # who moves data to or from files is at work, whatever the processor says
 
 
 def _moved_s(pid: int) -> float:
@@ -205,7 +205,7 @@ def _moved_s(pid: int) -> float:
     except OSError:
         return 0.0
     counts = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
-    return (counts.get("rchar", 0) + counts.get("wchar", 0)) / _DISK_BYTES_PER_S
+    return (counts.get("rchar", 0) + counts.get("wchar", 0) + counts.get("read_bytes", 0)) / _DISK_BYTES_PER_S
 
 
 def _children(pid: int) -> list[int]:

@@ -56,12 +56,18 @@ class LongWait:
             put_up(self._sign, peer, self._began_ns)
             self._is_shown = True
 
+    def begin_again(self) -> None:
+        """What was waited for is here; from now on it is the next wait."""
+        self._began_ns = time.monotonic_ns()
+        if self._is_shown:
+            take_down(self._sign)
+            self._is_shown = False
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_shown:
-            take_down(self._sign)
+        self.begin_again()
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]

@@ -253,6 +253,12 @@ class ShardReplica:
             case _:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
 
+    @property
+    def awaited_member(self) -> int | None:
+        """Whom reads that are held back wait for: the member of the lowest slot whose own read has not come yet."""
+        others = [slot for slot in self._holders if slot not in self._held]
+        return self._holders[min(others)] if self._held and others else None
+
     def _outlived(self, message: Yield) -> bool:
         return self.role is Role.PRIMARY and message.epoch > self.epoch
 

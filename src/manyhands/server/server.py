@@ -36,6 +36,12 @@ class ServerCore:
         self.member = member
         self.replicas: dict[int, ShardReplica] = {}
 
+    @property
+    def awaited_member(self) -> int | None:
+        """Whom this server waits for, where it holds reads back: a worker whose update is missing."""
+        awaited = (replica.awaited_member for replica in self.replicas.values())
+        return next((member for member in awaited if member is not None), None)
+
     def restore(self, shard: int, state: dict[str, Any] | None) -> None:
         """Before the view that makes this server primary of `shard`: go back to a snapshot (None: to the start)."""
         self._replica(shard).restore(state)

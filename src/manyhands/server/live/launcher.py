@@ -18,8 +18,10 @@ from typing import Any
 
 from manyhands.cluster.job import pack
 from manyhands.cluster.signals import as_exception
-from manyhands.cluster.supervisor import Ended, Interrupted, Role, Said, Silent, Started, Supervisor
-from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
+from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
+from manyhands.cluster.watchdog import Watched
+from manyhands.errors import Aborted, Hang, ManyhandsError, PeerTimeout, UserError
+from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.ring import EventRing
 from manyhands.server import changes
 from manyhands.server.changes import (
@@ -106,8 +108,10 @@ class Launcher:
         on_rows: Callable[[list[dict[str, Any]]], None],
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
+        watchdog_s: float = 0.0,
     ) -> None:
         self._job, self._files = job, files
+        self._watchdog_s = watchdog_s
         self._on_rows, self._on_event = on_rows, on_event
         self._commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
         strategy = job.strategy
@@ -137,7 +141,9 @@ class Launcher:
         """Start everybody, see the run through, and return what came out of it."""
         num_members = self._num_workers + self._job.strategy.num_server_processes
         with (
-            Supervisor(num_members=num_members, silent_after_s=_SILENT_S) as supervisor,
+            Supervisor(
+                num_members=num_members, silent_after_s=_SILENT_S, watched=self._watched()
+            ) as supervisor,
             ExitStack() as stack,
         ):
             self._supervisor = supervisor
@@ -164,10 +170,25 @@ class Launcher:
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
                     self._places.pop(process, None)  # it is killed at once, and writes nothing more
                     self._tell_membership(changes.Silent(member=member))
+                case Hung(found=found):
+                    slot = self._slot_of(found.role)
+                    to_blame = slot if slot is not None else found.role
+                    raise Hang(f"{found.sentence}\n\n{found.page}", to_blame, found.details)
                 case Interrupted(signal=number):
                     raise as_exception(number)
         while not self._commands.empty():
             self._obey(self._commands.get())
+
+    def _watched(self) -> Watched:
+        """Rings are known by role, and members to each other by their numbers."""
+        rings = [*self._files.rings.values(), *self._files.server_rings]
+        boxes = BlackBoxes({ring.role: ring for ring in rings})
+
+        def last(member: int, count: int) -> Sequence[str]:
+            role = self._roles().get(member, self._slot_of(member))
+            return boxes.last(role, count) if role is not None else ()
+
+        return Watched(deadline_s=self._watchdog_s, count_events=boxes.counts, last_events=last)
 
     def _obey(self, command: Command) -> None:
         if command.change is None:
@@ -247,8 +268,11 @@ class Launcher:
         self._died_at.setdefault(self._what(member), time.monotonic())
         self._tell(event, member, sentence=sentence)
 
+    def _slot_of(self, member: int) -> int | None:
+        return next((view.slot for view in self._membership.view.slots if view.member == member), None)
+
     def _what(self, member: int) -> str:
-        slot = next((view.slot for view in self._membership.view.slots if view.member == member), None)
+        slot = self._slot_of(member)
         return f"slot {slot}" if slot is not None else "every shard"
 
     # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,6 +28,7 @@ from manyhands.errors import Aborted, ManyhandsError
 from manyhands.link.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
+from manyhands.memory.sign import LongWait
 from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
@@ -107,6 +108,7 @@ class _Server:
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
         self._finished = False
+        self._quiet = LongWait()
 
     def __enter__(self) -> _Server:
         return self
@@ -118,7 +120,7 @@ class _Server:
         """Serve until the launcher says that all is done."""
         address = self._hub.listen("unix" if self._job.strategy.link == "shared" else "tcp")
         self._context.send({"joined": self._member, "address": address})
-        self._context.mark(0, State.COMPUTING)
+        self._context.mark(0, State.SERVING)
         self._attend()
         while not self._finished:
             self._listen()
@@ -126,6 +128,12 @@ class _Server:
 
     def _listen(self) -> None:
         events = self._hub.poll(_LOOK_S)
+        if events:
+            self._quiet.begin_again()
+        elif self._quiet.is_long:
+            awaited = self._core.awaited_member
+            if awaited is not None:
+                self._quiet.goes_on(awaited)
         for event, following in zip_longest(events, events[1:]):
             match event:
                 case Received(member=member):

@@ -62,6 +62,7 @@ class TrainingRequest:
     """How many slots there may ever be, added ones included."""
 
     timeout_s: float
+    watchdog_s: float
     run_path: Path | None
     keep_checkpoints: int
     resume_version: int | None
@@ -138,7 +139,13 @@ class ServerTraining:
         ]
         on_event({"event": "layout", "shards": layout})
         launcher = Launcher(
-            job, request.workers, files, on_rows=on_rows, on_event=on_event, commands=commands
+            job,
+            request.workers,
+            files,
+            on_rows=on_rows,
+            on_event=on_event,
+            commands=commands,
+            watchdog_s=request.watchdog_s,
         )
         if request.run_path is not None:
             self._record(job, request.run_path)

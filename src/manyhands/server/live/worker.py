@@ -20,6 +20,7 @@ from manyhands.cluster.job import load
 from manyhands.computing import Computed
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.link.hub import Hub, Joined, Lost, Received
+from manyhands.memory.sign import LongWait
 from manyhands.observe.events import NOBODY, EventKind
 from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Send
@@ -149,6 +150,7 @@ class _Turn:
         self._began_ns: int | None = None
         self._begun_ns = 0  # computing, once all that it needs is here
         self._evaluated = -1
+        self._wait = LongWait()
         self._waited_for = NOBODY
         self._latest: View | None = None
         self._roles: dict[int, int] = {}  # of servers in events, by member
@@ -189,6 +191,7 @@ class _Turn:
             match event:
                 case Received(member=member, message=message, payload=payload):
                     self._heard_ns = time.monotonic_ns()
+                    self._wait.begin_again()
                     self._hear_rows(member, message, payload)
                     self._record_message(EventKind.RECEIVE, member, message, payload.nbytes)
                     if isinstance(message, Parameters):
@@ -206,12 +209,19 @@ class _Turn:
         again, self._again = self._again, []
         for shard in again:
             self._do(self._core.again(shard))
+        self._show_wait()
         waited_s = (time.monotonic_ns() - self._heard_ns) / 1e9
         if waited_s > self._job.timeout_s:
             shards = ", ".join(f"shard {shard}" for shard in self._core.waiting_for)
             raise PeerTimeout(
                 f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}", peer=-1
             )
+
+    def _show_wait(self) -> None:
+        """Show the server of the first shard that has not answered, if that takes long."""
+        awaited = self._core.waiting_for
+        if self._computing is None and awaited and self._latest is not None and self._wait.is_long:
+            self._wait.goes_on(next(one.primary for one in self._latest.shards if one.shard == awaited[0]))
 
     def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
         self._latest = view
@@ -326,6 +336,7 @@ class _Turn:
             self._context.send({**progress, "note": bad})
         self._context.mark(work.batch + 1, State.EXCHANGING)
         self._pushed_ns = self._heard_ns = computed
+        self._wait.begin_again()
         if body.recorder.records and bad is None:
             self._record(compute)
         self._hub.hold_back()  # a push and the read behind it
@@ -365,6 +376,7 @@ class _Turn:
 
     def _read_rows(self, shards: Collection[int], whole: bool = False) -> None:
         self._heard_ns = time.monotonic_ns()
+        self._wait.begin_again()
         self._do(self._core.read_rows(shards, whole))
         while self._core.awaits_rows:
             self._turn()
