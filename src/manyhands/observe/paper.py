@@ -1,0 +1,105 @@
+"""The paper that charts are drawn on: one stylesheet, the frame of a page, and a section of it.
+
+A page is one self-contained document. Colours are variables that follow the reader's light or dark setting;
+everything that tells series apart by colour tells them apart by dash or by words, too. No element has a style
+of its own, so that a content security policy can allow the one stylesheet and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+__all__ = ["STYLE", "document", "quiet", "section"]
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #f6f7f9; --card: #ffffff; --ink: #1f2328; --faint: #57606a;
+  --line: #d5dae0; --grid: #e7eaee; --on: #ffffff; --heat: #e08a1e; --bad: #b42318; --bad-paper: #fdecea;
+  --good: #00704f; --link: #0067a5;
+  --c0: #0067a5; --c1: #b35900; --c2: #007a5e; --c3: #a3437c; --c4: #806300; --c5: #4a5fc1; --c6: #6b4f3a;
+  --c7: #59636e; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #9aa4af; --line: #343b44;
+    --grid: #262c35; --on: #0d1117; --heat: #f0a23b; --bad: #ff8f85; --bad-paper: #3a1d1d; --good: #4cc79d;
+    --link: #6cb6ff;
+    --c0: #58a9ee; --c1: #f0a23b; --c2: #3fc295; --c3: #e58fc0; --c4: #d8bd4a; --c5: #98a7ff; --c6: #c7a386;
+    --c7: #a4aeb9; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 0 .75rem 2rem; max-width: 84rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums; }
+a { color: var(--link); } code { font: .92em ui-monospace, monospace; overflow-wrap: anywhere; }
+:focus-visible { outline: 3px solid var(--link); outline-offset: 2px; border-radius: 3px; }
+.skip { position: absolute; left: -99rem; padding: .5rem; background: var(--card); }
+.skip:focus { left: .5rem; top: .5rem; z-index: 2; }
+h1 { font-size: 1.3rem; margin: 1rem 0 .5rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 0 0 .4rem; }
+main { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: .5rem; display: flex; flex-direction: column; }
+main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
+@media (min-width: 70rem) { main > section.broad { grid-column: span 2; } }
+p { margin: 0 0 .5rem; max-width: 75ch; } ul { margin: 0; padding-left: 1.1rem; }
+.quiet { color: var(--faint); } .bad { color: var(--bad); } .good { color: var(--good); }
+figure { margin: 0 0 .5rem; min-width: 0; }
+figcaption { color: var(--faint); font-size: .85rem; margin-bottom: .15rem; }
+svg.chart { display: block; width: 100%; height: auto; max-height: 22rem; overflow: visible;
+  font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
+svg.chart text { fill: var(--ink); }
+svg.chart text.tick, svg.chart text.label { fill: var(--faint); font-size: 10.5px; }
+svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
+.axis { stroke: var(--line); } .grid { stroke: var(--grid); } .track { fill: var(--grid); }
+.curve { fill: none; stroke-width: 1.8; stroke-linecap: round; stroke-linejoin: round; } .spot { fill: transparent; }
+.spot:hover { fill: var(--ink); }
+.legend { display: flex; flex-wrap: wrap; gap: 0 .9rem; font-size: .82rem; margin: 0; padding: 0; list-style: none; }
+.legend li { display: flex; align-items: center; gap: .35rem; min-width: 0; overflow-wrap: anywhere; }
+.legend svg { width: 26px; height: 10px; flex: none; }
+.scroll { overflow: auto; max-width: 100%; position: relative; }
+table { border-collapse: collapse; width: 100%; font-size: .86rem; }
+caption { text-align: left; color: var(--faint); font-size: .85rem; padding-bottom: .15rem; }
+th, td { padding: .2rem .5rem; text-align: left; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th { font-weight: 600; } thead th { color: var(--faint); white-space: nowrap; }
+tbody th { white-space: nowrap; } .number { text-align: right; white-space: nowrap; }
+.heat td { text-align: right; white-space: nowrap; } .heat thead th { text-align: right; }
+.heat thead th.corner { text-align: left; }
+"""
+
+_COLOURS = 8
+_DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2")
+_SERIES = "\n".join(
+    [f".s{n} {{ stroke: var(--c{n}); }} .f{n} {{ fill: var(--c{n}); }}" for n in range(_COLOURS)]
+    + [f".d{n} {{ stroke-dasharray: {dash}; }}" for n, dash in enumerate(_DASHES)]
+    + [f".h{n} {{ background: color-mix(in srgb, var(--heat) {6 * n}%, transparent); }}" for n in range(10)]
+)
+STYLE += _SERIES + "\n"
+
+NUM_COLOURS, NUM_DASHES, NUM_HEATS = _COLOURS, len(_DASHES), 10
+
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def document(title: str, sections: Iterable[str], *, style: str = STYLE, lead: str = "") -> str:
+    """One page that needs nothing from elsewhere; `sections` and `lead` are HTML, `title` is text.
+
+    The page forbids itself scripts and connections, so that a report can be sent to others as it is.
+    """
+    body = "\n".join(sections)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f'<a class="skip" href="#main">Skip to the content</a>\n<h1>{escape(title)}</h1>\n{lead}'
+        f'<main id="main" tabindex="-1">\n{body}\n</main>\n</body>\n</html>\n'
+    )
+
+
+def section(key: str, heading: str, body: str, kind: str = "") -> str:
+    """A part of a page with its heading; `kind` is "wide" for all columns, "broad" for two, "" for one."""
+    return (
+        f'<section id="{escape(key)}" class="{escape(kind)}" aria-labelledby="{escape(key)}-name">\n'
+        f'<h2 id="{escape(key)}-name">{escape(heading)}</h2>\n{body}\n</section>'
+    )
+
+
+def quiet(sentence: str) -> str:
+    """The line of a section that has nothing to show."""
+    return f'<p class="quiet">{escape(sentence)}</p>'
