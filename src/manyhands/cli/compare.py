@@ -35,6 +35,7 @@ compare_app = typer.Typer(
 )
 
 _REPORT = "report.html"
+_WIDTH = 100  # of the tables in a file or a pipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +127,19 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     out.mkdir(parents=True, exist_ok=True)
     path = out / _REPORT
     path.write_text(report(found.figures, sentences, made))
-    write_json(
-        json_file, {**found.figures.to_dict(), "task": task, "paragraph": sentences, "machine": machine()}
-    )
+    figures = {
+        "task": task,
+        "command": made.command,
+        "machine": made.facts,
+        **found.figures.to_dict(),
+        "paragraph": sentences,
+        "notes": found.notes,
+    }
+    write_json(out / "figures.json", figures)
+    write_json(json_file, figures)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
     console.print(measures_table(found.figures), highlight=False)
     console.print(promises_table(found.figures), highlight=False)
     console.print(" ".join(sentences), highlight=False, markup=False)

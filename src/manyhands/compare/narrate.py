@@ -60,7 +60,7 @@ def _target(found: Figures, rows: Sequence[Row]) -> list[str]:
     said = [f"{who} reached {target}{why}{' in every run' if missed else ''}."]
     said += [f"{row.name} reached it in {row.reached} of {len(row.runs)} runs." for row in missed]
     if len(there) > 1:
-        said += _first(there)
+        said += _first(there, found.evaluate_every)
     late = [row for row in there if all(len(run.evaluations) == 1 for run in row.runs)]
     if late and len(late) < len(rows):
         said.append(
@@ -69,7 +69,7 @@ def _target(found: Figures, rows: Sequence[Row]) -> list[str]:
     return said
 
 
-def _first(there: Sequence[Row]) -> list[str]:
+def _first(there: Sequence[Row], every: int) -> list[str]:
     first, second = there[0], there[1]
     assert first.target_s is not None
     assert second.target_s is not None
@@ -83,18 +83,24 @@ def _first(there: Sequence[Row]) -> list[str]:
         said = [
             f"{first.name} was there first, after {_s(first.target_s)}: {ratio:.1f} times as fast as {second.name} "
             f"({_s(second.target_s)}). {_certainty(first, second, first.target_s, second.target_s)}"
+            f"{_resolution(first, second, every)}"
         ]
     last = there[-1]
     assert last.target_s is not None
     if last not in (first, second) and last.target_s.median > _ALIKE * second.target_s.median:
         said.append(f"{last.name} took longest, {_s(last.target_s)}.")
-    fewest, most = (pick(there, key=_steps) for pick in (min, max))
-    if _steps(most) > _ALIKE * _steps(fewest):
-        said.append(
-            f"Counted in steps, {fewest.name} needed fewest ({_steps(fewest):,.0f}) and {most.name} most "
-            f"({_steps(most):,.0f})."
-        )
-    return said
+    return said + _fewest_steps(there, every)
+
+
+def _fewest_steps(there: Sequence[Row], every: int) -> list[str]:
+    """Said where the difference is more than one evaluation: in between nobody looked."""
+    fewest, most = (pick(_steps(row) for row in there) for pick in (min, max))
+    if most - fewest <= every:
+        return ["Counted in steps, all were there at the same evaluation or the next."]
+    few, many = ([row for row in there if _steps(row) == steps] for steps in (fewest, most))
+    return [
+        f"Counted in steps, {_names(few)} needed fewest ({fewest:,.0f}) and {_names(many)} most ({most:,.0f})."
+    ]
 
 
 def _speed(rows: Sequence[Row]) -> list[str]:
@@ -107,13 +113,8 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         return [f"All went through about {_pace(fastest):,.0f} samples a second."]
     assert slowest.samples_per_s is not None
     assert fastest.samples_per_s is not None
-    overlap = (
-        ""
-        if _repeated(slowest, fastest) and fastest.samples_per_s.apart_from(slowest.samples_per_s)
-        else ", within the spread of the repeats"
-        if _repeated(slowest, fastest)
-        else ""
-    )
+    apart = fastest.samples_per_s.apart_from(slowest.samples_per_s)
+    overlap = ", within the spread of the repeats" if _repeated(slowest, fastest) and not apart else ""
     return [
         f"{fastest.name} went through most samples, {_pace(fastest):,.0f} a second, and {slowest.name} through fewest, "
         f"{_pace(slowest):,.0f}{overlap}."
@@ -131,7 +132,7 @@ def _waiting(rows: Sequence[Row], slow: Slowdown | None) -> list[str]:
         free = [
             row for row in rows if row.workers > slow.worker and row.waiting and row.waiting.median < _FREE
         ]
-        shares = ", ".join(f"{row.name} {_percent(row.waiting_for(slow.worker))}" for row in held)
+        shares = ", ".join(f"{_percent(row.waiting_for(slow.worker))} under {row.name}" for row in held)
         text = f"Worker {slow.worker} was slowed {how} on purpose"
         text += f": of all workers' time, waiting for it took {shares}" if held else ""
         text += (
@@ -209,6 +210,18 @@ def _certainty(one: Row, other: Row, first: Spread, second: Spread) -> str:
         runs = min(len(one.runs), len(other.runs))
         return f"That is more than the repeats differ: each of {runs} runs of the one beat each of the other."
     return "That is no more than the repeats differ among themselves."
+
+
+def _resolution(first: Row, second: Row, every: int) -> str:
+    """A caveat where two are apart by less than the time between evaluations; none where they took as many steps."""
+    if _steps(first) == _steps(second):
+        return ""
+    between_s = max(
+        run.seconds / run.steps * every for row in (first, second) for run in row.runs if run.steps
+    )
+    if _seconds(second) - _seconds(first) >= between_s:
+        return ""
+    return f" It is less than the time between two evaluations, {between_s:.2f} s."
 
 
 def _repeated(one: Row, other: Row) -> bool:

@@ -83,10 +83,9 @@ class Trial:
     place: int
     repeat: int
 
-    @property
-    def folder(self) -> str:
-        """The name of its run directory."""
-        return f"{self.place + 1:02d}-{self.repeat + 1}"
+    def folder(self, strategy: Strategy) -> str:
+        """The name of its run directory: `05-ps-2` is the second run of the fifth strategy."""
+        return f"{self.place + 1:02d}-{strategy.word}-{self.repeat + 1}"
 
 
 def parse_strategies(text: str) -> tuple[Strategy, ...]:

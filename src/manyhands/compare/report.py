@@ -10,6 +10,7 @@ from html import escape
 from manyhands.compare.figures import Figures, Measured, Point, Row
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells
 from manyhands.observe.charts import Series, data_table, document, line_chart, quiet, section, share_bars
+from manyhands.strategy import Hogwild
 
 __all__ = ["Made", "report"]
 
@@ -31,8 +32,8 @@ class Made:
 def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     """The page; it needs nothing from elsewhere."""
     rows = [row for row in found.rows if row.runs]
-    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-    head = ["strategy", *columns(found)]
+    told = f"<p>{escape(' '.join(sentences))}</p>"
+    head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
     promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
     parts = [
@@ -108,7 +109,7 @@ def _middle(row: Row) -> Measured:
 def _shares(rows: Sequence[Row]) -> str:
     if not rows:
         return quiet("No run came to its end.")
-    shares = [(row.name, [1 - row.waiting.median, row.waiting.median]) for row in rows if row.waiting]
+    shares = [(_short(row.name), [1 - row.waiting.median, row.waiting.median]) for row in rows if row.waiting]
     names = quiet("Of the time that workers accounted for, medians over the repeats.")
     return (
         share_bars(shares, ["computing and exchanging", "waiting"], title="Share of time", colours=[0, 3])
@@ -116,13 +117,20 @@ def _shares(rows: Sequence[Row]) -> str:
     )
 
 
+def _short(name: str) -> str:
+    """`ps consistency=async` as `ps async`, where there is room for that alone."""
+    return " ".join(part.rpartition("=")[2] for part in name.split())
+
+
 def _made(found: Figures, made: Made) -> str:
-    facts = "".join(f"<p>{escape(name)}: {escape(value)}</p>" for name, value in made.facts.items())
+    facts = " · ".join(f"{name} {value}" for name, value in made.facts.items())
     clock = (
         "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
         "are exact to that. Parameter servers do not evaluate on the way: their snapshots were measured after the run. "
         "Curves are those of each strategy's middle run."
     )
+    if any(isinstance(row.strategy, Hogwild) for row in found.rows):
+        clock += " Workers of hogwild meet to evaluate and to save, and wait for each other there."
     notes = "".join(f"<p>{escape(note)}</p>" for note in made.notes)
-    return f"<p><code>{escape(made.command)}</code></p>{facts}<p>{escape(clock)}</p>{notes}"
+    return f"<p><code>{escape(made.command)}</code></p><p>{escape(facts)}</p><p>{escape(clock)}</p>{notes}"

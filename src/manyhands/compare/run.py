@@ -23,7 +23,7 @@ from manyhands.task import Task
 
 __all__ = ["Comparison", "Progress", "Settings", "Tell", "compare"]
 
-_EVALUATIONS = 20  # of a run, and as many checkpoints, of which parameter servers are evaluated
+_EVALUATIONS = 10  # of a run, and as many checkpoints, from which parameter servers are evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Settings:
     target: Target | None = None
     """What the time is measured to; None: the worst value that any run ends with."""
     evaluate_every: int | None = None
-    """Measure the metrics after every so many steps; None: twenty times a run."""
+    """Measure the metrics after every so many steps; None: ten times a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,19 +91,11 @@ def compare(
     _require_free(out)
     runs: list[Measured | Failed] = []
     interrupted = False
-    began = time.monotonic()
-    for done, trial in enumerate(order):
-        request = requests[trial.place]
-        if tell is not None:
-            left = (time.monotonic() - began) / done * (len(order) - done) if done else None
-            tell(Progress(done=done, runs=len(order), strategy=str(request.strategy), seconds_left=left))
-        try:
-            runs.append(_run(trial, request, out / trial.folder))
-        except KeyboardInterrupt:
-            interrupted = True
-            break
-        except ManyhandsError as error:
-            runs.append(Failed(place=trial.place, repeat=trial.repeat, sentence=str(error)))
+    try:
+        for run in _all_runs(requests, order, out, tell or _tell_nobody):
+            runs.append(run)
+    except KeyboardInterrupt:
+        interrupted = True
     pairs = [(request.strategy, request.workers) for request in requests]
     found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every)
     notes = [
@@ -142,21 +134,45 @@ def _request(task: Task, strategy: Strategy, settings: Settings, every: int | No
         return Request.make(task, strategy, workers, length, settings.seed, options, "cpu")
 
 
+def _all_runs(
+    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell
+) -> Iterator[Measured | Failed]:
+    """What came out of each run, as soon as it has ended."""
+    began = time.monotonic()
+    for done, trial in enumerate(order):
+        request = requests[trial.place]
+        left = (time.monotonic() - began) / done * (len(order) - done) if done else None
+        tell(Progress(done=done, runs=len(order), strategy=str(request.strategy), seconds_left=left))
+        try:
+            yield _run(trial, request, out / trial.folder(request.strategy))
+        except ManyhandsError as error:
+            yield Failed(place=trial.place, repeat=trial.repeat, sentence=str(error))
+
+
 def _run(trial: Trial, request: Request, folder: Path) -> Measured:
     plan = request.plan
     with _caught() as said:
-        fit(
-            plan.task,
-            request.strategy,
-            workers=request.workers,
-            steps=plan.steps,
-            seed=plan.seed,
-            out=folder,
-            options=request.options,
-        )
+        try:
+            fit(
+                plan.task,
+                request.strategy,
+                workers=request.workers,
+                steps=plan.steps,
+                seed=plan.seed,
+                out=folder,
+                options=request.options,
+            )
+        except ManyhandsError:
+            raise
+        except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
+            raise ManyhandsError(f"{type(error).__name__}: {error}") from error
     strategy = request.strategy
     snapshots = evaluate_snapshots(folder, strategy, plan) if isinstance(strategy, Ps) else {}
     return measure(trial, folder, snapshots, tuple(said))
+
+
+def _tell_nobody(progress: Progress) -> None:
+    del progress
 
 
 @contextmanager

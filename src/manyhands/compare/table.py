@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 
 from rich import box
@@ -12,37 +11,42 @@ from manyhands.compare.figures import Figures, Row, Spread
 from manyhands.errors import format_bytes
 from manyhands.strategy import Promises
 
-__all__ = ["MEASURES", "PROMISES", "cells", "measures_table", "promise_cells", "promises_table"]
+__all__ = ["PROMISES", "cells", "columns", "measures_table", "promise_cells", "promises_table"]
 
 PROMISES = ("survives a worker's death?", "a server's?", "may workers join?", "same numbers as one process?")
 """The questions, in the order of the fields of `Promises`."""
 
-MEASURES = ("to target", "steps", "samples/s", "waiting", "messages", "bytes", "stale")
-"""The columns of every comparison; those of the metrics at the end follow. Messages and bytes are those of a step."""
+_MEASURES = (
+    "seconds\nto target",
+    "steps\nto it",
+    "samples\n/s",
+    "waiting",
+    "messages\n/step",
+    "bytes\n/step",
+    "stale,\nmax",
+)
 
 
 def columns(found: Figures) -> list[str]:
-    """The heads of all columns after the strategy."""
-    return [*MEASURES, *_metrics(found)]
+    """The heads of all columns after the strategy; a line break is where a narrow one may break."""
+    return [*_MEASURES, *_metrics(found)]
 
 
 def cells(found: Figures, row: Row) -> list[str]:
     """One strategy's cells, in the order of the columns."""
     if not row.runs:
-        return ["failed", *["–"] * (len(columns(found)) - 1)]
+        return ["failed" if row.failures else "not run", *["–"] * (len(columns(found)) - 1)]
     partly = "" if row.always_reached or found.target is None else f" ({row.reached} of {len(row.runs)})"
-    stale = (
-        "0" if row.staleness_max == 0 else f"{_show(row.staleness_mean, '{:.2f}')}, max {row.staleness_max}"
-    )
+    stale = "0" if row.staleness_max == 0 else f"{_show(row.staleness_mean, '{:.2f}')}, {row.staleness_max}"
     return [
-        _give(row.target_s, lambda value: f"{value:.2f}", " s") + partly if row.target_s else "never",
+        f"{_with_spread(row.target_s)}{partly}" if row.target_s else "never",
         _show(row.target_steps, "{:,.0f}"),
         _show(row.samples_per_s, "{:,.0f}"),
         f"{100 * row.waiting.median:.0f} %" if row.waiting else "–",
         _show(row.messages_per_step, "{:,.3g}"),
-        format_bytes(row.bytes_per_step.median) if row.bytes_per_step else "–",
+        _size(row.bytes_per_step),
         stale,
-        *(_show(row.final.get(name), "{:.4g}") for name in _metrics(found)),
+        *(_show(row.final.get(name), "{:.4f}") for name in _metrics(found)),
     ]
 
 
@@ -56,10 +60,10 @@ def promise_cells(promises: Promises, *, words: bool = False) -> list[str]:
 
 def measures_table(found: Figures) -> Table:
     """What was measured, readable at 100 columns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("strategy", min_width=12)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table.add_column("strategy", overflow="fold")
     for head in columns(found):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True, min_width=max(map(len, head.split("\n"))))
     for row in found.rows:
         table.add_row(row.name, *cells(found, row))
     return table
@@ -70,7 +74,7 @@ def promises_table(found: Figures) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for question in PROMISES:
-        table.add_column(question, max_width=14)
+        table.add_column(question, max_width=16)
     for row in found.rows:
         table.add_row(row.name, *promise_cells(row.strategy.promises))
     return table
@@ -86,7 +90,14 @@ def _show(spread: Spread | None, form: str) -> str:
     return "–" if spread is None else form.format(spread.median)
 
 
-def _give(spread: Spread, show: Callable[[float], str], unit: str) -> str:
+def _with_spread(spread: Spread) -> str:
     """The median, and how far the repeats lie from it."""
     away = max(spread.high - spread.median, spread.median - spread.low)
-    return show(spread.median) + (f" ±{show(away)}" if away > 0 else "") + unit
+    return f"{spread.median:.2f}" + (f" ±{away:.2f}" if away > 0 else "")
+
+
+def _size(spread: Spread | None) -> str:
+    if spread is None:
+        return "–"
+    number, unit = format_bytes(spread.median).split()
+    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
