@@ -301,6 +301,25 @@ def stragglers(scenario: str) -> Callable[[], str]:
     return render
 
 
+def events_overhead() -> str:
+    """What recording events is of a training step, under each strategy."""
+    result = load("events").get("overhead")
+    if result is None:
+        return "Not measured yet: `python benchmarks/events.py`."
+    rows = [["strategy", "events per step, all roles", "median step", "share of the step"]]
+    for strategy, row in result["strategies"].items():
+        rows.append(
+            [
+                f"`{strategy}`",
+                f"{row['events_per_step']:.1f}",
+                f"{row['step_ms']:.2f} ms",
+                f"{row['percent']:.2f} %",
+            ]
+        )
+    steps = f"{result['workers']} workers, {result['steps']} steps of the digits"
+    return f"**{steps}, {result['ns_per_event']:.0f} ns per event**\n\n{markdown(rows)}"
+
+
 def show_percent(part: float | None) -> str:
     return "" if part is None else f"{100 * part:.0f} %"
 
@@ -309,6 +328,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce speed": allreduce_speed,
     "backend speed": backend_speed,
     "links": links_speed,
+    "events overhead": events_overhead,
     "step-2": step_table("step-2"),
     "step-16core": step_scaling,
     "server": server_table("server"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ def on_workers(
     buffers: str = "broadcast",
     timeout_s: float = 30.0,
     errors: bool = False,
+    out: Path | None = None,
 ) -> list[T]:
     """What `body(group)` returned in each worker, by rank; with `errors`, what it raised in its place."""
     store = HashStore()
@@ -35,7 +37,8 @@ def on_workers(
     def work(rank: int) -> None:
         place = Place(rank=rank, world=world, open_store=lambda _: store)
         try:
-            with open_group(place, "test", strategy=strategy, buffers=buffers, timeout_s=timeout_s) as group:
+            options: dict[str, Any] = {"strategy": strategy, "buffers": buffers, "out": out}
+            with open_group(place, "test", timeout_s=timeout_s, **options) as group:
                 results[rank] = body(group)
         except BaseException as error:
             results[rank] = error

@@ -71,6 +71,8 @@ class ThreadedRun:
         self._threads: dict[int, threading.Thread] = {}
         self._failures: list[BaseException] = []
         self.totals: dict[int, Mapping[str, Any]] = {}
+        self.rings: dict[int, EventRing] = {}
+        """By role: workers by their slots, servers after them."""
 
     def __enter__(self) -> ThreadedRun:
         _, built, self._layout = self.job.build()
@@ -79,7 +81,9 @@ class ThreadedRun:
         self._final = self._stack.enter_context(Segment.create(final_bytes(self._layout), "the end"))
         try:
             for member in range(1, self._servers + 1):
-                self._start(member, serve, {"final": self._final.descriptor})
+                ring = self._ring(self._role_of(member))
+                files = {"final": self._final.descriptor, "events": os.dup(ring.descriptor)}
+                self._start(member, serve, files)
             self._await(lambda: len(self.addresses) == self._servers, "servers that listen")
         except BaseException:
             self.__exit__()
@@ -96,7 +100,7 @@ class ThreadedRun:
     def start_workers(self) -> None:
         """One thread for each slot."""
         for slot in range(self.job.workers):
-            ring = self._stack.enter_context(EventRing.create(role=slot, capacity=1 << 10))
+            ring = self._ring(slot)
             buffers = os.memfd_create("buffers")
             self._stack.callback(os.close, buffers)
             files = {
@@ -119,7 +123,8 @@ class ThreadedRun:
             ),
         )
         for channel in self._channels.values():
-            channel.post(Note(payload=view_payload(view, self.addresses)))
+            roles = {member: self._role_of(member) for member in range(1, self._servers + 1)}
+            channel.post(Note(payload=view_payload(view, self.addresses, roles)))
 
     def said(self, key: str) -> list[Mapping[str, Any]]:
         """What the roles said under this word so far."""
@@ -147,6 +152,13 @@ class ThreadedRun:
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(values[name])
         return self._model
+
+    def _role_of(self, server: int) -> int:
+        return self.job.workers + server - 1
+
+    def _ring(self, role: int) -> EventRing:
+        ring = self.rings[role] = self._stack.enter_context(EventRing.create(role=role, capacity=1 << 12))
+        return ring
 
     def _start(self, member: int, target: Callable[[RoleContext], Any], files: Mapping[str, int]) -> None:
         ours, theirs = socket.socketpair()

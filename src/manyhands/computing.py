@@ -67,6 +67,8 @@ class Computed:
     loss: float
     share: float
     samples: int
+    input_ns: int = 0
+    """What getting the samples took."""
 
 
 class Computer:
@@ -119,9 +121,11 @@ class Computer:
         seed_all(mix(self.plan.seed, step, part))
         indices = self._batches.share(step, part, parts)
         share = len(indices) / self._batches.size(step)
-        value = 0.0
+        value, input_ns = 0.0, 0
         if len(indices):
+            asked_ns = time.monotonic_ns()
             batch = self._fetch(self._source, indices)
+            input_ns = time.monotonic_ns() - asked_ns
             if prepare is not None:
                 prepare(batch)
                 begin = time.monotonic()
@@ -136,7 +140,7 @@ class Computer:
             time.sleep(
                 slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
             )
-        return Computed(loss=value, share=share, samples=len(indices))
+        return Computed(loss=value, share=share, samples=len(indices), input_ns=input_ns)
 
     def evaluate(
         self,

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Exchange", "LocalStep", "SharedStep", "SingleExchange", "Times", "Traffic"]
+from manyhands.link.wire import Wire
+
+__all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,16 @@ class SharedStep:
     """A worker asked to stop: all stop after this step."""
 
 
+@dataclass(kw_only=True, slots=True)
+class Post:
+    """What went to and came from one other worker: how much, when the first message left and the last arrived."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    sent_ns: int = 0
+    received_ns: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
     """Where the time of an exchange went, in nanoseconds, since the last look."""
@@ -57,6 +69,9 @@ class Times:
 
     wait_ns: Mapping[int, int] = field(default_factory=dict)
     """Waiting for each worker that came later."""
+
+    posts: Mapping[int, Post] = field(default_factory=dict)
+    """Messages to and from each worker, where there are any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +93,9 @@ class Exchange(ABC):
 
     rank: int
     world: int
+
+    wire: Wire = Wire.NONE
+    """What carries the gradients."""
 
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""

@@ -261,10 +261,10 @@ class _Session:
                 fingerprint=fingerprint(request.config(self._model)).digest,
             )
         )
-        with (
-            training,
-            self._collector({f"worker-{slot}": r for slot, r in training.rings.items()}) as collector,
-        ):
+        with training, ExitStack() as stack:
+            rings = {f"worker-{slot}": ring for slot, ring in training.rings.items()}
+            rings |= {f"server-{place}": ring for place, ring in enumerate(training.server_rings)}
+            collector = stack.enter_context(self._collector(rings, len(training.rings)))
             with self._view(collector):
                 outcome = training.run(
                     on_rows=self._take_rows,
@@ -294,9 +294,9 @@ class _Session:
         }
         return result, {**observed, **server_summary(outcome)}
 
-    def _collector(self, rings: Mapping[str, EventRing]) -> Collector:
+    def _collector(self, rings: Mapping[str, EventRing], workers: int | None = None) -> Collector:
         directory = self._directory.events_path if self._directory is not None else None
-        return Collector(rings, directory=directory)
+        return Collector(rings, workers=workers, directory=directory)
 
     def _view(self, collector: Collector) -> AbstractContextManager[object]:
         view = self._request.options.view

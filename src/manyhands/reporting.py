@@ -12,10 +12,12 @@ from torch import nn
 
 from manyhands.cluster.board import State
 from manyhands.computing import Computer
+from manyhands.exchange import Post
+from manyhands.link.wire import Wire
 from manyhands.observe.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 
-__all__ = ["Peers", "Reporter", "Surroundings", "first_bad"]
+__all__ = ["Peers", "Reporter", "Surroundings", "first_bad", "record_posts"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -157,6 +159,10 @@ class Reporter:
             waited += duration
         return waited
 
+    def posts(self, step: int, posts: Mapping[int, Post], wire: Wire) -> None:
+        """Book the messages of one step; all that goes from one worker to another in it counts as one."""
+        record_posts(self._around, step, posts, wire)
+
     def add(self, **row: Any) -> None:
         """A row of the run's history."""
         self._rows.append(row)
@@ -168,6 +174,31 @@ class Reporter:
             self._around.note({"rows": self._rows})
             self._rows = []
             self._rows_sent_ns = clock
+
+
+def record_posts(around: Surroundings, step: int, posts: Mapping[int, Post], wire: Wire) -> None:
+    """What went to and came from each other worker in `step`, under one number at both ends."""
+    for peer, post in posts.items():
+        if post.messages_sent:
+            around.record(
+                EventKind.SEND,
+                post.sent_ns,
+                step=step,
+                peer=peer,
+                num_bytes=post.bytes_sent,
+                count=post.messages_sent,
+                message=(step + 1) & 0xFFFFFFFF,
+                wire=wire,
+            )
+        if post.received_ns:
+            around.record(
+                EventKind.RECEIVE,
+                post.received_ns,
+                step=step,
+                peer=peer,
+                message=(step + 1) & 0xFFFFFFFF,
+                wire=wire,
+            )
 
 
 def first_bad(model: nn.Module) -> str:

@@ -1,4 +1,6 @@
-"""Stragglers on purpose: `worker=1,factor=5[,probability=0.1]` slows a worker always, or at random steps.
+"""Stragglers on purpose: `worker=1,factor=5` slows a worker always.
+
+`probability=0.1` slows it at random steps only, `from=400` from that global batch on.
 
 Whether a step is slow is a function of (seed, step, worker), so the same run is slow in the same places every time.
 """
@@ -12,16 +14,17 @@ from manyhands.randomness import mix
 
 __all__ = ["Slowdown"]
 
-_FIELDS = ("worker", "factor", "probability")
+_FIELDS = ("worker", "factor", "probability", "from")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
-    """Worker `worker` takes `factor` times as long to compute, at each step with this probability."""
+    """Worker `worker` takes `factor` times as long to compute, at each step from `from_step` on with `probability`."""
 
     worker: int
     factor: float
     probability: float = 1.0
+    from_step: int = 0
 
     def __post_init__(self) -> None:
         if self.worker < 0:
@@ -30,10 +33,12 @@ class Slowdown:
             raise UserError(f"slow: factor={self.factor} must be at least 1 (5 means five times as long)")
         if not 0 < self.probability <= 1:
             raise UserError(f"slow: probability={self.probability} must be above 0 and at most 1")
+        if self.from_step < 0:
+            raise UserError(f"slow: from={self.from_step} must not be negative; steps count from 0")
 
     @classmethod
     def parse(cls, text: str) -> Slowdown:
-        """Read `worker=1,factor=5[,probability=0.1]`."""
+        """Read `worker=1,factor=5[,probability=0.1][,from=400]`."""
         values: dict[str, str] = {}
         for part in text.split(","):
             name, equals, value = part.strip().partition("=")
@@ -47,6 +52,7 @@ class Slowdown:
                 worker=int(values["worker"]),
                 factor=float(values["factor"]),
                 probability=float(values.get("probability", "1")),
+                from_step=int(values.get("from", "0")),
             )
         except ValueError as error:
             if isinstance(error, UserError):
@@ -55,7 +61,7 @@ class Slowdown:
 
     def extra_s(self, *, seed: int, step: int, worker_rank: int, compute_s: float) -> float:
         """How much longer this worker's step must take, having taken `compute_s`."""
-        if worker_rank != self.worker:
+        if worker_rank != self.worker or step < self.from_step:
             return 0.0
         draw = mix(seed, step, worker_rank, 0x510) / 2**64
         return (self.factor - 1) * compute_s if draw < self.probability else 0.0

@@ -103,13 +103,16 @@ class Trainer:
         around.mark(step + 1, State.EXCHANGING)
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
-        waits = exchange.take_times().wait_ns
+        times = exchange.take_times()
+        waits = times.wait_ns
         if not shared.bad_workers:
             exchange.apply()
             if scheduler is not None:
                 scheduler.step()
         end = time.monotonic_ns()
-        around.record(EventKind.COMPUTE, begin, max(0, computed - begin - overlapped), step=step)
+        fetched = begin + mine.input_ns
+        around.record(EventKind.INPUT, begin, mine.input_ns, step=step, count=mine.samples)
+        around.record(EventKind.COMPUTE, fetched, max(0, computed - fetched - overlapped), step=step)
         waited = self._reporter.waits(step, computed, waits)
         if exchange.world > 1:
             sent = exchange.traffic() - before
@@ -120,7 +123,9 @@ class Trainer:
                 step=step,
                 num_bytes=sent.bytes_sent,
                 count=sent.messages_sent,
+                wire=exchange.wire,
             )
+            self._reporter.posts(step, times.posts, exchange.wire)
         closing = exchange.take_times().wait_ns
         applied = max(agreed, end - sum(closing.values()))
         around.record(EventKind.COMPUTE, agreed, applied - agreed, step=step)

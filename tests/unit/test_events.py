@@ -293,8 +293,8 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
     ("offset", "damage", "reported", "words"),
     [
         (8, b"\x03", 8, "version 3"),
-        (12, b"\x80", 112, "laid out"),
-        (120, b"x", 112, "laid out"),
+        (12, b"\x80", 120, "laid out"),
+        (128, b"x", 120, "laid out"),
         (40, b"\x09", 40, "9 is no way"),
         (HEADER_BYTES + 2 * 64 + 16, b"\x63", HEADER_BYTES + 2 * 64, "kind 99"),
         (HEADER_BYTES + 2 * 64 + 16, b"\x00", HEADER_BYTES + 2 * 64, "kind 0"),

@@ -50,6 +50,8 @@ def barrier_run(
         whole = max(busy) + exchange_ms
         for worker in range(workers):
             begin = now + busy[worker] - own[worker]
+            if begin > now:
+                rows[worker].append((EventKind.INPUT, now, begin - now, step, NOBODY))
             rows[worker].append((EventKind.COMPUTE, begin, own[worker], step, NOBODY))
             if worker != last:
                 wait = max(busy) - busy[worker]
@@ -133,14 +135,43 @@ def test_nobody_is_named_where_all_are_alike(seed: int) -> None:
     assert "take turns at being late" in words
 
 
-def test_time_in_a_step_and_in_none_of_its_parts_is_input() -> None:
+def test_getting_the_samples_is_told_apart_from_computing() -> None:
     roles = barrier_run(lambda worker, step: 10.0, 3, 30, input_ms=lambda worker, step: 15.0 * (worker == 1))
     found = explain(roles, synchronous=True)
-    assert parts_of(found) == (10.0, 0.0, 1.0, 15.0)
+    assert parts_of(found) == (10.0, 0.0, 1.0, 0.0)
+    assert found.parts.input_ms == pytest.approx(15.0)
     assert found.ideal_ms == pytest.approx(25.0), "the ideal is about speed and exchange, not about input"
     assert found.workers[1].last_share == 1.0
     assert found.slow == ()
-    assert "reading the data" in paragraph(found)
+    assert "Getting the samples is the largest loss" in paragraph(found)
+
+
+def test_time_in_a_step_and_in_none_of_its_parts_is_other() -> None:
+    rows: list[Row] = []
+    for step in range(10):
+        rows.append((EventKind.COMPUTE, 10.0 * step + 3, 7.0, step, NOBODY))
+        rows.append((EventKind.STEP, 10.0 * step, 10.0, step, NOBODY))
+    found = explain([role_of(0, rows)], synchronous=True)
+    assert parts_of(found) == (7.0, 0.0, 0.0, 3.0)
+
+
+def test_what_the_busiest_server_applies_is_taken_off_exchange_and_wait() -> None:
+    """Push at 10, answer at 20 of every 20 ms; one server applies from 13 to 17, the other from 12 to 13."""
+    rows: list[Row] = []
+    for step in range(10):
+        begin = 20.0 * step
+        rows.append((EventKind.COMPUTE, begin, 10.0, step, NOBODY))
+        rows.append((EventKind.STEP, begin, 10.0, step, NOBODY))
+        kind = EventKind.EXCHANGE if step % 2 else EventKind.WAIT
+        rows.append((kind, begin + 10, 10.0, step, NOBODY if step % 2 else 1))
+    servers = [
+        role_of(role, [(EventKind.APPLY, 20.0 * step + begin, end - begin, step, 0) for step in range(10)])
+        for role, (begin, end) in ((1, (13, 17)), (2, (12, 13)))
+    ]
+    found = explain([role_of(0, rows), *servers], synchronous=False)
+    assert found.parts.apply_ms == pytest.approx(4.0)
+    assert found.parts.exchange_ms + found.parts.wait_ms == pytest.approx(6.0)
+    assert [path.worker for path in found.workers] == [0], "servers have no steps to explain"
 
 
 def test_exchange_is_named_where_it_is_the_loss() -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from manyhands.observe.progress import ProgressView, RunPicture, split_bar
+from manyhands.observe.slowness import Straggler
 from manyhands.observe.table import end_table, end_text
 from manyhands.observe.totals import Snapshot, Split, WorkerTotals
 
@@ -26,12 +27,13 @@ def worker(rank: int, compute_s: float, exchange_s: float, wait_for_s: tuple[flo
     )
 
 
+SLOW = Straggler(worker=1, ratio=2.22, since_step=40, until_step=None, from_the_start=False, others_wait=0.5)
 SLOWED = (worker(0, 4.1, 0.9, (0.0, 5.0)), worker(1, 9.1, 0.9, (0.0, 0.0)))
 
 
 def snapshot(workers: tuple[WorkerTotals, ...] = SLOWED, **changes: float | None) -> Snapshot:
     values = {"step": 120, "loss": 0.21343, "samples_per_s": 12345.0, "steps_per_s": 12.0} | changes
-    return Snapshot(workers=workers, **values)  # type: ignore[arg-type]
+    return Snapshot(workers=workers, slow=(SLOW,) if workers is SLOWED else (), **values)  # type: ignore[arg-type]
 
 
 def drawn(picture: object, width: int = 80, height: int = 24, encoding: str = "utf-8") -> list[str]:
@@ -49,8 +51,8 @@ def test_picture_of_a_run_in_80_columns() -> None:
         "━━━━━╸                    step 120/500  loss 0.2134  12,345 samples/s  0:32 left",
         "worker 0  ███████▓░░░░░░░░  compute  41 %  exchange   9 %  waiting  50 % for 1",
         "worker 1  ███████████████▓  compute  91 %  exchange   9 %  waiting   0 %",
-        "worker 1 computes 2.2 times the median of the others; the others wait 50 % of",
-        "their time for it",
+        "worker 1 is 2.2 times slower than the median of the others since step 40: the",
+        "others wait 50 % of their time",
     ]
 
 
@@ -167,7 +169,12 @@ def test_cursor_comes_back_after_an_interrupt() -> None:
 
 
 def summary(notes: tuple[str, ...] = ()) -> dict[str, object]:
-    return {"per_worker": [row.to_dict() for row in SLOWED], "events": {"notes": list(notes)}}
+    return {
+        "strategy": "ps servers=2",
+        "per_worker": [row.to_dict() for row in SLOWED],
+        "slow": [SLOW.to_dict()],
+        "events": {"notes": list(notes)},
+    }
 
 
 def test_table_shows_the_straggler_computing_and_the_other_waiting() -> None:
@@ -177,8 +184,9 @@ def test_table_shows_the_straggler_computing_and_the_other_waiting() -> None:
         "      0     120   4.10 s  41 %   0.90 s   9 %   5.00 s  50 %   1 (5.00 s)",
         "      1     120   9.10 s  91 %   0.90 s   9 %   0.00 s   0 %",
         "",
-        "worker 1 computes 2.2 times the median of the others; the others wait 50 %",
-        "of their time for it",
+        "worker 1 is 2.2 times slower than the median of the others since step 40:",
+        "the others wait 50 % of their time; a bound on staleness would not hide a",
+        "lasting straggler, consistency=async would",
     ]
 
 

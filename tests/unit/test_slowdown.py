@@ -9,6 +9,7 @@ def test_parses_the_documented_form() -> None:
     assert Slowdown.parse("worker=0, factor=2.5, probability=0.1") == Slowdown(
         worker=0, factor=2.5, probability=0.1
     )
+    assert Slowdown.parse("worker=0,factor=2,from=400") == Slowdown(worker=0, factor=2, from_step=400)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ def test_parses_the_documented_form() -> None:
         ("worker=-1,factor=2", "negative"),
         ("worker=1,factor=2,probability=0", "above 0"),
         ("worker=1,factor=nan", "at least 1"),
+        ("worker=1,factor=2,from=-1", "from=-1 must not be negative"),
+        ("worker=1,factor=2,from=soon", "no number"),
     ],
 )
 def test_bad_texts_are_refused_with_a_sentence(text: str, part: str) -> None:
@@ -32,6 +35,12 @@ def test_only_the_named_worker_is_slow_and_by_the_factor() -> None:
     slow = Slowdown(worker=1, factor=3)
     assert slow.extra_s(seed=0, step=5, worker_rank=1, compute_s=0.25) == pytest.approx(0.5)
     assert slow.extra_s(seed=0, step=5, worker_rank=0, compute_s=0.25) == 0
+
+
+def test_slows_from_its_step_on() -> None:
+    slow = Slowdown(worker=1, factor=3, from_step=400)
+    assert slow.extra_s(seed=0, step=399, worker_rank=1, compute_s=0.25) == 0
+    assert slow.extra_s(seed=0, step=400, worker_rank=1, compute_s=0.25) == pytest.approx(0.5)
 
 
 def test_probability_is_met_and_repeatable() -> None:

@@ -17,11 +17,13 @@ from manyhands.cli.main import app
 from manyhands.errors import DataError, UserError
 from manyhands.observe.events import NO_STEP, NOBODY, RECORD, EventKind, Records
 from manyhands.observe.files import EventFileWriter
+from manyhands.observe.picture import Row, Timeline
 from manyhands.observe.recorded import RoleEvents, read_run_events
-from manyhands.observe.timeline import Row, Timeline, build_timeline
+from manyhands.observe.timeline import build_timeline
 from manyhands.observe.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
 from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
 from manyhands.store import RunDirectory
+from traces import assert_flows_bound
 
 MS = 1_000_000
 ZERO = 5_000 * MS
@@ -172,29 +174,6 @@ def test_no_arrow_without_a_peer_or_from_a_row_that_is_not_there() -> None:
 # ---- the trace ----
 
 
-def assert_flows_bound(trace: dict[str, Any]) -> None:
-    """Each flow begins and ends once, not backwards in time, inside a slice of its own track."""
-    events = trace["traceEvents"]
-    slices = defaultdict(list)
-    for event in events:
-        assert {"name", "ph", "ts", "pid", "tid"} <= event.keys()
-        if event["ph"] == "X":
-            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    assert Counter(event["ph"] for event in events)["s"] == len(starts)
-    assert Counter(event["ph"] for event in events)["f"] == len(ends)
-    assert starts.keys() == ends.keys()
-    for number, start in starts.items():
-        end = ends[number]
-        assert start["ts"] <= end["ts"]
-        assert end["bp"] == "e"
-        assert (start["name"], start["cat"]) == (end["name"], end["cat"])
-        for event in (start, end):
-            track = slices[event["pid"], event["tid"]]
-            assert any(begin - 1e-6 <= event["ts"] <= stop + 1e-6 for begin, stop in track)
-
-
 def test_the_trace_has_a_named_process_per_role_and_matched_flows() -> None:
     roles = barrier_run([2, 5, 3], 4)
     roles[2] = RoleEvents(
@@ -253,6 +232,86 @@ def test_faults_without_end_are_bounded_too() -> None:
     moments = [mark.at_ns for mark in timeline.rows[0].marks]
     assert (len(moments), moments[0], moments[-1]) == (1_000, 0, 4_999)
     assert timeline.left_out == ("4,000 joins, leaves and faults in the middle of worker 0 are left out",)
+
+
+# ---- servers and messages ----
+
+
+def served_run(steps: int, workers: int = 2) -> list[RoleEvents]:
+    """Workers that push to one server and wait for its answer; the server applies every update alone."""
+    server, step_ns = workers, 10 * MS
+    events: dict[int, list[tuple[EventKind, int, int, int, int, int, float]]] = defaultdict(list)
+    for step in range(steps):
+        worker, clock = step % workers, step // workers
+        begin = ZERO + clock * step_ns + worker * 3 * MS
+        pushed, arrived, number = begin + 4 * MS, begin + 4 * MS + 50_000, clock + 1
+        applied, answered = arrived + 20_000, arrived + 220_000
+        mine, its = events[worker], events[server]
+        mine.append((EventKind.COMPUTE, begin, 4 * MS, step, NOBODY, 0, 0))
+        mine.append((EventKind.STEP, begin, 4 * MS, step, NOBODY, 0, 0))
+        mine.append((EventKind.SEND, pushed + 1, 0, step, server, number, 0))
+        its.append((EventKind.RECEIVE, arrived, 20_000, step, worker, number, 0))
+        its.append((EventKind.APPLY, applied, 200_000, step, worker, 0, clock % 3))
+        its.append((EventKind.HOLD, arrived, 230_000, step, worker, 0, 1 - worker))
+        its.append((EventKind.SEND, answered, 10_000, step, worker, number, 0))
+        mine.append((EventKind.RECEIVE, answered + 60_000, 0, step, server, number, 0))
+        mine.append((EventKind.EXCHANGE, pushed, 6 * MS, step, NOBODY, 0, 0))
+    roles = []
+    for role in range(workers + 1):
+        rows = events[role]
+        records = records_of(role, [row[:5] for row in rows])
+        records["message"], records["value"] = [row[5] for row in rows], [row[6] for row in rows]
+        name = f"worker-{role}" if role < workers else "server-0"
+        roles.append(RoleEvents(role=role, name=name, records=records))
+    return roles
+
+
+def test_a_server_has_a_row_of_what_it_did_and_every_message_an_arrow() -> None:
+    steps = 12
+    timeline = build_timeline(served_run(steps), max_slices=1000)
+    assert [row.name for row in timeline.rows] == ["worker 0", "worker 1", "server 0"]
+    server = timeline.rows[2]
+    assert Counter(part.kind.name for part in server.slices) == {"RECEIVE": 12, "APPLY": 12, "SEND": 12}
+    assert_in_order(server)
+    assert len(server.holds) == steps
+    arrows = Counter((arrow.source, arrow.target) for arrow in timeline.arrows if arrow.is_message)
+    assert arrows == {(0, 2): 6, (2, 0): 6, (1, 2): 6, (2, 1): 6}
+    trace, _ = trace_of(timeline)
+    assert_flows_bound(trace)
+    applied = [event for event in trace["traceEvents"] if event["name"].startswith("apply update of")]
+    assert [event["args"]["staleness"] for event in applied] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
+    phases = Counter(event["ph"] for event in trace["traceEvents"] if event.get("cat") == "hold")
+    assert phases == {"b": steps, "e": steps}
+
+
+def test_a_message_with_one_end_has_no_arrow() -> None:
+    roles = served_run(6)
+    lost = roles[2].records
+    lost["message"][(lost["kind"] == EventKind.RECEIVE) & (lost["step"] == 3)] = 99
+    arrows = [arrow for arrow in build_timeline(roles, max_slices=1000).arrows if arrow.is_message]
+    assert len(arrows) == 2 * 6 - 1
+
+
+def test_a_long_run_with_a_server_is_bounded_and_its_gaps_keep_the_sums() -> None:
+    timeline = build_timeline(served_run(20_000), max_slices=MAX_TRACE_SLICES)
+    _, size = trace_of(timeline)
+    assert size < 25_000_000
+    server = timeline.rows[2]
+    assert_in_order(server)
+    drawn = sum(part.end_ns - part.start_ns for part in server.slices if part.kind is EventKind.APPLY)
+    left_out = sum(gap.apply_ns for gap in server.gaps)
+    assert left_out > 0
+    # What lies across the edge of a window is in neither: at most one update at each edge.
+    assert abs(drawn + left_out - 20_000 * 200_000) <= 4 * 2 * 200_000
+
+
+def test_the_picture_shows_servers_and_thin_arrows_for_messages() -> None:
+    timeline = build_timeline(served_run(12), max_slices=MAX_SVG_SLICES, max_steps=MAX_SVG_STEPS)
+    root = ET.fromstring(timeline_svg(timeline, "served"))
+    assert "server 0" in texts(root, "text")
+    assert any("server 0, step 3: apply an update of worker 1" in text for text in texts(root, "title"))
+    kinds = Counter(line.get("class") for line in root.iter(f"{SVG}line"))
+    assert kinds["message"] == 24
 
 
 # ---- the picture ----

@@ -8,7 +8,8 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
-from manyhands.observe.totals import Snapshot, Split, Totals, WorkerTotals, straggler
+from manyhands.observe.remarks import about_imbalance, about_workers, straggler_advice
+from manyhands.observe.totals import Snapshot, Split, Totals, WorkerTotals
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -59,11 +60,13 @@ def synchronous_run(
     for step in range(steps):
         for rank in range(world):
             awaited = (rank - 1) % world if through_neighbours else last
+            at = step * whole_ms * MS
+            waited = (max(busy_ms) - busy_ms[rank]) * MS
             records += [
-                event(rank, EventKind.COMPUTE, compute_ms[rank] * MS, step=step),
-                event(rank, EventKind.WAIT, (max(busy_ms) - busy_ms[rank]) * MS, step=step, peer=awaited),
-                event(rank, EventKind.EXCHANGE, 1 * MS, step=step, num_bytes=100, count=2),
-                event(rank, EventKind.STEP, whole_ms * MS, start_ns=step * whole_ms * MS, step=step, count=8),
+                event(rank, EventKind.COMPUTE, compute_ms[rank] * MS, step=step, start_ns=at),
+                event(rank, EventKind.WAIT, waited, step=step, peer=awaited, start_ns=at),
+                event(rank, EventKind.EXCHANGE, 1 * MS, step=step, num_bytes=100, count=2, start_ns=at),
+                event(rank, EventKind.STEP, whole_ms * MS, start_ns=at, step=step, count=8),
             ]
     return totals_of(world, records)
 
@@ -235,42 +238,50 @@ def test_steps_longer_than_the_window_still_have_a_pace() -> None:
 # --- stragglers
 
 
+def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
+    snapshot = totals.snapshot(S)
+    return about_workers(snapshot.workers, snapshot.slow, strategy)
+
+
+ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+
+
 def test_equal_step_times_hide_nothing() -> None:
     """The trap: all four workers report steps of the same length, because the exchange makes them wait."""
     totals = synchronous_run([10, 29, 10, 10])
     assert len({worker.steps for worker in workers_of(totals)}) == 1
     # Others: 10 ms compute + 19 ms wait + 1 ms exchange.
-    assert straggler(workers_of(totals)) == (
-        "worker 1 computes 2.9 times the median of the others; the others wait 63 % of their time for it"
-    )
+    assert said(totals) == [
+        "worker 1 is 2.9 times slower than the median of the others from the start: "
+        f"the others wait 63 % of their time{ADVICE}"
+    ]
     for worker in workers_of(totals):
         assert worker.accounted_s == pytest.approx(20 * 0.030)
 
 
 def test_two_workers_have_a_straggler_too() -> None:
-    sentence = straggler(workers_of(synchronous_run([30, 10])))
-    assert sentence is not None
-    assert sentence.startswith("worker 0 computes 3.0 times the median of the others")
+    (sentence,) = said(synchronous_run([30, 10]))
+    assert sentence.startswith("worker 0 is 3.0 times slower than the median of the others")
 
 
 def test_waits_through_neighbours_do_not_mislead() -> None:
-    totals = synchronous_run([10, 10, 40, 10], through_neighbours=True)
-    assert straggler(workers_of(totals)) == (
-        "worker 2 computes 4.0 times the median of the others; "
-        "the others wait 73 % of their time, for it or for one another"
+    (sentence,) = said(synchronous_run([10, 10, 40, 10], through_neighbours=True), "")
+    assert sentence == (
+        "worker 2 is 4.0 times slower than the median of the others from the start: "
+        "the others wait 73 % of their time"
     )
 
 
 def test_slow_worker_that_nobody_waits_for() -> None:
     records = [
-        event(rank, kind, ms * MS, step=step)
+        event(rank, kind, ms * MS, step=step, start_ns=step * 50 * MS)
         for step in range(10)
         for rank, ms in enumerate([10, 10, 50])
         for kind in (EventKind.COMPUTE, EventKind.STEP)
     ]
-    assert straggler(workers_of(totals_of(3, records))) == (
-        "worker 2 computes 5.0 times the median of the others; nobody waits for it"
-    )
+    assert said(totals_of(3, records), "ps consistency=async") == [
+        "worker 2 is 5.0 times slower than the median of the others from the start: nobody waits for it"
+    ]
 
 
 def test_pace_is_per_step_where_workers_take_different_numbers_of_steps() -> None:
@@ -278,25 +289,57 @@ def test_pace_is_per_step_where_workers_take_different_numbers_of_steps() -> Non
     records = []
     for rank, (steps, ms) in enumerate([(60, 10), (60, 10), (20, 30)]):
         for step in range(steps):
-            records += [event(rank, kind, ms * MS, step=step) for kind in (EventKind.COMPUTE, EventKind.STEP)]
+            records += [
+                event(rank, kind, ms * MS, step=step, start_ns=step * ms * MS)
+                for kind in (EventKind.COMPUTE, EventKind.STEP)
+            ]
     totals = totals_of(3, records)
     assert {round(worker.compute_s, 9) for worker in workers_of(totals)} == {0.6}
-    assert str(straggler(workers_of(totals))).startswith("worker 2 computes 3.0 times")
+    assert said(totals)[0].startswith("worker 2 is 3.0 times slower")
 
 
 def test_worker_held_up_outside_its_compute_is_named_with_where_to_look() -> None:
-    totals = synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0])
-    assert straggler(workers_of(totals)) == (
+    assert said(synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0])) == [
         "the others wait 58 % of their time for worker 0, which computes only 1.0 times their median; "
         "look at its data loading, evaluation and checkpoints"
-    )
+    ]
 
 
 @pytest.mark.parametrize("compute_ms", [[10], [10, 10, 10, 10], [10, 12, 11, 13], [10, 0], [0, 0]])
 def test_nobody_is_blamed_without_reason(compute_ms: list[int]) -> None:
-    assert straggler(workers_of(synchronous_run(compute_ms))) is None
+    assert said(synchronous_run(compute_ms)) == []
 
 
 def test_first_steps_blame_nobody() -> None:
-    assert straggler(workers_of(synchronous_run([10, 50], steps=2))) is None
-    assert straggler(workers_of(synchronous_run([10, 50], steps=3))) is not None
+    assert said(synchronous_run([10, 50], steps=2)) == []
+    assert said(synchronous_run([10, 50], steps=8)) != []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice"),
+    [
+        ("mirrored", "ps consistency=async would"),
+        ("allreduce algorithm=ring", "ps consistency=async would"),
+        ("ps servers=2", "straggler, consistency=async would"),
+        (
+            "ps consistency=bounded:4",
+            "a larger bound would not hide a lasting straggler, consistency=async would",
+        ),
+        ("ps consistency=aware:bounded:4", "a larger bound"),
+        ("ps consistency=async", ""),
+        ("ps consistency=softsync:4", ""),
+        ("hogwild order=turns", ""),
+        ("", ""),
+    ],
+)
+def test_advice_fits_the_strategy(strategy: str, advice: str) -> None:
+    found = straggler_advice(strategy)
+    assert advice in found
+    assert bool(advice) == bool(found)
+
+
+def test_server_that_does_most_of_the_applying_is_named() -> None:
+    assert about_imbalance([("server 0", 0.5), ("server 1", 0.5)]) == []
+    assert about_imbalance([("server 0", 1.0)]) == []
+    (sentence,) = about_imbalance([("server 0", 0.1), ("server 1", 0.9)])
+    assert sentence.startswith("server 1 does 90 % of the applying, and 50 % would be its share")

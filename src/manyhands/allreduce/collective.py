@@ -16,6 +16,7 @@ from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.shared import Bucket, SharedGroup, slice_of
 from manyhands.exchange import Times, Traffic
 from manyhands.link.base import Link
+from manyhands.link.wire import Wire
 from manyhands.memory.segment import CACHE_LINE, round_up
 
 __all__ = ["Collective", "ScheduleCollective", "SharedCollective"]
@@ -26,6 +27,9 @@ class Collective(ABC):
 
     rank: int
     world: int
+
+    wire: Wire = Wire.MEMORY
+    """What carries the buckets."""
 
     @abstractmethod
     def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -152,6 +156,7 @@ class ScheduleCollective(Collective):
         self.world = executor.world
         self._executor = executor
         self._links = links
+        self.wire = next((link.wire for link in links.values()), Wire.NONE)
         self._arrive = arrive
         self._buckets: list[torch.Tensor] = []
         self._launched: list[int] = []
@@ -182,7 +187,7 @@ class ScheduleCollective(Collective):
     def take_times(self) -> Times:
         """The waiting before the exchange; the exchange itself happens after backward and is timed by the caller."""
         waits, self._waits = self._waits, {}
-        return Times(wait_ns=waits)
+        return Times(wait_ns=waits, posts=self._executor.take_posts())
 
     def traffic(self) -> Traffic:
         """What the executor sent."""

@@ -28,6 +28,7 @@ class AllReduceExchange(Exchange):
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank = collective.rank
         self.world = collective.world
+        self.wire = collective.wire
         self._collective = collective
         self._bucket_bytes = bucket_bytes
         self._model: nn.Module | None = None

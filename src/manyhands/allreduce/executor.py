@@ -25,6 +25,7 @@ from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
 from manyhands.allreduce.schedule import Algorithm, How
 from manyhands.errors import UserError, nearest
+from manyhands.exchange import Post
 from manyhands.link.base import Link
 
 __all__ = ["Op", "ScheduleExecutor", "Sent"]
@@ -85,6 +86,10 @@ class ScheduleExecutor:
     def bytes_sent(self) -> int:
         """Bytes of payload this rank has sent so far."""
         return self._mailbox.bytes_sent
+
+    def take_posts(self) -> Mapping[int, Post]:
+        """What went to and came from each peer since the last call."""
+        return self._mailbox.take_posts()
 
     def all_reduce(self, buffer: torch.Tensor, op: Op = "sum") -> Sent:
         """Collective: every rank's `buffer`, of one length and dtype, becomes their sum, mean or maximum."""

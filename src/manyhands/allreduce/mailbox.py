@@ -6,12 +6,14 @@ back-pressure cannot tie ranks into a knot: a message that is awaited always fin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NoReturn
 
 import torch
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.exchange import Post
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
 from manyhands.link.message import Message, ProtocolError
 
@@ -38,6 +40,7 @@ class Mailbox:
         self._rank = rank
         self._links = links
         self._timeout_s = timeout_s
+        self._posts: dict[int, Post] = {}
         self._name = ""
         self._place = (0, 0, 0)
 
@@ -45,6 +48,11 @@ class Mailbox:
         """From here on messages belong to this round; `name` says in errors what was being done."""
         self._name = name
         self._place = (kind, call, round_number)
+
+    def take_posts(self) -> Mapping[int, Post]:
+        """What went to and came from each peer since the last call."""
+        posts, self._posts = self._posts, {}
+        return posts
 
     def post(self, letters: Iterable[Letter]) -> list[Letter]:
         """Send what the links take at once; return the rest in order, to be posted again."""
@@ -75,6 +83,7 @@ class Mailbox:
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
         self._check(source, outcome.message, space)
+        self._post_of(source).received_ns = time.monotonic_ns()
         return refused
 
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
@@ -107,7 +116,17 @@ class Mailbox:
             self._lost(peer, outcome)
         self.messages_sent += 1
         self.bytes_sent += message.payload_bytes
+        post = self._post_of(peer)
+        post.sent_ns = post.sent_ns or time.monotonic_ns()
+        post.messages_sent += 1
+        post.bytes_sent += message.payload_bytes
         return True
+
+    def _post_of(self, peer: int) -> Post:
+        post = self._posts.get(peer)
+        if post is None:
+            post = self._posts[peer] = Post()
+        return post
 
     def _link(self, peer: int) -> Link:
         try:

@@ -24,6 +24,7 @@ from manyhands.computing import TrainingPlan
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.link.hub import Hub, Lost, Received
 from manyhands.memory.segment import Segment
+from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute
 from manyhands.server.layout import FlatLayout
@@ -113,7 +114,8 @@ class OurServer:
             stack.callback(os.close, packed)
             _, _, layout = self._job.build()
             self._final = stack.enter_context(Segment.create(final_bytes(layout), "the parameters"))
-            files = {"job": packed, "final": self._final.descriptor}
+            ring = stack.enter_context(EventRing.create(role=0))
+            files = {"job": packed, "final": self._final.descriptor, "events": ring.descriptor}
             supervisor.start(Role(name="server", target=serve, descriptors=files, env=env), _SERVER)
             stack.callback(supervisor.kill, _SERVER)  # it has nothing to leave in order
             address = self._await_address(supervisor)

@@ -32,6 +32,7 @@ from manyhands.central.home import ParameterHome
 from manyhands.central.ownership import cut, keep_whole
 from manyhands.errors import UserError
 from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.link.wire import Wire
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.sharding.optimizers import is_elementwise
 from manyhands.sharding.slices import SlicedOptimizer
@@ -56,6 +57,7 @@ class CentralExchange(Exchange):
     """One worker's end: the gradients are its own, the parameters everyone's. Takes over `group`."""
 
     steps_itself = True
+    wire = Wire.MEMORY
 
     def __init__(self, group: SharedGroup, bucket_bytes: int) -> None:
         self.rank = group.rank

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["explain_command"]
 
+_COLUMNS = {
+    "compute": "compute_ms",
+    "exchange": "exchange_ms",
+    "waiting": "wait_ms",
+    "applying": "apply_ms",
+    "input": "input_ms",
+    "other": "other_ms",
+}
+
 
 def explain_command(
     run: Annotated[Path, typer.Argument(help="The run's directory.")],
@@ -72,11 +81,12 @@ def _print(found: Explanation, title: str, words: str) -> None:
     split.add_row("checkpoints, per step", f"{found.checkpoint_ms:.2f}", "")
     out.print(split)
     workers = Table(box=None, pad_edge=False)
-    for column in ("worker", "steps", "step, ms", "compute", "exchange", "waiting", "other", "came last"):
+    columns = ("worker", "steps", "step, ms", *_COLUMNS, "came last")
+    for column in columns:
         workers.add_column(column, justify="right")
     for path in found.workers:
         parts = path.parts
-        times = (parts.step_ms, parts.compute_ms, parts.exchange_ms, parts.wait_ms, parts.other_ms)
+        times = (parts.step_ms, *(getattr(parts, field) for field in _COLUMNS.values()))
         last = f"{100 * path.last_share:.0f} %" if found.synchronous else ""
         workers.add_row(str(path.worker), str(path.steps), *(f"{time:.2f}" for time in times), last)
     out.print()

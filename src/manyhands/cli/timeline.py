@@ -15,8 +15,8 @@ from manyhands.cli.commands import check_writable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from manyhands.observe.picture import Timeline
     from manyhands.observe.recorded import RunEvents
-    from manyhands.observe.timeline import Timeline
 
 __all__ = ["timeline_command"]
 

@@ -53,7 +53,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "slow": (
         Annotated[
             str | None,
-            typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1]."),
+            typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
         ],
         None,
     ),
@@ -102,7 +102,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     console = Console(stderr=True)
 
     def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
-        return ProgressView(steps=num_steps, snapshot=snapshot, console=console)
+        return ProgressView(steps=num_steps, snapshot=snapshot, console=console, strategy=common.strategy)
 
     out = common.out or fresh_directory(entry.name)
     check_writable(common.json_file)

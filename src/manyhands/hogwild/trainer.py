@@ -190,7 +190,9 @@ class HogwildTrainer:
         begin, end = span_ns
         waited = self._reporter.waits(step, begin, waits)
         around = self._around
-        around.record(EventKind.COMPUTE, begin + waited, max(0, end - begin - waited), step=step)
+        spent = waited + mine.input_ns
+        around.record(EventKind.INPUT, begin + waited, mine.input_ns, step=step, count=mine.samples)
+        around.record(EventKind.COMPUTE, begin + spent, max(0, end - begin - spent), step=step)
         around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=mine.loss)
         self._samples += mine.samples
         if not self._broken:

@@ -17,12 +17,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 import torch
 
 from manyhands.errors import format_bytes
 from manyhands.link.message import Header, Message, ProtocolError
+from manyhands.link.wire import Wire
 
 __all__ = [
     "DEFAULT_QUEUE_BYTES",
@@ -111,6 +112,9 @@ class Link(ABC):
     One thread may send and flush while another receives; two threads must not do the same at once. `peer`
     names the other role in every sentence; `counters` are live.
     """
+
+    wire: ClassVar[Wire] = Wire.NONE
+    """What carries the bytes."""
 
     peer: str
     counters: LinkCounters

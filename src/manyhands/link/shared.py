@@ -38,6 +38,7 @@ from manyhands.link.base import (
 from manyhands.link.incoming import Incoming
 from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, Header, Message
 from manyhands.link.outgoing import SLICE_NS, Outgoing
+from manyhands.link.wire import Wire
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.memory.waiting import spins_for
 
@@ -109,6 +110,8 @@ class SharedLink(Link):
     in the ring, `max_payload_bytes` what the peer may announce. Whoever waits for
     a peer looks every 50 ms whether its process is still there.
     """
+
+    wire = Wire.SHARED
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ from manyhands.link.message import (
     Message,
     ProtocolError,
 )
+from manyhands.link.wire import Wire
 
 __all__ = ["MAX_CHANNEL", "TorchLink"]
 
@@ -74,6 +75,8 @@ class TorchLink(Link):
     `peer_rank` is a rank of the group. Links between the same two ranks need different channels, the same on
     both ends.
     """
+
+    wire = Wire.TORCH
 
     def __init__(
         self,

@@ -7,11 +7,11 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.device import check_device, device_of
 from manyhands.errors import UserError
@@ -19,6 +19,7 @@ from manyhands.loop.buffers import check_mode
 from manyhands.loop.connect import connect
 from manyhands.loop.group import Group
 from manyhands.loop.place import Launched, Place, find_place
+from manyhands.loop.recording import Recorded, Unwatched, keeping
 from manyhands.loop.rounds import Rounds
 from manyhands.observe.events import EventKind
 from manyhands.observe.ring import EventRing
@@ -40,6 +41,7 @@ def join(
     device: str | None = None,
     buffers: str = "broadcast",
     timeout_s: float = 300.0,
+    out: str | Path | None = None,
 ) -> Group:
     """Join the group of all workers that run this script, under `manyhands launch` or torchrun; or be its only one.
 
@@ -47,12 +49,19 @@ def join(
     launcher, else `mirrored` on one host and `allreduce algorithm=hierarchical` on several. `device` is likewise the
     launcher's, else `cpu`; `cuda` gives each worker of a host a GPU in turn. `buffers` says how batch-norm statistics
     and the like are kept alike: `broadcast` from worker 0, their `mean`, or `local`. Waiting for another worker longer
-    than `timeout_s` is an error that names it.
+    than `timeout_s` is an error that names it. With `out`, each worker keeps its events in that directory, on a clock
+    that agrees with worker 0's; `manyhands launch` has an option for the same.
     """
     with ExitStack() as stack:
         _register(name, where=_caller(), stack=stack)
         group = open_group(
-            find_place(), name, strategy=strategy, device=device, buffers=buffers, timeout_s=timeout_s
+            find_place(),
+            name,
+            strategy=strategy,
+            device=device,
+            buffers=buffers,
+            timeout_s=timeout_s,
+            out=Path(out) if out is not None else None,
         )
         group.on_close(stack.pop_all().close)
         return group
@@ -66,6 +75,7 @@ def open_group(
     device: str | None = None,
     buffers: str = "broadcast",
     timeout_s: float = 300.0,
+    out: Path | None = None,
 ) -> Group:
     """Collective: join from a place that is known; `join` finds it, and minds the names."""
     check_mode(buffers)
@@ -77,12 +87,19 @@ def open_group(
     where = check_device(
         _said_once("device", device, launched.device if launched is not None else None) or "cpu"
     )
+    if launched is not None and out is not None:
+        raise UserError(f"out={out} is the launcher's to say: manyhands launch --out {out}")
     with ExitStack() as stack:
         around = _surroundings(launched, stack)
+        ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
+        if ring is not None:
+            around = Recorded(ring)
         connection = connect(place, name, asked, timeout_s)
         rounds = Rounds(connection.words, connection.exchange, around)
         stack.callback(rounds.close)
         stack.callback(connection.close)
+        if ring is not None and out is not None:
+            stack.enter_context(keeping(ring, connection, out))
         own_device = device_of(where, connection.local_rank)
         if own_device.type == "cuda":
             torch.cuda.set_device(own_device)
@@ -131,7 +148,7 @@ def _said_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
 
 def _surroundings(launched: Launched | None, stack: ExitStack) -> Surroundings:
     if launched is None:
-        return _Unwatched()
+        return Unwatched()
     launched.joins += 1
     ring = stack.enter_context(EventRing.attach(os.dup(launched.context.descriptor("events"))))
     ring.record(EventKind.JOIN, time.monotonic_ns())
@@ -147,21 +164,3 @@ class _Watched:
         self.mark = context.mark
         self.note = context.send
         self.stop_requested = context.stop_requested
-
-
-class _Unwatched:
-    """The surroundings of a worker that no launcher of ours looks at."""
-
-    def record(self, *_: Any, **__: Any) -> bool:
-        """Nobody reads it."""
-        return False
-
-    def mark(self, step: int, state: State) -> None:
-        """Nobody looks."""
-
-    def note(self, payload: dict[str, Any]) -> None:
-        """Nobody listens."""
-
-    def stop_requested(self) -> bool:
-        """Nobody asks."""
-        return False

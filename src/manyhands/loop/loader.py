@@ -10,6 +10,7 @@ of each worker's own: every batch weighs 1/world, and all leave the loop when th
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +24,22 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from manyhands.data.plan import split
 from manyhands.errors import UserError
 
-__all__ = ["Loader", "Part", "Reader", "Reading", "Readings", "SplitLoader", "StreamLoader", "prepare_loader"]
+__all__ = [
+    "END",
+    "Loader",
+    "Part",
+    "Reader",
+    "Reading",
+    "Readings",
+    "SplitLoader",
+    "StreamLoader",
+    "prepare_loader",
+]
 
 _FILLERS = 2  # samples for a worker without a share: batch norm needs two
-_END = object()
+END = object()
+"""What comes after the last batch."""
+
 
 Move = Callable[[Any], Any]
 """Takes a batch to where the worker computes."""
@@ -71,6 +84,19 @@ class Readings:
         self._whole = Part(share=1 / world)
         self._weigh = weigh
         self._open: list[Reading] = []
+        self._input_ns = 0
+
+    def read(self, batches: Iterator[Any]) -> Any:
+        """The next of `batches`, or END; the time counts as input."""
+        begin = time.monotonic_ns()
+        batch = next(batches, END)
+        self._input_ns += time.monotonic_ns() - begin
+        return batch
+
+    def take_input_ns(self) -> int:
+        """What reading took since the last call."""
+        spent, self._input_ns = self._input_ns, 0
+        return spent
 
     @property
     def part(self) -> Part:
@@ -166,7 +192,7 @@ class SplitLoader:
         with self._readings.open(self) as reading:
             batches = iter(self._inner)
             parts = self._shares.parts
-            for batch in batches:
+            while (batch := self._readings.read(batches)) is not END:
                 self._readings.begin(reading, parts.popleft())
                 yield self._move(batch)
                 if reading.is_over:
@@ -200,12 +226,12 @@ class StreamLoader:
         readings = self._reader.readings
         with readings.open(self) as reading:
             batches = iter(self._loader)
-            upcoming = next(batches, _END)
-            if not self._reader.all_have_a_batch(upcoming is not _END):
+            upcoming = readings.read(batches)
+            if not self._reader.all_have_a_batch(upcoming is not END):
                 return
-            while upcoming is not _END and not reading.is_over:
-                batch, upcoming = upcoming, next(batches, _END)
-                readings.begin(reading, Part(share=1 / self._reader.world, last=upcoming is _END))
+            while upcoming is not END and not reading.is_over:
+                batch, upcoming = upcoming, readings.read(batches)
+                readings.begin(reading, Part(share=1 / self._reader.world, last=upcoming is END))
                 yield self._move(batch)
 
     def __getattr__(self, name: str) -> Any:

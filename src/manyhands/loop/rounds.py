@@ -43,7 +43,7 @@ class Rounds:
         self.words = words
         self.exchange = exchange
         self.readings = Readings(words.world, self._weigh)
-        self.clock = RoundClock(words, exchange, around)
+        self.clock = RoundClock(words, exchange, around, self.readings.take_input_ns)
         self.wants_stop = False
         """This worker asked to stop."""
 

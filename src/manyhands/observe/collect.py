@@ -30,30 +30,36 @@ _STOP_TIMEOUT_S = 10.0
 class Collector:
     """Reads the rings of a run in the background, from `start` (or entering) to `close` (or leaving).
 
-    `rings` are those of workers 0, 1, … under the names their files get; the caller owns them, and closes
-    them after the collector. With a `directory` the events are kept on disk, up to `max_bytes` in all and the
-    same for each role.
+    `rings` are those of roles 0, 1, … under the names their files get, or with `workers` of any roles, of
+    which those below that number are workers and count in the totals. The caller owns them, and closes them
+    after the collector. With a `directory` the events are kept on disk, up to `max_bytes` in all and the same
+    for each role; `wall_offset_ns` as in `EventFileWriter.create`.
     """
 
     def __init__(
         self,
         rings: Mapping[str, EventRing],
         *,
+        workers: int | None = None,
         directory: Path | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        wall_offset_ns: int | None = None,
         interval_s: float = 0.05,
     ) -> None:
         roles = [ring.role for ring in rings.values()]
-        if sorted(roles) != list(range(len(roles))) or not roles:
-            raise UserError(f"rings={roles} is not allowed; it holds one ring for each worker 0, 1, ...")
+        is_whole = sorted(roles) == list(range(len(roles)))
+        if not roles or len(set(roles)) < len(roles) or (workers is None and not is_whole):
+            raise UserError(f"rings={roles} is not allowed; it holds one ring for each role 0, 1, ...")
         if max_bytes < 0:
             raise UserError(f"max_bytes={max_bytes} is not allowed; it is 0 or more")
         self._rings = dict(rings)
         self._directory = directory
         self._max_file_bytes = max_bytes // len(roles)
         self._interval_s = interval_s
+        self._wall_offset_ns = wall_offset_ns
         self._files: dict[str, EventFileWriter] = {}
-        self._totals = Totals(len(roles))
+        self._workers = len(roles) if workers is None else workers
+        self._totals = Totals(self._workers)
         # Two locks, so that a view which asks for a snapshot never waits for a disk.
         self._reading = threading.Lock()  # the rings and the files
         self._adding = threading.Lock()  # the totals
@@ -75,8 +81,9 @@ class Collector:
                 records = ring.drain()
                 if not len(records):
                     continue
-                with self._adding:
-                    self._totals.update(records)
+                if ring.role < self._workers:
+                    with self._adding:
+                        self._totals.update(records)
                 if name in self._files:
                     self._files[name].append(records)
 
@@ -86,10 +93,13 @@ class Collector:
             return self._totals.snapshot(time.monotonic_ns())
 
     def summary(self) -> dict[str, Any]:
-        """For a run's summary: totals `per_worker` and the fate of the `events`; before the rings close."""
+        """For a summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""
         workers = self.snapshot().workers
+        with self._adding:
+            slow = self._totals.slow_ever()
         return {
             "per_worker": [worker.to_dict() for worker in workers],
+            "slow": [straggler.to_dict() for straggler in slow],
             "events": {
                 "recorded": sum(ring.written for ring in self._rings.values()),
                 "dropped": sum(ring.dropped for ring in self._rings.values()),
@@ -140,7 +150,11 @@ class Collector:
             directory.mkdir(parents=True, exist_ok=True)
             for name, ring in self._rings.items():
                 self._files[name] = EventFileWriter.create(
-                    directory, name=name, role=ring.role, max_bytes=self._max_file_bytes
+                    directory,
+                    name=name,
+                    role=ring.role,
+                    max_bytes=self._max_file_bytes,
+                    wall_offset_ns=self._wall_offset_ns,
                 )
         except BaseException:
             self._close_files()

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from manyhands.link.wire import KNOWN_WIRES, Codec, Wire, codec_of, wire_of
+
 __all__ = [
     "KNOWN_WIRES",
     "MAX_ROLE",
@@ -85,39 +87,6 @@ class EventKind(IntEnum):
     """What `peer` sent as `message` is here; the duration is what taking it in took."""
 
 
-class Wire(IntEnum):
-    """What carried the bytes of an event."""
-
-    NONE = 0
-    """Nothing was sent."""
-    MEMORY = 1
-    """Shared memory, read where it lies."""
-    SHARED = 2
-    """A link through a ring in shared memory."""
-    TCP = 3
-    """A socket."""
-    TORCH = 4
-    """torch.distributed."""
-
-
-class Codec(IntEnum):
-    """What the bytes of an event are."""
-
-    RAW = 0
-    """The numbers as they lie in memory."""
-
-
-_CODEC_BITS = 4
-
-
-def wire_of(wire: Wire, codec: Codec = Codec.RAW) -> int:
-    """Both as the one byte of a record."""
-    return wire | codec << _CODEC_BITS
-
-
-KNOWN_WIRES = tuple(wire_of(wire, codec) for wire in Wire for codec in Codec)
-"""What the byte of a record may be."""
-
 RECORD = np.dtype(
     [
         ("start_ns", "<u8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
@@ -164,6 +133,7 @@ class Event:
     @classmethod
     def from_record(cls, record: Any) -> Event:
         """The event that one item of a RECORD array holds."""
+        wire, codec = codec_of(int(record["wire"]))
         return cls(
             kind=EventKind(int(record["kind"])),
             role=int(record["role"]),
@@ -176,8 +146,8 @@ class Event:
             count=int(record["count"]),
             value=float(record["value"]),
             message=int(record["message"]),
-            wire=Wire(int(record["wire"]) & (1 << _CODEC_BITS) - 1),
-            codec=Codec(int(record["wire"]) >> _CODEC_BITS),
+            wire=wire,
+            codec=codec,
         )
 
 

@@ -7,6 +7,9 @@ path. Who arrives last is the one that waits least. Of its compute, as much as t
 needs is compute; the rest is what everybody waits for. Step times themselves say nothing about who is slow,
 since the barrier makes them equal; compute times, taken before the barrier, do.
 
+*Servers.* Of the time between a worker's push and the answer, what the busiest of the servers spent applying
+updates meanwhile is theirs; the rest is exchange, or waiting for the one that the answer was held for.
+
 *Other runs.* Nobody's step is everybody's: each worker has a path of its own, and the figures of the run are
 the means over its workers.
 
@@ -17,7 +20,7 @@ parts add up to the whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +28,21 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import UserError
-from manyhands.observe.events import EventKind
+from manyhands.observe.events import EventKind, Records
 from manyhands.observe.pace import Pace, Slow, find_slow
 from manyhands.observe.recorded import RoleEvents, role_name, step_keys
 
 __all__ = ["Explanation", "Parts", "Slow", "WorkerPath", "explain"]
 
 _MS = 1e-6  # nanoseconds in milliseconds
-_IN_STEP = (EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT, EventKind.EVALUATE, EventKind.CHECKPOINT)
+_IN_STEP = (
+    EventKind.COMPUTE,
+    EventKind.INPUT,
+    EventKind.EXCHANGE,
+    EventKind.WAIT,
+    EventKind.EVALUATE,
+    EventKind.CHECKPOINT,
+)
 _Floats = npt.NDArray[np.float64]
 
 
@@ -43,12 +53,19 @@ class Parts:
     compute_ms: float
     exchange_ms: float  # communication that nothing hides
     wait_ms: float  # waiting for stragglers
-    other_ms: float  # in the step and in none of the parts: input, bookkeeping
+    apply_ms: float  # waiting for servers that apply updates
+    input_ms: float  # getting the samples
+    other_ms: float  # in the step and in none of the parts: bookkeeping
 
     @property
     def step_ms(self) -> float:
         """The whole."""
-        return self.compute_ms + self.exchange_ms + self.wait_ms + self.other_ms
+        return float(sum(dataclasses.astuple(self)))
+
+    @property
+    def own_ms(self) -> float:
+        """What nobody else has a part in."""
+        return self.compute_ms + self.input_ms + self.other_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +115,19 @@ class _Steps:
     compute: _Floats
     exchange: _Floats
     wait: _Floats
+    apply: _Floats
+    input: _Floats
     other: _Floats
     evaluate_ns: float  # of all steps together
     checkpoint_ns: float
 
     @property
-    def whole(self) -> _Floats:
-        return self.compute + self.exchange + self.wait + self.other
+    def columns(self) -> tuple[_Floats, ...]:
+        """In the order of the fields of `Parts`."""
+        return (self.compute, self.exchange, self.wait, self.apply, self.input, self.other)
 
     def parts(self) -> Parts:
-        return _middle(self.whole, (self.compute, self.exchange, self.wait, self.other))
+        return _middle(np.sum(self.columns, axis=0), self.columns)
 
 
 def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
@@ -115,19 +135,20 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
 
     UserError where no step was recorded.
     """
-    workers = [steps for events in roles if len((steps := _steps_of(events)).keys)]
+    applying = [_Applying(records) for events in roles if len(records := events.of(EventKind.APPLY))]
+    workers = [steps for events in roles if len((steps := _steps_of(events, applying)).keys)]
     if not workers:
         raise UserError("the run has recorded no step yet; there is nothing to explain")
     if synchronous:
         parts, whole, last = _critical_path(workers)
-        ideal_ms = parts.compute_ms + parts.other_ms
+        ideal_ms = parts.own_ms
         speedup = _ratio(parts.step_ms, ideal_ms)
     else:
         paths = [worker.parts() for worker in workers]
         parts = _mean(paths)
         last = np.zeros(len(workers))
         whole = None
-        ideal_ms = float(np.median([path.compute_ms + path.other_ms for path in paths]))
+        ideal_ms = float(np.median([path.own_ms for path in paths]))
         speedup = _ratio(len(paths) / ideal_ms if ideal_ms else 0.0, sum(1 / path.step_ms for path in paths))
     per_step = [(worker.evaluate_ns, worker.checkpoint_ns) for worker in workers]
     shares = np.asarray(per_step) * _MS / np.asarray([[len(worker.keys)] for worker in workers])
@@ -160,7 +181,36 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
     )
 
 
-def _steps_of(events: RoleEvents) -> _Steps:
+class _Applying:
+    """How long one server had been applying updates at any moment."""
+
+    def __init__(self, records: Records) -> None:
+        records = records[np.argsort(records["start_ns"], kind="stable")]
+        starts = records["start_ns"].astype(np.float64)
+        durations = records["duration_ns"].astype(np.float64)
+        done = np.cumsum(durations)
+        self._moments = np.stack([starts, starts + durations], axis=1).ravel()
+        self._done = np.stack([done - durations, done], axis=1).ravel()
+
+    def within(self, begin: _Floats, end: _Floats) -> _Floats:
+        """Nanoseconds of applying between each `begin` and its `end`."""
+        before, after = (np.interp(moment, self._moments, self._done) for moment in (begin, end))
+        spent: _Floats = after - before
+        return spent
+
+
+def _applied(records: Records, applying: Sequence[_Applying]) -> _Floats:
+    """Of each record that is an exchange or a wait, what the busiest server spent applying meanwhile."""
+    spent = np.zeros(len(records))
+    chosen = np.isin(records["kind"], (EventKind.EXCHANGE, EventKind.WAIT))
+    begin = records["start_ns"][chosen].astype(np.float64)
+    end = begin + records["duration_ns"][chosen]
+    if applying and chosen.any():
+        spent[chosen] = np.max([server.within(begin, end) for server in applying], axis=0)
+    return spent
+
+
+def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     records, keys = events.records, step_keys(events)
     durations = records["duration_ns"].astype(np.int64)
     starts = records["start_ns"].astype(np.int64)
@@ -175,21 +225,26 @@ def _steps_of(events: RoleEvents) -> _Steps:
     belongs = unique[home] == keys if count else np.zeros(len(keys), bool)
     whole = np.bincount(index, durations[is_step], count)
 
-    def spent(kind: EventKind, inside: bool = False) -> _Floats:
-        chosen = belongs & (records["kind"] == kind)
+    applied = _applied(records, applying)
+
+    def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
+        chosen = belongs & np.isin(records["kind"], kinds)
         if inside:  # a parameter server's worker pulls before its step, others evaluate after it
             chosen &= (starts >= begin[home]) & (starts < end[home]) if count else False
-        return np.bincount(home[chosen], durations[chosen], count).astype(np.float64)
+        values = durations if of is None else of
+        return np.bincount(home[chosen], values[chosen], count).astype(np.float64)
 
-    known = sum((spent(kind, inside=True) for kind in _IN_STEP), start=np.zeros(count))
+    known = spent(*_IN_STEP, inside=True)
     return _Steps(
         worker=events.role,
         name=role_name(events.name),
         keys=unique,
         start=begin,
         compute=spent(EventKind.COMPUTE),
-        exchange=spent(EventKind.EXCHANGE),
-        wait=spent(EventKind.WAIT),
+        exchange=spent(EventKind.EXCHANGE) - spent(EventKind.EXCHANGE, of=applied),
+        wait=spent(EventKind.WAIT) - spent(EventKind.WAIT, of=applied),
+        apply=spent(EventKind.EXCHANGE, EventKind.WAIT, of=applied),
+        input=spent(EventKind.INPUT),
         other=np.maximum(0.0, whole - known),
         evaluate_ns=float(durations[records["kind"] == EventKind.EVALUATE].sum()),
         checkpoint_ns=float(durations[records["kind"] == EventKind.CHECKPOINT].sum()),
@@ -201,21 +256,13 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
     keys = np.unique(np.concatenate([worker.keys for worker in workers]))
     columns = np.arange(len(keys))
 
-    def table(column: Callable[[_Steps], _Floats]) -> _Floats:
-        out = np.full((len(workers), len(keys)), np.nan)
-        for row, worker in enumerate(workers):
-            out[row, np.searchsorted(keys, worker.keys)] = column(worker)
-        return out
-
-    compute, exchange, wait, other = (
-        table(lambda worker: worker.compute),
-        table(lambda worker: worker.exchange),
-        table(lambda worker: worker.wait),
-        table(lambda worker: worker.other),
-    )
+    table = np.full((len(Parts.__dataclass_fields__), len(workers), len(keys)), np.nan)
+    for row, worker in enumerate(workers):
+        table[:, row, np.searchsorted(keys, worker.keys)] = worker.columns
+    compute, exchange, wait, apply, read, other = table
     least = np.nanmin(wait, axis=0)
     # Where waiting was not measured nobody waits least, and who works longest is last.
-    last = np.where(wait == least, compute + other, -1.0).argmax(axis=0)
+    last = np.where(wait == least, compute + read + other, -1.0).argmax(axis=0)
     own = compute[last, columns]
     others = compute.copy()
     others[last, columns] = np.nan
@@ -223,7 +270,8 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
     others[0, alone] = own[alone]
     needed = np.minimum(own, np.nanmedian(others, axis=0))
     straggling = own - needed + wait[last, columns]
-    path = (needed, exchange[last, columns], straggling, other[last, columns])
+    rest = (part[last, columns] for part in (apply, read, other))
+    path = (needed, exchange[last, columns], straggling, *rest)
     whole = np.sum(path, axis=0)
     step_ms = dict(zip(keys.tolist(), (whole * _MS).tolist(), strict=True))
     share = np.bincount(last, minlength=len(workers)) / len(keys)
@@ -236,14 +284,15 @@ def _middle(whole: _Floats, parts: Sequence[_Floats]) -> Parts:
     count = len(order)
     reach = count // 10
     chosen = order[max(0, (count - 1) // 2 - reach) : count // 2 + reach + 1]
-    compute, exchange, wait, other = (float(part[chosen].mean()) * _MS for part in parts)
-    return Parts(compute_ms=compute, exchange_ms=exchange, wait_ms=wait, other_ms=other)
+    return _parts([float(part[chosen].mean()) * _MS for part in parts])
 
 
 def _mean(paths: Sequence[Parts]) -> Parts:
-    rows = np.asarray([[path.compute_ms, path.exchange_ms, path.wait_ms, path.other_ms] for path in paths])
-    compute, exchange, wait, other = rows.mean(axis=0).tolist()
-    return Parts(compute_ms=compute, exchange_ms=exchange, wait_ms=wait, other_ms=other)
+    return _parts(np.asarray([dataclasses.astuple(path) for path in paths]).mean(axis=0).tolist())
+
+
+def _parts(columns: Sequence[float]) -> Parts:
+    return Parts(**dict(zip(Parts.__dataclass_fields__, columns, strict=True)))
 
 
 def _ratio(part: float, whole: float) -> float:

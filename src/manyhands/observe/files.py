@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.observe.clocks import clock_id
 from manyhands.observe.events import KNOWN_WIRES, RECORD, EventKind, Records
 
-__all__ = ["Ending", "EventFile", "EventFileWriter", "read_events", "read_header"]
+__all__ = ["Ending", "EventFile", "EventFileWriter", "has_header", "read_events", "read_header"]
 
 _VERSION = 2
 _MAGIC = b"MHEVENTS"
@@ -36,7 +37,8 @@ _HEADER = np.dtype(
         ("ending", "<u4"),
         ("role", "<u4"),
         ("name", "S64"),
-        ("layout", "S400"),
+        ("clock", "<u8"),
+        ("layout", "S392"),
     ]
 )
 _HEADER_BYTES = _HEADER.itemsize
@@ -62,6 +64,7 @@ class EventFile:
     role: int
     name: str
     wall_offset_ns: int  # add it to a start_ns to get nanoseconds since 1970
+    clock: int  # files with the same one were written on the same clock
     dropped: int  # events lost because the ring was full
     unwritten: int  # events read from the ring, but beyond the bound of the file
     ending: Ending
@@ -84,8 +87,13 @@ class EventFileWriter:
         self._reason = ""
 
     @classmethod
-    def create(cls, directory: Path, *, name: str, role: int, max_bytes: int) -> EventFileWriter:
-        """Begin a new file for `name` in `directory`; files of earlier runs there stay beside it."""
+    def create(
+        cls, directory: Path, *, name: str, role: int, max_bytes: int, wall_offset_ns: int | None = None
+    ) -> EventFileWriter:
+        """Begin a new file for `name` in `directory`; files of earlier runs there stay beside it.
+
+        `wall_offset_ns` is what makes the clock of this host the time of day; by default, as this host has it.
+        """
         if not name or len(name.encode()) > 64 or not name.replace("-", "").isalnum():
             raise UserError(f"name={name!r} is not allowed; letters, digits and hyphens, at most 64 bytes")
         file, path = _open_new(directory, name)
@@ -93,7 +101,10 @@ class EventFileWriter:
         writer._header["magic"] = _MAGIC
         writer._header["version"] = _VERSION
         writer._header["record_bytes"] = RECORD.itemsize
-        writer._header["wall_offset_ns"] = time.time_ns() - time.monotonic_ns()
+        writer._header["wall_offset_ns"] = (
+            time.time_ns() - time.monotonic_ns() if wall_offset_ns is None else wall_offset_ns
+        )
+        writer._header["clock"] = clock_id()
         writer._header["role"] = role
         writer._header["name"] = name.encode()
         writer._header["layout"] = _LAYOUT
@@ -150,6 +161,14 @@ class EventFileWriter:
         return written
 
 
+def has_header(path: Path) -> bool:
+    """Whether the file is there with all of its header; one that was just created is not, for a moment."""
+    try:
+        return path.stat().st_size >= _HEADER_BYTES
+    except OSError:
+        return False
+
+
 def read_header(path: Path) -> EventFile:
     """What the header of the file says; DataError where it is no event file of ours."""
     try:
@@ -172,17 +191,24 @@ def read_header(path: Path) -> EventFile:
         role=int(header["role"]),
         name=header["name"].decode(errors="replace"),
         wall_offset_ns=int(header["wall_offset_ns"]),
+        clock=int(header["clock"]),
         dropped=int(header["dropped"]),
         unwritten=int(header["unwritten"]),
         ending=Ending(int(header["ending"])),
     )
 
 
-def read_events(path: Path) -> Records:
-    """Every whole record of the file, in order; a torn tail is left out, anything else raises DataError."""
+def read_events(path: Path, *, skip: int = 0) -> Records:
+    """Every whole record of the file, in order; a torn tail is left out, anything else raises DataError.
+
+    Who reads a file while it grows skips the records that it has.
+    """
     role = read_header(path).role
-    count = (path.stat().st_size - _HEADER_BYTES) // RECORD.itemsize
-    records: Records = np.fromfile(path, RECORD, count, offset=_HEADER_BYTES)
+    begin = _HEADER_BYTES + skip * RECORD.itemsize
+    count = max(0, path.stat().st_size - begin) // RECORD.itemsize
+    if not count:
+        return np.zeros(0, RECORD)
+    records: Records = np.fromfile(path, RECORD, count, offset=begin)
     # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
@@ -193,7 +219,7 @@ def read_events(path: Path) -> Records:
         first = int(np.argmin(good))
         wrong = records[first]
         raise DataError(
-            f"{path}: offset {_HEADER_BYTES + first * RECORD.itemsize}: not the next event of role {role} "
+            f"{path}: offset {begin + first * RECORD.itemsize}: not the next event of role {role} "
             f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']})"
         )
     return records

@@ -11,7 +11,9 @@ PART_WORDS = {
     "compute_ms": "compute",
     "exchange_ms": "exchange that nothing hides",
     "wait_ms": "waiting for stragglers",
-    "other_ms": "input and other",
+    "apply_ms": "servers applying updates",
+    "input_ms": "input",
+    "other_ms": "other",
 }
 """The parts of a step, as they are called in tables and sentences."""
 
@@ -76,7 +78,9 @@ def _about(slow: Slow) -> str:
 def _advice(found: Explanation) -> str:
     """What to try first, by the largest part of a step that is not compute."""
     shares = _shares(found.parts)
-    losses = {field: shares[field] for field in ("wait_ms", "exchange_ms", "other_ms")}
+    losses = {
+        field: shares[field] for field in ("wait_ms", "exchange_ms", "apply_ms", "input_ms", "other_ms")
+    }
     step_ms = found.parts.step_ms
     losses["overhead"] = (found.evaluate_ms + found.checkpoint_ms) / step_ms if step_ms > 0 else 0.0
     largest = max(losses, key=lambda field: losses[field])
@@ -94,7 +98,9 @@ def _advice(found: Explanation) -> str:
         )
     return {
         "exchange_ms": "Exchange is the largest loss: a larger batch gives each exchange more compute to pay for it.",
-        "other_ms": "Look at what happens around compute: reading the data, most likely.",
+        "apply_ms": "Servers applying updates are the largest loss: more of them (ps servers=…) share the work.",
+        "input_ms": "Getting the samples is the largest loss: read ahead, or keep them in memory.",
+        "other_ms": "Look at what happens around compute: the step's time is in none of its parts.",
         "overhead": "Evaluate and save less often.",
     }[largest]
 

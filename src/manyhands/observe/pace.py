@@ -6,6 +6,11 @@ which it is more than 1.3 times that (one window in between may be an exception)
 the steps in which that began and ended are then looked for around the stretch's two ends. Times that jitter
 have such stretches by chance: one counts only if its long steps are more than the jitter elsewhere in the run
 would ever put there (Chernoff's bound on the binomial, for all the stretches that might have been found).
+
+Who is slow *now* is asked of the newest steps backwards: each step that is long speaks for a stretch, each that
+is not against it, and where most has been said for it the stretch began. That needs no windows to fill: five
+steps of three times the usual length are enough. The others' pace is that of the same moment (windows of five
+steps), so that a machine which slows for everybody names nobody, and a stretch must have lasted for a while.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SLOW_FACTOR", "Pace", "Slow", "find_slow"]
+__all__ = ["SLOW_FACTOR", "Pace", "Slow", "find_slow", "slow_now"]
 
 SLOW_FACTOR = 1.3
 """A worker that computes this many times the median of the others is slow."""
@@ -28,6 +33,13 @@ _STEP_MASK = (1 << 40) - 1  # of a step's key, the step
 _MIN_WINDOW, _MAX_WINDOW, _WINDOWS = 5, 50, 100  # steps a worker, at least and at most; windows to aim for
 _MIN_JITTER = 0.02  # long steps that any run may have, as a share
 _DOUBT = 1000  # one run in so many may name a worker by chance
+_RECENT_WINDOWS = 100  # of the least size, before now
+_FIRST_STEPS = 3  # warm caches up: who is slow since then is slow from the start
+_LONGER = (SLOW_FACTOR, SLOW_FACTOR**2, SLOW_FACTOR**3)  # the longer the steps, the fewer are needed
+_FEWEST_STEPS = 4
+_LASTING_NS = 2_000_000_000  # what is over sooner is no trouble,
+_LASTING_SHARE = 0.25  # except in a run that is itself short
+_DOUBTFUL, _DOUBTFUL_SHARE = 5, 0.1  # steps against a stretch, and of those for it, that end it
 _Floats = npt.NDArray[np.float64]
 
 
@@ -63,8 +75,7 @@ def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tup
         return ()
     paces = [_by_start(pace) for pace in paces]
     windows = _windows_of(paces)
-    medians = _medians(paces, windows)
-    others = [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
+    medians, others = _paces_in(paces, windows)
     is_long = [
         pace.compute > SLOW_FACTOR * theirs[window]
         for pace, theirs, window in zip(paces, others, windows, strict=True)
@@ -77,9 +88,55 @@ def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tup
         stretch = _refined(is_long[index], windows[index], windowed, len(medians))
         theirs_ns = float(np.median(others[index][windowed.start : windowed.stop]))
         slow = _slow(pace, stretch, theirs_ns, step_ms)
-        if slow.ratio > SLOW_FACTOR and _is_no_chance(is_long, index, stretch, len(medians)):
+        if slow.ratio > SLOW_FACTOR and _is_no_chance(is_long, index, stretch, len(medians) ** 2):
+            found.append(slow)
+    named = {slow.worker for slow in found}
+    found += [slow for slow in slow_now(paces, step_ms) if slow.worker not in named]
+    return tuple(sorted(found, key=lambda slow: -slow.ratio))
+
+
+def slow_now(paces: Sequence[Pace], step_ms: Mapping[int, float] | None = None) -> tuple[Slow, ...]:
+    """Every worker that is slow as of its newest step, the slowest first."""
+    paces = [_by_start(pace) for pace in paces if len(pace.start) >= _FIRST_STEPS]
+    if len(paces) < 2:
+        return ()
+    windows = _windows_before_now(paces)
+    medians, others = _paces_in(paces, windows)
+    theirs = [others[index][window] for index, window in enumerate(windows)]
+    times = [
+        np.divide(pace.compute, their, out=np.ones(len(their)), where=their > 0)
+        for pace, their in zip(paces, theirs, strict=True)
+    ]
+    began_ns = min(int(pace.start[0]) for pace in paces)
+    found = []
+    for index, pace in enumerate(paces):
+        stretch = _until_now(times[index] > SLOW_FACTOR)
+        if len(stretch) < _FEWEST_STEPS or not _is_lasting(pace, stretch, began_ns):
+            continue
+        slow = _slow(pace, stretch, float(np.median(theirs[index][stretch.start :])), step_ms)
+        is_real = any(
+            _is_no_chance([ratios > longer for ratios in times], index, stretch, len(medians))
+            for longer in _LONGER
+        )
+        if slow.ratio > SLOW_FACTOR and is_real:
             found.append(slow)
     return tuple(sorted(found, key=lambda slow: -slow.ratio))
+
+
+def _until_now(is_long: npt.NDArray[np.bool_]) -> range:
+    """The steps for which most speaks, from some step to the newest; none where the newest speak against it."""
+    gained = np.cumsum(np.where(is_long[::-1], 1, -1))
+    most = np.maximum(np.maximum.accumulate(gained), 0)
+    ended = np.flatnonzero(most - gained > _DOUBTFUL + _DOUBTFUL_SHARE * most)
+    gained = gained[: ended[0]] if len(ended) else gained
+    if not len(gained) or gained.max() <= 0:
+        return range(0)
+    return range(len(is_long) - 1 - int(gained.argmax()), len(is_long))
+
+
+def _is_lasting(pace: Pace, stretch: range, began_ns: int) -> bool:
+    now_ns = int(pace.start[-1] + pace.compute[-1])
+    return now_ns - int(pace.start[stretch.start]) >= min(_LASTING_NS, _LASTING_SHARE * (now_ns - began_ns))
 
 
 def _by_start(pace: Pace) -> Pace:
@@ -99,13 +156,33 @@ def _windows_of(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
     return np.split(window, np.cumsum([len(pace.start) for pace in paces])[:-1])
 
 
+def _windows_before_now(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
+    """The same with the smallest windows before now, and large ones longer ago."""
+    starts = np.concatenate([pace.start for pace in paces])
+    small, large = _MIN_WINDOW * len(paces), _MAX_WINDOW * len(paces)
+    age = np.empty(len(starts), np.int64)
+    age[np.argsort(-starts, kind="stable")] = np.arange(len(starts))
+    recent = _RECENT_WINDOWS * small
+    back = np.where(age < recent, age // small, _RECENT_WINDOWS + (age - recent) // large)
+    return np.split(back.max() - back, np.cumsum([len(pace.start) for pace in paces])[:-1])
+
+
+def _paces_in(
+    paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]
+) -> tuple[_Floats, list[_Floats]]:
+    """Each worker's pace in each window; and for each worker, the median pace of the others there."""
+    medians = _medians(paces, windows)
+    return medians, [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
+
+
 def _medians(paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]) -> _Floats:
     """Each worker's pace in each window; who did no step in one keeps the pace it had."""
     count = 1 + max(int(window.max()) for window in windows)
     medians = np.full((count, len(paces)), np.nan)
     for column, (pace, window) in enumerate(zip(paces, windows, strict=True)):
-        for row in np.unique(window):
-            medians[row, column] = np.median(pace.compute[window == row])
+        ordered = pace.compute[np.lexsort((pace.compute, window))]
+        rows, first, num = np.unique(np.sort(window), return_index=True, return_counts=True)
+        medians[rows, column] = (ordered[first + (num - 1) // 2] + ordered[first + num // 2]) / 2
         known = np.flatnonzero(~np.isnan(medians[:, column]))
         nearest = np.maximum(np.searchsorted(known, np.arange(count), side="right") - 1, 0)
         medians[:, column] = medians[known[nearest], column]
@@ -144,20 +221,24 @@ def _change(score: npt.NDArray[np.int_], window: npt.NDArray[np.int64], at: int)
 
 
 def _is_no_chance(
-    is_long: Sequence[npt.NDArray[np.bool_]], worker: int, stretch: range, windows: int
+    is_long: Sequence[npt.NDArray[np.bool_]], worker: int, stretch: range, stretches: int
 ) -> bool:
-    """Whether jitter, as frequent as it is outside of the stretch, would not make as many steps long."""
+    """Whether jitter, as frequent as it is outside of the stretch, would not make as many steps long.
+
+    `stretches` is how many of the same worker might have been found.
+    """
     inside = int(is_long[worker][stretch.start : stretch.stop].sum())
     long = sum(int(flags.sum()) for flags in is_long) - inside
     steps = sum(len(flags) for flags in is_long) - len(stretch)
-    expected = max(_MIN_JITTER, long / max(1, steps))
+    # Two standard deviations more than were seen: a short run has not shown yet how much it jitters.
+    expected = min(1.0, max(_MIN_JITTER, (long + 2 * math.sqrt(long + 1)) / max(1, steps)))
     share = inside / len(stretch)
     if share <= expected:
         return False
     surprise = share * math.log(share / expected)
     if share < 1:
         surprise += (1 - share) * math.log((1 - share) / (1 - expected))
-    return len(stretch) * surprise > math.log(_DOUBT * windows**2 * len(is_long))
+    return len(stretch) * surprise > math.log(_DOUBT * stretches * len(is_long))
 
 
 def _slow(pace: Pace, stretch: range, theirs_ns: float, step_ms: Mapping[int, float] | None) -> Slow:
@@ -172,7 +253,7 @@ def _slow(pace: Pace, stretch: range, theirs_ns: float, step_ms: Mapping[int, fl
         name=pace.name,
         since_step=first & _STEP_MASK,
         until_step=None if last is None else last & _STEP_MASK,
-        from_the_start=stretch.start == 0,
+        from_the_start=stretch.start < _FIRST_STEPS,
         ratio=own / theirs_ns if theirs_ns > 0 else 1.0,
         compute_ms=own * _MS,
         others_ms=theirs_ns * _MS,

@@ -4,8 +4,8 @@
 ━━━━━━━━━━━━━━━━━━━━━━━━  step 120/500  loss 0.2134  12,345 samples/s  0:32 left
 worker 0  ███████▓░░░░░░░░  compute  41 %  exchange   9 %  waiting  50 % for 1
 worker 1  ███████████████▓  compute  91 %  exchange   9 %  waiting   0 %
-worker 1 computes 2.2 times the median of the others; the others wait 50 % of
-their time for it
+worker 1 is 2.2 times slower than the median of the others since step 40: the
+others wait 50 % of their time
 ```
 
 Drawing is a pure function of a `Snapshot`; the width, the height and the encoding of the terminal decide how
@@ -24,7 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.observe.totals import Snapshot, Split, WorkerTotals, straggler
+from manyhands.observe.remarks import about_workers
+from manyhands.observe.totals import Snapshot, Split, WorkerTotals
 
 __all__ = ["ProgressView", "RunPicture", "split_bar"]
 
@@ -39,13 +40,20 @@ _MIN_SENTENCE = 40
 class ProgressView:
     """Shows the run while the body of the `with` statement trains; prints nothing where there is no terminal.
 
-    `snapshot` is called a few times a second from a thread of the view, as a collector's may be.
+    `snapshot` is called a few times a second from a thread of the view, as a collector's may be; `strategy`
+    (as text) lets an advice fit.
     """
 
     def __init__(
-        self, *, steps: int, snapshot: Callable[[], Snapshot], console: Console | None = None
+        self,
+        *,
+        steps: int,
+        snapshot: Callable[[], Snapshot],
+        console: Console | None = None,
+        strategy: str = "",
     ) -> None:
         self._steps = steps
+        self._strategy = strategy
         self._snapshot = snapshot
         self._console = console if console is not None else Console()
         self._live: Live | None = None
@@ -54,7 +62,7 @@ class ProgressView:
         if self._console.is_terminal:
             self._live = Live(
                 console=self._console,
-                get_renderable=lambda: RunPicture(self._snapshot(), self._steps),
+                get_renderable=lambda: RunPicture(self._snapshot(), self._steps, self._strategy),
                 refresh_per_second=_REFRESH_PER_S,
             )
             self._live.start(refresh=True)
@@ -74,9 +82,10 @@ class ProgressView:
 class RunPicture:
     """A snapshot of a run of `steps` steps, drawn to fit the console it is printed on."""
 
-    def __init__(self, snapshot: Snapshot, steps: int) -> None:
+    def __init__(self, snapshot: Snapshot, steps: int, strategy: str = "") -> None:
         self._snapshot = snapshot
         self._steps = steps
+        self._strategy = strategy
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._headline(options.max_width)
@@ -88,9 +97,9 @@ class RunPicture:
             yield _worker_line(worker, options.max_width, options.ascii_only)
         if len(shown) < len(workers):
             yield _fitted(f"and {len(workers) - len(shown)} more workers", options.max_width)
-        sentence = straggler(workers)
-        if sentence is not None and options.max_width >= _MIN_SENTENCE:
-            yield Text(sentence)
+        remarks = about_workers(workers, self._snapshot.slow, self._strategy)
+        if remarks and options.max_width >= _MIN_SENTENCE:
+            yield Text(remarks[0])
 
     def _headline(self, width: int) -> Table | Text:
         words = self._words()

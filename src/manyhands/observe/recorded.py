@@ -1,8 +1,8 @@
 """The events of a whole run, read back from its directory: one array per role, all on one time axis.
 
-A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), written on monotonic clocks that
-need not agree: each set of files is moved by the difference of its offset to the time of day, the same for
-all of its roles, so that within a set the distances stay those that were measured.
+A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), and a run of several hosts files
+of several clocks, which need not agree: all files of one clock in one set are moved by the same difference of
+offsets to the time of day, so that among them the distances stay those that were measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.observe.events import RECORD, EventKind, Records
 from manyhands.observe.files import EventFile, read_events, read_header
 
-__all__ = ["RoleEvents", "RunEvents", "read_run_events", "role_name", "step_keys"]
+__all__ = ["RoleEvents", "RunEvents", "part_of", "read_run_events", "role_name", "step_keys"]
 
 _FILE = re.compile(r"(?P<name>[^.]+)(?:\.(?P<part>\d+))?\.bin")
 _PART_SHIFT = 40
@@ -47,6 +47,12 @@ class RunEvents:
     notes: tuple[str, ...] = ()
 
 
+def part_of(path: Path) -> int | None:
+    """Which part of a run wrote this file: 1, and one more for each resume; None for another kind of file."""
+    match = _FILE.fullmatch(path.name)
+    return int(match["part"] or 1) if match is not None else None
+
+
 def role_name(name: str) -> str:
     """The name of a role for people: `worker-3` is worker 3."""
     return name.replace("-", " ")
@@ -66,9 +72,9 @@ def read_run_events(directory: Path) -> RunEvents:
     """All event files of a run's `events` directory; UserError where there is none, DataError on damage."""
     files: dict[int, list[tuple[EventFile, Path]]] = defaultdict(list)
     for path in sorted(directory.glob("*.bin")):
-        match = _FILE.fullmatch(path.name)
-        if match is not None:
-            files[int(match["part"] or 1)].append((read_header(path), path))
+        part = part_of(path)
+        if part is not None:
+            files[part].append((read_header(path), path))
     if not files:
         raise UserError(f"{directory} holds no event files; runs made with `out` have them")
     first_offset: int | None = None
@@ -77,9 +83,10 @@ def read_run_events(directory: Path) -> RunEvents:
     notes: list[str] = []
     for _, group in sorted(files.items()):
         group.sort(key=lambda item: item[0].role)
-        offset = group[0][0].wall_offset_ns
-        first_offset = offset if first_offset is None else first_offset
+        offsets: dict[int, int] = {}
         for header, path in group:
+            offset = offsets.setdefault(header.clock, header.wall_offset_ns)
+            first_offset = offset if first_offset is None else first_offset
             if names.setdefault(header.role, header.name) != header.name:
                 raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
             pieces[header.role].append(_moved(read_events(path), offset - first_offset))

@@ -10,7 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.observe.totals import WorkerTotals, straggler
+from manyhands.observe.remarks import about_workers
+from manyhands.observe.slowness import Straggler
+from manyhands.observe.totals import WorkerTotals
 
 __all__ = ["end_table", "end_text"]
 
@@ -38,8 +40,9 @@ def end_table(summary: Mapping[str, Any]) -> Table:
             ),
             "" if peer is None else f"{peer} ({_seconds(worker.wait_for_s[peer])})",
         )
-    remarks = [straggler(workers) or "", *summary["events"]["notes"]]
-    table.caption = "\n".join(remark for remark in remarks if remark) or None
+    slow = [Straggler.from_dict(row) for row in summary.get("slow", ())]
+    remarks = [*about_workers(workers, slow, summary.get("strategy", "")), *summary["events"]["notes"]]
+    table.caption = "\n".join(remarks) or None
     return table
 
 

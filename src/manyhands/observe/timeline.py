@@ -7,13 +7,12 @@ things happen on the way.
 of steps are kept: the first, one around the slowest step, and the last. What lies between is one slice per
 role that says how much it stands for.
 
-*Laying out.* The parts of a step are recorded as durations that do not overlap, but an exchange that was
-hidden under the backward pass is recorded as one piece after it. Inside their step, parts are laid end to
-end in the order recorded: durations are exact, and a part lies off its true place by no more than the
-exchange that was hidden.
+*Laying out.* Within a row nothing overlaps (`layout`).
 
-*Pointing.* At the end of every wait that names a peer, an arrow leads from what the peer did at that moment
-to the waiter.
+*Pointing.* Arrows lead from one who was waited for to the waiter, and from who sent to who received (`arrows`).
+
+Workers are shown by their steps. A server has none: of it is shown what it did while the steps that are shown
+were under way.
 """
 
 from __future__ import annotations
@@ -21,115 +20,31 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import UserError
-from manyhands.observe.events import NO_STEP, NOBODY, EventKind, Records
+from manyhands.observe.arrows import Span, message_arrows, wait_arrows
+from manyhands.observe.events import NO_STEP, EventKind, Records
+from manyhands.observe.layout import laid_out
+from manyhands.observe.picture import Gap, Mark, Row, Slice, Step, Timeline, Window
 from manyhands.observe.recorded import RoleEvents, role_name
 
-__all__ = ["Arrow", "Gap", "Mark", "Row", "Slice", "Step", "Timeline", "Window", "build_timeline"]
+__all__ = ["build_timeline"]
 
 _PARTS = (
+    EventKind.INPUT,
     EventKind.COMPUTE,
     EventKind.EXCHANGE,
     EventKind.WAIT,
     EventKind.EVALUATE,
     EventKind.CHECKPOINT,
 )
+_SERVER_PARTS = (EventKind.RECEIVE, EventKind.APPLY, EventKind.SEND, EventKind.CHECKPOINT)
 _MARKS = (EventKind.JOIN, EventKind.LEAVE, EventKind.FAULT)
 _MAX_MARKS = 1_000  # of one role; a role that faults without end must not fill the file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """A stretch of one role's time; times are nanoseconds since the run's first event."""
-
-    kind: EventKind
-    start_ns: int
-    end_ns: int
-    step: int
-    peer: int = NOBODY
-    num_bytes: int = 0
-    count: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One whole step of one role."""
-
-    step: int
-    start_ns: int
-    end_ns: int
-    samples: int
-    loss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """Steps of one role that were left out, and what they add up to."""
-
-    first_step: int
-    last_step: int
-    start_ns: int
-    end_ns: int
-    compute_ns: int
-    exchange_ns: int
-    wait_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """A moment: a role joined, left, or met a fault for which `peer` is to blame."""
-
-    kind: EventKind
-    at_ns: int
-    step: int
-    peer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One role; its slices and gaps do not overlap and are in the order of time."""
-
-    role: int
-    name: str
-    slices: tuple[Slice, ...]
-    steps: tuple[Step, ...]
-    gaps: tuple[Gap, ...]
-    marks: tuple[Mark, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrow:
-    """The end of a wait: from a moment inside a slice of the one waited for into the waiter's own slice."""
-
-    source: int
-    source_ns: int
-    target: int
-    target_ns: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """Steps that are kept, both ends included; `label` says why: all, first, slowest or last."""
-
-    label: str
-    first_step: int
-    last_step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """All rows in the order of their roles; `left_out` are sentences on what is not in them."""
-
-    rows: tuple[Row, ...]
-    arrows: tuple[Arrow, ...]
-    windows: tuple[Window, ...]
-    left_out: tuple[str, ...] = ()
 
 
 def build_timeline(
@@ -148,11 +63,23 @@ def build_timeline(
     ids, slowness = ids[wanted], slowness[wanted]
     most = _affordable_steps(roles, ids, max_slices)
     windows = _choose(ids, slowness, most if max_steps is None else max(3, min(most, max_steps)))
-    zero_ns = min(int(events.records["start_ns"].min()) for events in roles if len(events.records))
+    roles = [events for events in roles if len(events.records)]
+    zero_ns = min(int(events.records["start_ns"].min()) for events in roles)
     holes = _holes(ids, windows)
-    rows = tuple(_row(events, windows, holes, zero_ns, whole=steps is None) for events in roles)
+    spans = [_span(roles, window) for window in windows]
+    rows = tuple(
+        _row(events, windows, holes, zero_ns, whole=steps is None)
+        if _has_steps(events)
+        else _server_row(events, spans, zero_ns)
+        for events in roles
+    )
     left_out = (*_steps_left_out(rows, holes, ids), *_marks_left_out(roles))
-    return Timeline(rows=rows, arrows=_arrows(rows), windows=windows, left_out=left_out)
+    arrows = (*wait_arrows(rows), *message_arrows(rows, roles, spans, zero_ns))
+    return Timeline(rows=rows, arrows=arrows, windows=windows, left_out=left_out)
+
+
+def _has_steps(events: RoleEvents) -> bool:
+    return bool(len(events.of(EventKind.STEP, EventKind.COMPUTE)))
 
 
 def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -169,11 +96,32 @@ def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.N
 
 
 def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], max_slices: int) -> int:
-    slices = 0
+    slices = 0.0
     for events in roles:
-        parts = events.of(*_PARTS, EventKind.STEP)
+        parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
+        if not _has_steps(events):  # whose events need not know their step
+            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * _share(roles, ids)
+            continue
         slices += int(((parts["step"] >= ids[0]) & (parts["step"] <= ids[-1])).sum())
-    return max(3, max_slices * len(ids) // max(1, slices))
+    return max(3, int(max_slices * len(ids) / max(1, slices)))
+
+
+def _share(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64]) -> float:
+    """Of all steps, those that are among `ids`."""
+    return len(ids) / max(1, len(_steps_of(roles)[0]))
+
+
+def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
+    """From the first to the last thing that belongs to a window's steps, whoever did it."""
+    begin, end = np.iinfo(np.int64).max, 0
+    for events in roles:
+        steps = events.of(EventKind.STEP, *_PARTS)
+        steps = steps[(steps["step"] >= window.first_step) & (steps["step"] <= window.last_step)]
+        if len(steps):
+            starts = steps["start_ns"].astype(np.int64)
+            begin = min(begin, int(starts.min()))
+            end = max(end, int((starts + steps["duration_ns"].astype(np.int64)).max()))
+    return begin, end
 
 
 def _choose(
@@ -244,7 +192,7 @@ def _row(
     chosen = records[kept]
     steps = _step_spans(chosen[chosen["kind"] == EventKind.STEP], zero_ns)
     parts = chosen[np.isin(chosen["kind"], _PARTS) & (chosen["duration_ns"] > 0)]
-    slices = _laid_out(_slices(parts, zero_ns), steps)
+    slices = laid_out(_slices(parts, zero_ns), steps)
     gaps = [gap for hole in holes if (gap := _gap(records, hole, zero_ns)) is not None]
     return Row(
         role=events.role,
@@ -256,9 +204,35 @@ def _row(
     )
 
 
+def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
+    """What a role without steps did in the given stretches of time."""
+    records = events.records
+    starts = records["start_ns"].astype(np.int64)
+    ends = starts + records["duration_ns"].astype(np.int64)
+    kept = np.zeros(len(records), bool)
+    for begin, end in spans:
+        kept |= (starts >= begin) & (ends <= end)
+    chosen = records[kept & (records["duration_ns"] > 0)]
+    slices = laid_out(_slices(chosen[np.isin(chosen["kind"], _SERVER_PARTS)], zero_ns), ())
+    gaps = []
+    for (_, begin), (end, _) in itertools.pairwise(spans):
+        between = records[(starts > begin) & (ends < end)]
+        if len(between):
+            gaps.append(_gap_of(between, (int(between["step"].min()), int(between["step"].max())), zero_ns))
+    return Row(
+        role=events.role,
+        name=role_name(events.name),
+        slices=slices,
+        steps=(),
+        gaps=_fitted(gaps, slices),
+        marks=_marks(events.of(*_MARKS), zero_ns),
+        holds=tuple(_slices(chosen[chosen["kind"] == EventKind.HOLD], zero_ns)),
+    )
+
+
 def _slices(parts: Records, zero_ns: int) -> list[Slice]:
     order = np.lexsort((parts["id"], parts["start_ns"]))
-    names = ("kind", "start_ns", "duration_ns", "step", "peer", "num_bytes", "count")
+    names = ("kind", "start_ns", "duration_ns", "step", "peer", "num_bytes", "count", "value")
     columns = zip(*(parts[name][order].tolist() for name in names), strict=True)
     return [
         Slice(
@@ -269,8 +243,9 @@ def _slices(parts: Records, zero_ns: int) -> list[Slice]:
             peer=peer,
             num_bytes=num_bytes,
             count=count,
+            value=value,
         )
-        for kind, start, duration, step, peer, num_bytes, count in columns
+        for kind, start, duration, step, peer, num_bytes, count, value in columns
     ]
 
 
@@ -288,84 +263,28 @@ def _step_spans(records: Records, zero_ns: int) -> tuple[Step, ...]:
     return tuple(spans)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Parts that lie inside one step, or one part that lies in none."""
-
-    begin_ns: int
-    end_ns: int
-    parts: list[Slice] = field(default_factory=list)
-
-
-def _laid_out(slices: Sequence[Slice], steps: Sequence[Step]) -> tuple[Slice, ...]:
-    """The same slices, none overlapping another: moved inside their step, cut only where that is not enough."""
-    starts = [step.start_ns for step in steps]
-    groups: list[_Group] = []
-    homes: dict[int, _Group] = {}
-    for part in slices:
-        home = bisect.bisect_right(starts, part.start_ns) - 1
-        if home < 0 or part.start_ns >= steps[home].end_ns:
-            groups.append(_Group(part.start_ns, part.end_ns, [part]))
-            continue
-        if home not in homes:
-            homes[home] = _Group(steps[home].start_ns, steps[home].end_ns)
-            groups.append(homes[home])
-        homes[home].parts.append(part)
-    out: list[Slice] = []
-    cursor = 0
-    for group in groups:
-        for part in _end_to_end(group):
-            cut = _between(part, max(part.start_ns, cursor), part.end_ns)
-            if cut.end_ns > cut.start_ns:
-                out.append(cut)
-                cursor = cut.end_ns
-    return tuple(out)
-
-
-def _end_to_end(group: _Group) -> list[Slice]:
-    """Later ones first make room by moving on, then everything moves back as far as the step's end asks."""
-    cursor = group.begin_ns
-    moved: list[Slice] = []
-    for part in group.parts:
-        begin = max(part.start_ns, cursor)
-        cursor = begin + part.end_ns - part.start_ns
-        moved.append(_between(part, begin, cursor))
-    limit = group.end_ns
-    for index in range(len(moved) - 1, -1, -1):
-        part = moved[index]
-        if part.end_ns <= limit:
-            break
-        begin = limit - (part.end_ns - part.start_ns)
-        moved[index] = _between(part, begin, limit)
-        limit = begin
-    return [_between(part, max(part.start_ns, group.begin_ns), part.end_ns) for part in moved]
-
-
-def _between(part: Slice, start_ns: int, end_ns: int) -> Slice:
-    """The slice moved or cut, and nearly always as it was."""
-    if (part.start_ns, part.end_ns) == (start_ns, end_ns):
-        return part
-    return replace(part, start_ns=start_ns, end_ns=end_ns)
-
-
 def _gap(records: Records, hole: tuple[int, int], zero_ns: int) -> Gap | None:
     first, last = hole
     inside = records[(records["step"] >= first) & (records["step"] <= last)]
-    if not len(inside):
-        return None
+    return _gap_of(inside, hole, zero_ns) if len(inside) else None
+
+
+def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
+    """What these records add up to."""
     durations = inside["duration_ns"].astype(np.int64)
 
     def spent(kind: EventKind) -> int:
         return int(durations[inside["kind"] == kind].sum())
 
     return Gap(
-        first_step=first,
-        last_step=last,
+        first_step=steps[0],
+        last_step=steps[1],
         start_ns=int(inside["start_ns"].min()) - zero_ns,
         end_ns=int((inside["start_ns"].astype(np.int64) + durations).max()) - zero_ns,
         compute_ns=spent(EventKind.COMPUTE),
         exchange_ns=spent(EventKind.EXCHANGE),
         wait_ns=spent(EventKind.WAIT),
+        apply_ns=spent(EventKind.APPLY),
     )
 
 
@@ -395,29 +314,3 @@ def _marks(records: Records, zero_ns: int) -> tuple[Mark, ...]:
         )
         for record in records
     )
-
-
-def _arrows(rows: Sequence[Row]) -> tuple[Arrow, ...]:
-    """One for each wait whose peer was doing something that is shown when the wait ended."""
-    by_role = {row.role: (row, [part.start_ns for part in row.slices]) for row in rows}
-    arrows = []
-    for row in rows:
-        for wait in row.slices:
-            if wait.kind is not EventKind.WAIT or wait.peer not in by_role or wait.peer == row.role:
-                continue
-            peer, starts = by_role[wait.peer]
-            # A nanosecond inside both slices, so that a reader of the file has no doubt which are meant.
-            target_ns = wait.end_ns - 1
-            index = bisect.bisect_right(starts, target_ns) - 1
-            if index < 0:
-                continue
-            arrows.append(
-                Arrow(
-                    source=wait.peer,
-                    source_ns=min(target_ns, peer.slices[index].end_ns - 1),
-                    target=row.role,
-                    target_ns=target_ns,
-                    step=wait.step,
-                )
-            )
-    return tuple(arrows)

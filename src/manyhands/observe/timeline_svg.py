@@ -9,12 +9,12 @@ says its numbers when pointed at, and nothing is fetched from anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from manyhands.observe.events import NOBODY, EventKind
-from manyhands.observe.timeline import Arrow, Mark, Row, Slice, Step, Timeline, Window
+from manyhands.observe.events import NO_STEP, NOBODY, EventKind
+from manyhands.observe.picture import Arrow, Mark, Row, Slice, Step, Timeline, Window
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
 
@@ -32,11 +32,21 @@ _MIN_LABEL_PX = 26  # a narrower step gets no number
 _TICKS = 8
 
 _WORDS = {
+    EventKind.INPUT: "input",
     EventKind.COMPUTE: "compute",
     EventKind.EXCHANGE: "exchange",
     EventKind.WAIT: "waiting",
     EventKind.EVALUATE: "evaluate",
     EventKind.CHECKPOINT: "checkpoint",
+    EventKind.APPLY: "apply",
+    EventKind.RECEIVE: "receive",
+    EventKind.SEND: "send",
+}
+_PEER_WORDS = {
+    EventKind.WAIT: "for",
+    EventKind.APPLY: "an update of",
+    EventKind.RECEIVE: "from",
+    EventKind.SEND: "to",
 }
 _MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAULT: "fault"}
 
@@ -44,18 +54,22 @@ _STYLE = """
 :root { color-scheme: light dark; }
 svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --step: #eceff2;
   --compute: #2f7d4f; --exchange: #2a6fc9; --waiting: #e0912f; --evaluate: #8250df; --checkpoint: #6e7781;
+  --input: #1f9e9e;
   --fault: #cf222e; font: 12px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) {
   svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #30363d; --step: #21262d;
     --compute: #3fb068; --exchange: #4f9cf5; --waiting: #e8a23d; --evaluate: #a371f7; --checkpoint: #8b949e;
+    --input: #39c5c5;
     --fault: #ff7b72; }
 }
 .paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
 .title { font-size: 15px; font-weight: 600; } .panel { font-weight: 600; }
 .line { stroke: var(--line); } .step { fill: var(--step); stroke: var(--line); }
 .compute { fill: var(--compute); } .exchange { fill: var(--exchange); } .waiting { fill: var(--waiting); }
-.evaluate { fill: var(--evaluate); } .checkpoint { fill: var(--checkpoint); }
+.evaluate { fill: var(--evaluate); } .checkpoint { fill: var(--checkpoint); } .input { fill: var(--input); }
+.apply { fill: var(--compute); } .receive, .send { fill: var(--exchange); }
 .arrow { stroke: var(--ink); stroke-width: 1.2; opacity: .75; marker-end: url(#tip); } .tip { fill: var(--ink); }
+.message { stroke: var(--faint); stroke-width: .7; opacity: .6; marker-end: url(#tip); }
 .end { stroke: var(--ink); stroke-width: .8; }
 .mark { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 2 2; } .mark.fault { stroke: var(--fault); }
 """
@@ -99,14 +113,14 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
         'orient="auto"><path class="tip" d="M0 0 6 3 0 6z"/></marker></defs>',
         f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
         _text(_LEFT, 26, title, "title"),
-        *_legend(),
+        *_legend({part.kind for row in timeline.rows for part in row.slices}),
     ]
     return "\n".join([*head, *body, "</svg>", ""])
 
 
-def _legend() -> Iterator[str]:
+def _legend(kinds: Collection[EventKind]) -> Iterator[str]:
     x = float(_LEFT)
-    for word in (*_WORDS.values(), "step"):
+    for word in (*(word for kind, word in _WORDS.items() if kind in kinds), "step"):
         label = "in the step, none of these" if word == "step" else word
         yield f'<rect class="{word}" x="{x:g}" y="40" width="12" height="12" rx="2"/>'
         yield _text(x + 17, 50, label)
@@ -135,7 +149,7 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
         yield from (_boundary(step, scale, y) for step in row.steps if step.step in kept)
         yield from (_mark(mark, row, names, scale, y) for mark in row.marks if scale.holds(mark.at_ns))
     for arrow in timeline.arrows:
-        if arrow.step in kept and scale.holds(arrow.source_ns) and scale.holds(arrow.target_ns):
+        if scale.holds(arrow.source_ns) and scale.holds(arrow.target_ns):
             yield _arrow(arrow, names, scale, places)
 
 
@@ -190,12 +204,13 @@ def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: floa
     left, right = scale.x(part.start_ns), scale.x(part.end_ns)
     word = _WORDS[part.kind]
     peer = (
-        f" for {names.get(part.peer, part.peer)}"
-        if part.kind is EventKind.WAIT and part.peer != NOBODY
+        f" {_PEER_WORDS[part.kind]} {names.get(part.peer, part.peer)}"
+        if part.kind in _PEER_WORDS and part.peer != NOBODY
         else ""
     )
     size = f", {part.num_bytes:,} bytes" if part.num_bytes else ""
-    said = f"{row.name}, step {part.step}: {word}{peer} {_ms(part.end_ns - part.start_ns)}{size}"
+    step = f", step {part.step}" if part.step != NO_STEP else ""
+    said = f"{row.name}{step}: {word}{peer} {_ms(part.end_ns - part.start_ns)}{size}"
     return _rect(word, left, y, max(0.4, right - left), _BAR, said)
 
 
@@ -213,9 +228,13 @@ def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mappin
     down = places[arrow.target] > places[arrow.source]
     y1 = places[arrow.source] + (_BAR if down else 0)
     y2 = places[arrow.target] + (0 if down else _BAR)
-    said = f"step {arrow.step}: {names[arrow.source]} arrived, {names[arrow.target]} went on"
+    if arrow.is_message:
+        said = f"{names[arrow.source]} to {names[arrow.target]}: {arrow.num_bytes:,} bytes"
+    else:
+        said = f"step {arrow.step}: {names[arrow.source]} arrived, {names[arrow.target]} went on"
+    kind = "message" if arrow.is_message else "arrow"
     return (
-        f'<line class="arrow" x1="{scale.x(arrow.source_ns):.2f}" y1="{y1:g}" '
+        f'<line class="{kind}" x1="{scale.x(arrow.source_ns):.2f}" y1="{y1:g}" '
         f'x2="{scale.x(arrow.target_ns):.2f}" y2="{y2:g}"><title>{escape(said)}</title></line>'
     )
 

@@ -7,8 +7,7 @@ arrive (times are summed as whole nanoseconds). The only clock is the `now_ns` t
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,16 +16,13 @@ import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.observe.events import NOBODY, EventKind, Records
+from manyhands.observe.slowness import Slowness, Straggler
 
-__all__ = ["Snapshot", "Split", "Totals", "WorkerTotals", "straggler"]
+__all__ = ["Snapshot", "Split", "Totals", "WorkerTotals"]
 
 _NS_PER_S = 1_000_000_000
 _BIN_NS = _NS_PER_S // 4
 _WINDOW_BINS = 20  # rates are those of the last 5 s
-
-_SLOW_FACTOR = 1.5  # computing this much longer per step than the others is no accident
-_LATE_SHARE = 0.25  # nor is making the others spend this share of their time waiting
-_MIN_STEPS = 3  # the first steps warm caches up and say nothing
 
 
 class Split(NamedTuple):
@@ -88,6 +84,7 @@ class Snapshot:
     loss: float | None  # of the newest steps, weighted by samples
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
+    slow: tuple[Straggler, ...] = ()  # now, the slowest first
 
 
 class Totals:
@@ -107,6 +104,24 @@ class Totals:
         self._last_samples = np.zeros(workers, np.int64)
         self._last_loss = np.zeros(workers, np.float64)
         self._pace = _Pace()
+        self._slowness = Slowness()
+
+    @property
+    def workers(self) -> int:
+        """How many workers there may be, so far."""
+        return self._workers
+
+    def widen(self, workers: int) -> None:
+        """Make room for more workers; nothing happens where there is room already."""
+        more = workers - self._workers
+        if more <= 0:
+            return
+        self._duration_ns = np.pad(self._duration_ns, ((0, more), (0, 0)))
+        self._wait_for_ns = np.pad(self._wait_for_ns, (0, more))
+        for name in ("_bytes_sent", "_messages_sent", "_steps", "_samples", "_last_samples", "_last_loss"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self._last_step = np.pad(self._last_step, (0, more), constant_values=-1)
+        self._workers = workers
 
     def update(self, records: Records) -> None:
         """Add events of any workers; those of one worker in the order they were recorded."""
@@ -125,6 +140,7 @@ class Totals:
         np.add.at(self._bytes_sent, roles[exchanges], records["num_bytes"][exchanges].astype(np.int64))
         np.add.at(self._messages_sent, roles[exchanges], records["count"][exchanges])
 
+        self._slowness.add(records)
         steps = kinds == EventKind.STEP
         if steps.any():
             self._add_steps(roles[steps], records[steps])
@@ -153,6 +169,11 @@ class Totals:
             messages_sent=int(self._messages_sent[worker]),
         )
 
+    def duration_ns(self, worker: int) -> npt.NDArray[np.int64]:
+        """The time that one worker spent on each kind of event, by the kind's number."""
+        spent: npt.NDArray[np.int64] = self._duration_ns[worker]
+        return spent
+
     def snapshot(self, now_ns: int) -> Snapshot:
         """The run as of `now_ns`, on the clock of the events."""
         samples_per_s, steps_per_s = self._pace.rates(now_ns)
@@ -162,7 +183,12 @@ class Totals:
             loss=self._loss(),
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
+            slow=self._slowness.now(),
         )
+
+    def slow_ever(self) -> tuple[Straggler, ...]:
+        """Every worker that is slow or was for a while, for the end of a run."""
+        return self._slowness.ever()
 
     def _loss(self) -> float | None:
         """One number whether each worker reports the loss of its own share or that of the whole batch."""
@@ -217,60 +243,3 @@ class _Pace:
             return 0.0, 0.0
         samples_per_s = samples * _NS_PER_S / (now_ns - begin_ns)
         return samples_per_s, samples_per_s * len(self._step_range) / self._samples
-
-
-def straggler(workers: Sequence[WorkerTotals]) -> str | None:
-    """A sentence when one worker clearly holds the others up, else None; `workers` are all, in rank order.
-
-    In a synchronous run everyone's steps take equally long, so step times are not looked at. Who is late
-    shows in two places only: in its own compute time per step, and in whom the others wait for. One that
-    computes as fast as the others and is waited for all the same spends its time elsewhere: data, evaluation,
-    checkpoints.
-    """
-    if len(workers) < 2 or min(worker.steps for worker in workers) < _MIN_STEPS:
-        return None
-    pace = [worker.compute_s / worker.steps for worker in workers]
-    slowness = [_ratio(own, statistics.median(pace[:i] + pace[i + 1 :])) for i, own in enumerate(pace)]
-    slowest = slowness.index(max(slowness))
-    if slowness[slowest] >= _SLOW_FACTOR:
-        return (
-            f"worker {slowest} computes {slowness[slowest]:.1f} times the median of the others; "
-            f"{_consequence(workers, slowest)}"
-        )
-    awaited = [_share_waited_for(workers, worker) for worker in range(len(workers))]
-    latest = awaited.index(max(awaited))
-    alone = awaited[latest] >= 2 * sorted(awaited)[-2]
-    if awaited[latest] >= _LATE_SHARE and alone and slowness[latest] > 0:
-        return (
-            f"the others wait {_percent(awaited[latest])} of their time for worker {latest}, "
-            f"which computes only {slowness[latest]:.1f} times their median; "
-            "look at its data loading, evaluation and checkpoints"
-        )
-    return None
-
-
-def _consequence(workers: Sequence[WorkerTotals], slowest: int) -> str:
-    others = [worker for worker in workers if worker.worker != slowest]
-    waiting = _ratio(sum(other.wait_s for other in others), sum(other.accounted_s for other in others))
-    for_it = _share_waited_for(workers, slowest)
-    if waiting < 0.01:
-        return "nobody waits for it"
-    if for_it < waiting / 2:  # in a ring or a tree one waits for a neighbour, who waits for the straggler
-        return f"the others wait {_percent(waiting)} of their time, for it or for one another"
-    return f"the others wait {_percent(for_it)} of their time for it"
-
-
-def _share_waited_for(workers: Sequence[WorkerTotals], awaited: int) -> float:
-    """The share of their time that all others spent waiting for one."""
-    others = [worker for worker in workers if worker.worker != awaited]
-    return _ratio(
-        sum(other.wait_for_s[awaited] for other in others), sum(other.accounted_s for other in others)
-    )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

@@ -1,8 +1,9 @@
 """A timeline as trace JSON, which ui.perfetto.dev, chrome://tracing and Speedscope open.
 
 The format is Google's "Trace Event Format". Every role is a process with two tracks, its steps and their
-parts; parts are complete events ("X"), joins, leaves and faults instants ("i"), and the end of a wait is a
-flow ("s" to "f") that is bound, by role and time, to the slices that enclose its two ends.
+parts (a server has the second only); parts are complete events ("X"), joins, leaves and faults instants
+("i"), what a server keeps back an asynchronous slice ("b" to "e"), and the end of a wait and every message is
+a flow ("s" to "f") that is bound, by role and time, to the slices that enclose its two ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manyhands.observe.events import NO_STEP, NOBODY, EventKind
-from manyhands.observe.timeline import Arrow, Gap, Mark, Row, Slice, Step, Timeline
+from manyhands.observe.picture import Arrow, Gap, Mark, Row, Slice, Step, Timeline
 
 __all__ = ["MAX_TRACE_SLICES", "trace_json"]
 
@@ -21,6 +22,18 @@ MAX_TRACE_SLICES = 60_000
 """Steps and parts in a trace: with its arrows that is at most some 18 MB."""
 
 _STEPS, _PARTS = 1, 2  # the two tracks of a role
+_WITH_PEER = {
+    EventKind.APPLY: "apply update of",
+    EventKind.RECEIVE: "receive from",
+    EventKind.SEND: "send to",
+}
+_COUNTS = {
+    EventKind.EXCHANGE: "messages",
+    EventKind.SEND: "messages",
+    EventKind.INPUT: "samples",
+    EventKind.EVALUATE: "samples",
+    EventKind.APPLY: "shard",
+}
 
 
 def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
@@ -43,6 +56,8 @@ def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, 
         yield from (_part(row, part, names) for part in row.slices)
         yield from (_gap(row, gap) for gap in row.gaps)
         yield from (_mark(row, mark, names) for mark in row.marks)
+        for number, hold in enumerate(row.holds, start=1):
+            yield from _hold(row, hold, number, names)
     for number, arrow in enumerate(timeline.arrows, start=1):
         yield from _flow(number, arrow, names)
 
@@ -60,7 +75,8 @@ def _us(nanoseconds: int) -> float:
 def _titles(row: Row) -> Iterator[dict[str, Any]]:
     yield _event("process_name", "M", row.role, 0, args={"name": row.name})
     yield _event("process_sort_index", "M", row.role, 0, args={"sort_index": row.role})
-    for track, name in ((_STEPS, "steps"), (_PARTS, "parts")):
+    tracks = ((_STEPS, "steps"), (_PARTS, "parts")) if row.steps else ((_PARTS, "work"),)
+    for track, name in tracks:
         yield _event("thread_name", "M", row.role, 0, track=track, args={"name": name})
         yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
 
@@ -84,10 +100,15 @@ def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
     if part.kind is EventKind.WAIT and part.peer != NOBODY:
         name = f"wait for {_name(part.peer, names)}"
         args["peer"] = part.peer
+    elif part.kind in _WITH_PEER:
+        name = f"{_WITH_PEER[part.kind]} {_name(part.peer, names)}"
+        args["peer"] = part.peer
     if part.num_bytes:
         args |= {"bytes": part.num_bytes}
-    if part.count:
-        args |= {"messages" if part.kind is EventKind.EXCHANGE else "samples": part.count}
+    if part.kind in _COUNTS and (part.count or part.kind is EventKind.APPLY):
+        args |= {_COUNTS[part.kind]: part.count}
+    if part.kind is EventKind.APPLY:
+        args |= {"staleness": part.value}
     duration = _us(part.end_ns - part.start_ns)
     return _event(name, "X", row.role, part.start_ns, cat=kind, dur=duration, args=args)
 
@@ -99,6 +120,7 @@ def _gap(row: Row, gap: Gap) -> dict[str, Any]:
         "compute ms": gap.compute_ns / 1e6,
         "exchange ms": gap.exchange_ns / 1e6,
         "wait ms": gap.wait_ns / 1e6,
+        "apply ms": gap.apply_ns / 1e6,
     }
     name = f"steps {gap.first_step} to {gap.last_step}, left out"
     return _event(
@@ -114,9 +136,22 @@ def _mark(row: Row, mark: Mark, names: Mapping[int, str]) -> dict[str, Any]:
     return _event(name, "i", row.role, mark.at_ns, s="p", cat=kind, args=args)
 
 
+def _hold(row: Row, hold: Slice, number: int, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    name = f"hold {_name(hold.peer, names)}"
+    if hold.value >= 0:
+        name += f" for {_name(int(hold.value), names)}"
+    shared: dict[str, Any] = {"cat": "hold", "id": f"{row.role}.{number}", "args": {"shard": hold.count}}
+    yield _event(name, "b", row.role, hold.start_ns, **shared)
+    yield _event(name, "e", row.role, hold.end_ns, **shared)
+
+
 def _flow(number: int, arrow: Arrow, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    name = f"{_name(arrow.source, names)} arrived"
-    shared: dict[str, Any] = {"cat": "arrival", "id": number}
+    if arrow.is_message:
+        name = f"{_name(arrow.source, names)} to {_name(arrow.target, names)}"
+        shared: dict[str, Any] = {"cat": "message", "id": number, "args": {"bytes": arrow.num_bytes}}
+    else:
+        name = f"{_name(arrow.source, names)} arrived"
+        shared = {"cat": "arrival", "id": number}
     yield _event(name, "s", arrow.source, arrow.source_ns, **shared)
     # "bp": "e" binds the end to the slice around it; without it a viewer takes the next slice.
     yield _event(name, "f", arrow.target, arrow.target_ns, bp="e", **shared)

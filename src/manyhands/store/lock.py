@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from manyhands.errors import UserError
 from manyhands.store.atomic import reason, write_all
 
 __all__ = ["RunLock"]
+
+_TRIES, _TRY_AGAIN_S = 3, 0.02
 
 
 class RunLock:
@@ -31,7 +34,7 @@ class RunLock:
         except OSError as error:
             raise UserError(f"{self.path} can not be opened: {reason(error)}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             os.ftruncate(descriptor, 0)
             write_all(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
@@ -46,8 +49,35 @@ class RunLock:
             raise UserError(f"{self.path} can not be locked: {reason(error)}") from error
         self.descriptor = descriptor
 
+    @staticmethod
+    def is_held(path: Path) -> bool | None:
+        """Whether somebody has the lock at `path`; None where there is none to have. For viewers."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def close(self) -> None:
         """Let go; the file stays, for a removed one could be locked by two."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def _lock(descriptor: int) -> None:
+    """BlockingIOError where another run has it; a viewer that looks has it for a moment only, and is waited for."""
+    for _ in range(_TRIES - 1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TRY_AGAIN_S)
+        else:
+            return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -103,19 +103,38 @@ class RunDirectory:
         """The run's checkpoints, of which the last `keep` and the best stay."""
         return CheckpointStore(self.checkpoints_path, keep)
 
+    @property
+    def metrics_path(self) -> Path:
+        """The history, a line a row."""
+        return self.path / _METRICS
+
+    @property
+    def members_path(self) -> Path:
+        """What happened to processes of the run, a line each; not every run has it."""
+        return self.path / _MEMBERS
+
+    @property
+    def summary_path(self) -> Path:
+        """What came out; a run that has not ended has none, or an earlier one's."""
+        return self.path / _SUMMARY
+
+    def is_held(self) -> bool | None:
+        """Whether a live run has the directory; None where none ever had."""
+        return RunLock.is_held(self.path / _LOCK)
+
     def append_member(self, event: Mapping[str, Any]) -> None:
         """Add what happened to a process of the run to members.jsonl."""
-        with (self.path / _MEMBERS).open("a") as file:
+        with self.members_path.open("a") as file:
             file.write(json.dumps(event) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Put what came out into summary.json, in the place of an earlier one."""
-        write_json(self.path / _SUMMARY, summary)
+        write_json(self.summary_path, summary)
 
     def read_summary(self) -> dict[str, Any] | None:
         """What came out, None for a run that has not ended; DataError if the file is damaged."""
         try:
-            return _read_object(self.path / _SUMMARY)
+            return _read_object(self.summary_path)
         except FileNotFoundError:
             return None
 

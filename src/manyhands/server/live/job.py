@@ -116,8 +116,10 @@ class Job:
         return computer, built, layout
 
 
-def view_payload(view: View, addresses: Mapping[int, str]) -> dict[str, Any]:
-    """A view and where its servers listen, as the launcher tells its children."""
+def view_payload(
+    view: View, addresses: Mapping[int, str], roles: Mapping[int, int] | None = None
+) -> dict[str, Any]:
+    """A view, where its servers listen and which roles they have in events, as the launcher tells its children."""
     return {
         "view": {
             "epoch": view.epoch,
@@ -127,6 +129,7 @@ def view_payload(view: View, addresses: Mapping[int, str]) -> dict[str, Any]:
             "gone": [dataclasses.asdict(update) for update in view.gone],
         },
         "addresses": {str(member): address for member, address in addresses.items()},
+        "roles": {str(member): role for member, role in (roles or {}).items()},
     }
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from manyhands.server.live.losses import LossBook
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
-from manyhands.server.messages import Installed
+from manyhands.server.messages import Installed, View
 
 __all__ = ["Command", "Launcher", "Outcome", "RunFiles"]
 
@@ -71,6 +71,9 @@ class RunFiles:
 
     rings: Mapping[int, EventRing]
     """By slot."""
+
+    server_rings: Sequence[EventRing]
+    """By the place of a server: one that died leaves its place to the next."""
 
 
 @dataclass(slots=True)
@@ -124,6 +127,7 @@ class Launcher:
         self._workers: dict[int, int] = {}  # the process of each member that has a slot
         self._numbers: dict[int, int] = {}  # what each process goes by, where that has changed
         self._names: dict[int, str] = {}
+        self._places: dict[int, int] = {}  # of the servers, by member
         self._died_at: dict[str, float] = {}
         self._over = False
         self._began = 0.0
@@ -158,6 +162,7 @@ class Launcher:
                 case Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
+                    self._places.pop(process, None)  # it is killed at once, and writes nothing more
                     self._tell_membership(changes.Silent(member=member))
                 case Interrupted(signal=number):
                     raise as_exception(number)
@@ -223,6 +228,7 @@ class Launcher:
     def _bury(self, ended: Ended) -> None:
         member = self._numbers.get(ended.member, ended.member)
         self._addresses.pop(member, None)
+        self._places.pop(member, None)
         self._servers.discard(member)
         self._workers.pop(member, None)
         if ended.payload is not None:
@@ -253,16 +259,16 @@ class Launcher:
             match action:
                 case Publish(view=view):
                     self._began = self._began or time.monotonic()
-                    payload = view_payload(view, self._addresses)
+                    self._tell_view(view)
+                    payload = view_payload(view, self._addresses, self._roles())
                     for process in [*self._servers, *self._workers.values()]:
                         self._supervisor.tell(process, payload)
                 case StartServer(member=member):
-                    self._start(
-                        member,
-                        f"server {member}",
-                        serve,
-                        {"final": self._files.final},
-                    )
+                    place = min(set(range(len(self._files.server_rings))) - set(self._places.values()))
+                    self._places[member] = place
+                    ring = self._files.server_rings[place]
+                    files = {"final": self._files.final, "events": ring.descriptor}
+                    self._start(member, f"server {place}", serve, files)
                 case StartWorker(member=member, slot=slot):
                     self._start(
                         member,
@@ -285,6 +291,28 @@ class Launcher:
                     raise ManyhandsError(sentence)
                 case Over():
                     self._over = True
+
+    def _roles(self) -> dict[int, int]:
+        return {member: self._files.server_rings[place].role for member, place in self._places.items()}
+
+    def _tell_view(self, view: View) -> None:
+        """Write down who serves and works from now on."""
+        members = {shard.primary for shard in view.shards} | {shard.backup for shard in view.shards}
+        members |= {slot.member for slot in view.slots}
+        self._on_event(
+            {
+                "event": "view",
+                "at_s": time.monotonic() - self._began,
+                "epoch": view.epoch,
+                "shards": [asdict(shard) for shard in view.shards],
+                "slots": [asdict(slot) for slot in view.slots],
+                "names": {
+                    str(member): self._names[self._process_of(member)]
+                    for member in sorted(members)
+                    if self._process_of(member) in self._names
+                },
+            }
+        )
 
     def _recovered(self, what: str, member: int) -> None:
         seconds = time.monotonic() - self._died_at.pop(what, time.monotonic())

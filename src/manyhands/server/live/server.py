@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -27,10 +28,12 @@ from manyhands.errors import Aborted, ManyhandsError
 from manyhands.link.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
+from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.payloads import Gradients
+from manyhands.server.live.records import ServerRecords
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
@@ -59,16 +62,22 @@ _THREADS_FROM_BYTES = 1 << 20  # less is done before a second thread is awake
 
 def serve(context: RoleContext) -> Mapping[str, Any]:
     """The whole life of a server process."""
+    begin_ns = time.monotonic_ns()
     job: Job = load(context.descriptor("job"))
-    with _Server(context, job) as server:
-        return server.run()
+    with EventRing.attach(context.descriptor("events")) as ring:
+        records = ServerRecords(ring, job.strategy)
+        with _Server(context, job, records) as server:
+            records.joined(begin_ns)
+            left = server.run()
+        records.left()
+    return left
 
 
 class _Server:
     """One server process; a context manager."""
 
-    def __init__(self, context: RoleContext, job: Job) -> None:
-        self._context, self._job = context, job
+    def __init__(self, context: RoleContext, job: Job, records: ServerRecords) -> None:
+        self._context, self._job, self._records = context, job, records
         self._member = context.rank
         _, _, self._layout = job.build()
         largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
@@ -96,6 +105,7 @@ class _Server:
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
         self._finished = False
 
     def __enter__(self) -> _Server:
@@ -134,11 +144,14 @@ class _Server:
                 case Ready():
                     self._attend()
                 case TurnedAway(reason=reason):
-                    self._context.send({"note": f"server {self._member} turned somebody away: {reason}"})
+                    self._context.send({"note": f"{self._context.name} turned somebody away: {reason}"})
 
     def _receive(self, event: Received) -> None:
+        begin_ns = self._records.began(event.message)
+        num_bytes = event.payload.nbytes
         try:
             self._handle(event.member, event.message, event.payload)
+            self._records.handled(event.message, begin_ns, num_bytes)
         except ProtocolError as error:
             self._cut(event.member, error)
         event.release()
@@ -154,9 +167,7 @@ class _Server:
         """End the connection to a member that sent what nobody may send; the server goes on."""
         self._hub.disconnect(member, str(error))
         self._forget(member)
-        self._context.send(
-            {"note": f"server {self._member} ended its connection to member {member}: {error}"}
-        )
+        self._context.send({"note": f"{self._context.name} ended its connection to member {member}: {error}"})
 
     def _forget(self, member: int) -> None:
         """Let go of what belongs to a connection that has ended."""
@@ -251,6 +262,8 @@ class _Server:
                     self._logs.write(row)
                     if isinstance(row, StepRow):
                         self._staleness[row.shard].update(update.staleness for update in row.updates)
+                        if self._is_primary(row.shard):  # a backup takes every step once more
+                            self._records.applied(row, *self._applying_ns)
                     elif isinstance(row, LostRow):
                         self._tell_lost(row)
                 case Load(shard=shard):
@@ -267,11 +280,13 @@ class _Server:
             self._do(self._core.handle(message, self._member), None, None)
 
     def _apply(self, apply: Apply) -> None:
+        begin_ns = time.monotonic_ns()
         contributions = [
             replace(self._gradients.take(apply.shard, one.slot, one.clock), factor=one.factor)
             for one in apply.contributions
         ]
         self._store(apply.shard).apply(contributions, apply.rate, len(apply.batches))
+        self._applying_ns = begin_ns, time.monotonic_ns() - begin_ns
         every = self._job.plan.checkpoint_every
         if every and apply.version % every == 0 and self._is_primary(apply.shard):
             self._due.add(apply.shard)
@@ -285,8 +300,10 @@ class _Server:
                 return
             case Parameters(shard=shard):
                 payload = self._parameters(to, shard)
+                self._records.answered(message, self._layout.range_bytes(shard) if self._home is None else 0)
             case RowValues(shard=shard):
                 payload = self._gradients.tables.values(self._store(shard), self._asked)
+                self._records.answered(message, sum(memoryview(one).nbytes for one in payload))
             case Forward(entry=Push(skip=False) as push):
                 payload = self._gradients.forwarded(push)
             case Install(shard=shard):
@@ -373,6 +390,7 @@ class _Server:
         if not self._snapshots.kept:
             return
         core = self._core.replicas[shard]
+        begin_ns = time.monotonic_ns()
         self._context.mark(core.core.version, State.SAVING)
         try:
             self._snapshots.save(
@@ -390,6 +408,7 @@ class _Server:
                     "note": f"no snapshot of shard {shard} at version {core.core.version}: {error}; the older ones stay"
                 }
             )
+        self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
 
     def _is_primary(self, shard: int) -> bool:

@@ -76,6 +76,9 @@ class ServerTraining:
         self._request = request
         self._stack = ExitStack()
         self.rings: dict[int, EventRing] = {}
+        """By slot."""
+
+        self.server_rings: list[EventRing] = []
 
     def __enter__(self) -> Self:
         request = self._request
@@ -93,6 +96,9 @@ class ServerTraining:
             stack.callback(os.close, self._buffers)
             for slot in range(request.most_workers):
                 self.rings[slot] = stack.enter_context(EventRing.create(role=slot, capacity=_RING_EVENTS))
+            for place in range(request.strategy.num_server_processes):
+                ring = EventRing.create(role=request.most_workers + place, capacity=_RING_EVENTS)
+                self.server_rings.append(stack.enter_context(ring))
             self._stack = stack.pop_all()
         return self
 
@@ -121,7 +127,16 @@ class ServerTraining:
             resume_version=request.resume_version,
             skip_nonfinite=request.skip_nonfinite,
         )
-        files = RunFiles(final=self._final.descriptor, buffers=self._buffers, rings=self.rings)
+        files = RunFiles(
+            final=self._final.descriptor,
+            buffers=self._buffers,
+            rings=self.rings,
+            server_rings=self.server_rings,
+        )
+        layout = [
+            {"shard": shard, "bytes": self._layout.range_bytes(shard)} for shard in range(self._layout.shards)
+        ]
+        on_event({"event": "layout", "shards": layout})
         launcher = Launcher(
             job, request.workers, files, on_rows=on_rows, on_event=on_event, commands=commands
         )

@@ -27,6 +27,7 @@ from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Re
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
 from manyhands.server.live.job import Job, view_from
+from manyhands.server.live.records import message_number, wire_of_link
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import Parameters, Push, ReadRows, RowsUnknown, RowValues, View, Work
@@ -150,6 +151,8 @@ class _Turn:
         self._evaluated = -1
         self._waited_for = NOBODY
         self._latest: View | None = None
+        self._roles: dict[int, int] = {}  # of servers in events, by member
+        self._wire = wire_of_link(job.strategy)
 
     def __enter__(self) -> _Turn:
         return self
@@ -167,11 +170,15 @@ class _Turn:
                 self._compute(self._computing)
             else:
                 self._turn()
+        if self._began_ns is not None:  # the answer to the last push, which no pull follows
+            last, took_ns = self._context.step - 1, time.monotonic_ns() - self._pushed_ns
+            self._ring.record(EventKind.EXCHANGE, self._pushed_ns, took_ns, step=last, wire=self._wire)
         return self._left
 
     def _turn(self) -> None:
         for told in self._context.told():
             if "view" in told:
+                self._roles = {int(member): role for member, role in told["roles"].items()}
                 self._follow(*view_from(told))
         if self._context.stop_requested():
             raise Aborted("the launcher asked to stop")
@@ -183,6 +190,7 @@ class _Turn:
                 case Received(member=member, message=message, payload=payload):
                     self._heard_ns = time.monotonic_ns()
                     self._hear_rows(member, message, payload)
+                    self._record_message(EventKind.RECEIVE, member, message, payload.nbytes)
                     if isinstance(message, Parameters):
                         self._waited_for = message.waited_for  # of the last shard to answer
                     self._do(self._core.handle(message, member))
@@ -230,7 +238,7 @@ class _Turn:
             self._unsent[send.to].append(send)
             return
         payload: list[Any] = []
-        message = send.message
+        message, before = send.message, self._body.bytes_sent
         if isinstance(message, Push) and not message.skip:
             part = self._body.parts[message.shard]
             self._body.bytes_sent += part.gradient.memory.nbytes
@@ -243,7 +251,22 @@ class _Turn:
             payload = self._body.tables.request(send.to, message.shard)
             self._body.bytes_sent += sum(memoryview(one).nbytes for one in payload)
         self._body.messages_sent += 1
+        if isinstance(message, Push | ReadRows):
+            self._record_message(EventKind.SEND, send.to, message, self._body.bytes_sent - before)
         self._hub.send(send.to, message, payload)
+
+    def _record_message(self, kind: EventKind, server: int, message: Any, num_bytes: int) -> None:
+        if isinstance(message, Push | ReadRows | Parameters | RowValues):
+            self._ring.record(
+                kind,
+                time.monotonic_ns(),
+                step=message.batch if isinstance(message, Push) else self._context.step - 1,
+                peer=self._roles.get(server, NOBODY),
+                num_bytes=num_bytes,
+                count=1,
+                message=message_number(message, self._job.strategy.servers),
+                wire=self._wire,
+            )
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         """Parameters that come inline are received straight into the model."""
@@ -268,7 +291,7 @@ class _Turn:
         body.model.pulled()
         try:
             self._evaluate(work)
-            self._begun_ns = time.monotonic_ns()
+            ready = self._begun_ns = time.monotonic_ns()
             body.model.begin()
             body.tables.begin()
             done = body.computer.compute(
@@ -284,12 +307,15 @@ class _Turn:
         body.model.end()
         body.tables.collect(done.share)
         begun = self._begun_ns
+        if not body.tables.exist:  # else what was read before is over already
+            begun += done.input_ns
         computed = time.monotonic_ns()
         bad = self._complaint(work, done)
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; lower the learning rate or look at that batch")
         body.samples += done.samples
-        ring.record(EventKind.COMPUTE, begun, computed - begun, step=work.batch)
+        ring.record(EventKind.INPUT, ready, done.input_ns, step=work.batch, count=done.samples)
+        ring.record(EventKind.COMPUTE, begun, max(0, computed - begun), step=work.batch)
         ring.record(
             EventKind.STEP, begin, computed - begin, step=work.batch, count=done.samples, value=done.loss
         )
@@ -357,10 +383,12 @@ class _Turn:
         sent = {"num_bytes": self._body.layout.num_bytes, "count": 2 * self._body.layout.shards}
         took_ns = now_ns - self._pushed_ns
         if self._waited_for == NOBODY:
-            self._ring.record(EventKind.EXCHANGE, self._pushed_ns, took_ns, step=work.batch, **sent)
+            self._ring.record(
+                EventKind.EXCHANGE, self._pushed_ns, took_ns, step=work.batch, wire=self._wire, **sent
+            )
             return
         self._ring.record(EventKind.WAIT, self._pushed_ns, took_ns, step=work.batch, peer=self._waited_for)
-        self._ring.record(EventKind.EXCHANGE, now_ns, 0, step=work.batch, **sent)
+        self._ring.record(EventKind.EXCHANGE, now_ns, 0, step=work.batch, wire=self._wire, **sent)
 
     def _evaluate(self, work: Work) -> None:
         """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""

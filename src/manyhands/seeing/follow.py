@@ -1,0 +1,227 @@
+"""Follow a run by its directory: while it is written, and after its end; only what is new is read.
+
+Nothing is asked of the run itself, so a viewer may come and go. What is damaged is left out with a note: a
+view must show what there is. Time is that of the run's first part; files of a resumed run are moved onto it by
+the difference of their offsets to the time of day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.errors import DataError, UserError
+from manyhands.observe.events import RECORD, Records
+from manyhands.observe.files import has_header, read_events, read_header
+from manyhands.observe.gather import Gather
+from manyhands.observe.recorded import part_of
+from manyhands.observe.view import RunView
+from manyhands.store.rundir import RunDirectory
+
+__all__ = ["RunFollower"]
+
+_PORTION = 1 << 14  # events that are gathered at once
+
+
+class RunFollower:
+    """One run directory, seen again at every `poll`; one thread at a time."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._directory: RunDirectory | None = None
+        self._gather = Gather()
+        self._files: dict[Path, _EventTail] = {}
+        self._offset_by_part: dict[int, int] = {}
+        self._metrics: _LineTail | None = None
+        self._members: _LineTail | None = None
+
+    @property
+    def wall_begin_s(self) -> float | None:
+        """The time of day, in seconds since 1970, of the moment from which the view's seconds count."""
+        if not self._offset_by_part or not self._gather.first_ns:
+            return None
+        return (self._gather.first_ns + self._first_offset_ns) / 1e9
+
+    def poll(self) -> RunView:
+        """Read what is new, and show the run as of now.
+
+        A directory without a configuration is a run that has not begun; one that is not there is a UserError.
+        """
+        if self._directory is None and not self._open():
+            return self._gather.view(0)
+        directory = self._directory
+        assert directory is not None
+        # The end is looked at first: whatever was written before it is then read below.
+        summary = self._summary(directory)
+        self._read_events(directory)
+        self._read_lines()
+        held = directory.is_held()
+        if summary is not None and not self._is_of_the_end(summary, held):
+            summary = None
+        self._gather.end(summary)
+        if summary is not None or not self._offset_by_part:
+            return self._gather.view(self._gather.last_ns)
+        now_ns = self._gather.last_ns if held is False else time.time_ns() - self._first_offset_ns
+        return self._gather.view(now_ns, held=held)
+
+    @property
+    def _first_offset_ns(self) -> int:
+        return self._offset_by_part[min(self._offset_by_part)]
+
+    def _open(self) -> bool:
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is no directory; name the directory of a run, as in runs/digits")
+        if not (self.path / "config.json").exists():
+            return False
+        directory = RunDirectory.open(self.path, lock=False)
+        config = directory.config
+        self._directory = directory
+        self._gather = Gather(
+            task=str(config.get("task", "")),
+            strategy=str(config.get("strategy", "")),
+            steps_asked=_whole(config.get("steps")),
+            workers=max(1, _whole(config.get("workers"))),
+        )
+        self._metrics = _LineTail(directory.metrics_path)
+        self._members = _LineTail(directory.members_path)
+        return True
+
+    def _summary(self, directory: RunDirectory) -> dict[str, Any] | None:
+        try:
+            return directory.read_summary()
+        except DataError as error:
+            self._gather.note(str(error))
+            return None
+
+    def _is_of_the_end(self, summary: dict[str, Any], held: bool | None) -> bool:
+        """Whether this is the summary of all there is: until its end, a resumed run has an earlier one's."""
+        assert self._directory is not None
+        written = self._directory.summary_path.stat().st_mtime_ns
+        files = self._directory.events_path.glob("*.bin")
+        if written >= max((path.stat().st_mtime_ns for path in files), default=0):
+            return True
+        # A copy of a run has files of any age.
+        return not held and _whole(summary.get("steps")) >= self._gather.step
+
+    def _read_events(self, directory: RunDirectory) -> None:
+        for path in sorted(directory.events_path.glob("*.bin")):
+            part = part_of(path)
+            if part is not None and path not in self._files and has_header(path):
+                self._meet(path, part)
+        pieces = []
+        for tail in self._files.values():
+            if tail.is_damaged:
+                continue
+            try:
+                pieces.append(tail.read(self._offset_by_part[tail.part] - self._first_offset_ns))
+            except DataError as error:
+                self._gather.note(f"{error}; what follows there is left out")
+                tail.is_damaged = True
+            if tail.note:
+                self._gather.note(tail.note)
+        records = _interleaved(pieces)
+        for begin in range(0, len(records), _PORTION):
+            self._gather.add_events(records[begin : begin + _PORTION])
+
+    def _meet(self, path: Path, part: int) -> None:
+        try:
+            header = read_header(path)
+        except DataError as error:
+            self._gather.note(str(error))
+            self._files[path] = _EventTail(path=path, part=part, is_damaged=True)
+            return
+        self._offset_by_part.setdefault(part, header.wall_offset_ns)
+        self._files[path] = _EventTail(path=path, part=part)
+        self._gather.meet(header.role, header.name)
+
+    def _read_lines(self) -> None:
+        assert self._metrics is not None
+        assert self._members is not None
+        rows, anew = self._metrics.read()
+        if anew:
+            self._gather.forget_rows()
+        self._gather.add_rows(row for row in rows if isinstance(row.get("step"), int))
+        self._gather.add_members(self._members.read()[0])
+        for tail in (self._metrics, self._members):
+            if tail.damaged:
+                self._gather.note(f"{tail.path} has lines that are no JSON objects; they are left out")
+
+
+@dataclass(kw_only=True)
+class _EventTail:
+    """An event file, and how many of its records were read."""
+
+    path: Path
+    part: int
+    num_read: int = 0
+    is_damaged: bool = False
+    note: str = ""
+
+    def read(self, by_ns: int) -> Records:
+        """The new records, their times moved by `by_ns`."""
+        records = read_events(self.path, skip=self.num_read)
+        self.num_read += len(records)
+        unwritten = read_header(self.path).unwritten
+        if unwritten:
+            self.note = (
+                f"{self.path.name} reached its bound: {unwritten} or more later events are not in this view"
+            )
+        if by_ns:
+            records["start_ns"] = (records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
+        return records
+
+
+class _LineTail:
+    """A file of JSON lines, and how much of it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = False
+        self._offset = 0
+        self._inode = -1
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The new whole lines, and whether the file was written anew, so that they are all of its lines."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                anew = status.st_ino != self._inode or status.st_size < self._offset
+                if anew:
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return [], False
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [row for line in whole.splitlines() if (row := self._parse(line)) is not None], anew
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            return row
+        self.damaged = True
+        return None
+
+
+def _interleaved(pieces: Sequence[Records]) -> Records:
+    """All records by the time they ended, those of one role in the order they were recorded."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        return np.zeros(0, RECORD)
+    known = [np.maximum.accumulate(piece["start_ns"] + piece["duration_ns"]) for piece in pieces]
+    return np.concatenate(pieces)[np.argsort(np.concatenate(known), kind="stable")]
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,333 @@
+"""A run as a view, from events, rows and members that were made up: every number can be worked out by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from manyhands.observe.events import NOBODY, RECORD, EventKind, Records, Wire
+from manyhands.observe.gather import Gather
+from manyhands.observe.view import Phase, RunView, Shares
+
+MS = 1_000_000
+S = 1_000_000_000
+BEGIN = 100 * S
+
+
+def event(kind: EventKind, role: int, at_s: float, took_s: float, **fields: float) -> Records:
+    record = np.zeros(1, RECORD)
+    record["kind"], record["role"], record["peer"], record["step"] = kind, role, NOBODY, -1
+    record["start_ns"], record["duration_ns"] = BEGIN + round(at_s * S), round(took_s * S)
+    for name, value in fields.items():
+        record[name] = value
+    return record
+
+
+def joined(records: Sequence[Records]) -> Records:
+    """In the order in which they ended, numbered by role as a ring does."""
+    whole = np.concatenate(records)
+    whole = whole[np.argsort(whole["start_ns"] + whole["duration_ns"], kind="stable")]
+    for role in np.unique(whole["role"]):
+        chosen = whole["role"] == role
+        whole["id"][chosen] = np.arange(chosen.sum())
+    return whole
+
+
+def training(seconds: float, compute_ms: Sequence[float], *, slow_since_s: float = 1e9) -> list[Records]:
+    """Workers that all wait for the last; worker 1 computes three times as long from `slow_since_s` on."""
+    records, now, step = [], 0.0, 0
+    while now < seconds:
+        own = [
+            ms / 1000 * (3 if rank == 1 and now >= slow_since_s else 1) for rank, ms in enumerate(compute_ms)
+        ]
+        last = own.index(max(own))
+        for rank, took in enumerate(own):
+            records += [
+                event(EventKind.INPUT, rank, now, 0.001, step=step),
+                event(EventKind.COMPUTE, rank, now + 0.001, took, step=step),
+                event(EventKind.WAIT, rank, now + 0.001 + took, max(own) - took, step=step, peer=last),
+                event(
+                    EventKind.EXCHANGE,
+                    rank,
+                    now + 0.001 + max(own),
+                    0.001,
+                    step=step,
+                    num_bytes=100,
+                    count=2,
+                    wire=Wire.MEMORY,
+                ),
+                event(EventKind.STEP, rank, now, max(own) + 0.002, step=step, count=8, value=1 / (step + 1)),
+            ]
+        now += max(own) + 0.002
+        step += 1
+    return records
+
+
+def gathered(records: Records, workers: int, **about: object) -> Gather:
+    values = {"task": "digits", "strategy": "mirrored", "steps_asked": 2000, "workers": workers} | about
+    gather = Gather(**values)  # type: ignore[arg-type]
+    for role in range(workers):
+        gather.meet(role, f"worker-{role}")
+    gather.add_events(records)
+    return gather
+
+
+def at(gather: Gather, seconds: float, **how: bool) -> RunView:
+    return gather.view(BEGIN + round(seconds * S), **how)
+
+
+def test_a_running_run_is_shown_with_the_numbers_worked_out_by_hand() -> None:
+    view = at(gathered(joined(training(10, [20, 5])), 2), 10)
+    assert (view.task, view.strategy, view.phase) == ("digits", "mirrored", Phase.RUNNING)
+    assert view.step == 455  # of 22 ms each, the last ends after 10 s
+    assert view.steps_per_s == pytest.approx(1 / 0.022, rel=0.02)
+    assert view.samples_per_s == pytest.approx(16 / 0.022, rel=0.02)
+    assert view.seconds_left == pytest.approx((2000 - 455) * 0.022, rel=0.02)
+    assert view.loss == pytest.approx(1 / 455)
+    first, second = view.workers
+    assert (first.name, first.steps, first.samples, first.present) == ("worker 0", 455, 455 * 8, True)
+    assert first.compute_ms == pytest.approx(20)
+    assert first.steps_per_s == pytest.approx(1 / 0.022, rel=0.05)
+    expected = Shares(compute=5 / 22, input=1 / 22, exchange=1 / 22, wait=15 / 22)
+    for shares in (second.shares, second.recent):
+        assert (shares.compute, shares.input, shares.exchange, shares.wait) == pytest.approx(
+            (expected.compute, expected.input, expected.exchange, expected.wait), rel=0.02
+        )
+    assert (first.waits_for, second.waits_for) == ("", "worker 0")
+    assert view.waits[1][0] == pytest.approx(455 * 0.015)
+    assert view.waits[0] == (0.0, 0.0)
+    (traffic,) = view.traffic
+    assert (traffic.wire, traffic.codec, traffic.num_bytes, traffic.messages) == (
+        "memory",
+        "raw",
+        91000,
+        1820,
+    )
+
+
+def test_a_worker_that_slows_in_mid_run_is_in_the_warnings_within_five_seconds() -> None:
+    records = joined(training(60, [20, 20, 20], slow_since_s=50))
+    ended = records["start_ns"] + records["duration_ns"]
+    before = gathered(records[ended <= BEGIN + 50 * S], 3)
+    assert at(before, 50).warnings == ()
+    (sentence,) = at(gathered(records[ended <= BEGIN + 55 * S], 3), 55).warnings
+    step = int(
+        records["step"][(records["kind"] == EventKind.COMPUTE) & (records["duration_ns"] > 50 * MS)].min()
+    )
+    assert sentence == (
+        f"worker 1 is 3.0 times slower than the median of the others since step {step}: the others wait 65 % of their "
+        "time; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+    )
+
+
+def test_portions_do_not_matter() -> None:
+    records = joined(training(12, [20, 5, 7]))
+    parts = gathered(records[:0], 3)
+    for part in np.array_split(records, 31):
+        parts.add_events(part)
+    assert at(gathered(records, 3), 12) == at(parts, 12)
+
+
+def test_nothing_yet_is_a_view_too() -> None:
+    view = Gather().view(0)
+    assert (view.phase, view.step, view.workers[0].steps, view.warnings) == (Phase.STARTING, 0, 0, ())
+    assert [curve.name for curve in view.curves] == ["loss", "samples_per_s"]
+
+
+def test_curves_are_bounded_in_order_and_keep_the_newest_point() -> None:
+    gather = gathered(joined(training(3, [5])), 1)
+    rows = [{"step": step + 1, "loss": 1 / (step + 1), "at_s": step / 100} for step in range(5000)]
+    gather.add_rows(rows)
+    gather.add_rows([{"step": 5000, "metrics": {"accuracy": 0.9, "odd": None}, "at_s": 50.0}])
+    view = at(gather, 3)
+    loss, speed, accuracy = view.curves
+    assert (loss.name, speed.name, accuracy.name) == ("loss", "samples_per_s", "accuracy")
+    for curve in view.curves:
+        assert len(curve.steps) == len(curve.seconds) == len(curve.values) <= 401
+        assert list(curve.steps) == sorted(curve.steps)
+        assert list(curve.seconds) == sorted(curve.seconds)
+    assert (loss.steps[0], loss.steps[-1], loss.values[-1]) == (1, 5000, 1 / 5000)
+    spacing = np.diff(loss.steps)[:-1]
+    assert spacing.min() == spacing.max(), "thinned evenly"
+    assert np.mean(speed.values) == pytest.approx(8 / 0.007, rel=0.02)
+    assert view.final == {"accuracy": 0.9}
+    assert view.step == 5000
+
+
+def test_speed_of_a_long_run_is_kept_in_bins_that_grow() -> None:
+    gather = gathered(np.zeros(0, RECORD), 1)
+    for minute in range(30):
+        steps = [
+            event(EventKind.STEP, 0, minute * 60 + at_s, 1.0, step=minute * 60 + at_s, count=4)
+            for at_s in range(60)
+        ]
+        gather.add_events(joined(steps))
+    speed = at(gather, 1800).curves[1]
+    assert 150 <= len(speed.values) <= 400
+    assert speed.values[10:] == pytest.approx([4.0] * len(speed.values[10:]))
+
+
+def test_a_resumed_history_goes_on_where_it_was() -> None:
+    gather = Gather()
+    gather.add_rows({"step": step, "loss": 1.0, "at_s": float(step)} for step in range(1, 6))
+    gather.add_rows({"step": step, "loss": 1.0, "at_s": float(step - 5)} for step in range(6, 9))
+    assert gather.view(0).curves[0].seconds == (1, 2, 3, 4, 5, 6, 7, 8)
+    gather.forget_rows()
+    assert gather.view(0).curves[0].seconds == ()
+
+
+def test_who_was_last_seen_doing_what_when_nothing_happens() -> None:
+    gather = gathered(
+        joined([*training(2, [20, 20]), event(EventKind.WAIT, 0, 2.1, 0.1, step=90, peer=1)]), 2
+    )
+    assert at(gather, 11).phase is Phase.RUNNING
+    view = at(gather, 13.2)
+    assert view.phase is Phase.QUIET
+    (sentence,) = view.warnings
+    assert sentence == (
+        "nothing has happened for 11 s, and nobody said that the run is over: "
+        "worker 1 was last seen at the end of step 90, 11 s ago; worker 0 was last seen waiting in step 90, 11 s ago"
+    )
+
+
+def test_steps_that_take_long_are_not_quiet() -> None:
+    gather = gathered(joined([event(EventKind.STEP, 0, 60.0 * k, 60, step=k, count=1) for k in range(3)]), 1)
+    assert at(gather, 200).phase is Phase.RUNNING
+
+
+def test_a_run_that_nobody_holds_was_stopped() -> None:
+    view = at(gathered(joined(training(2, [20])), 1), 2.5, held=False)
+    assert view.phase is Phase.QUIET
+    assert "it was stopped; --resume goes on with it" in view.warnings[0]
+
+
+def test_the_end_shows_who_was_slow_and_no_silence() -> None:
+    gather = gathered(joined(training(10, [20, 60])), 2)
+    gather.end({"samples_per_s": 123.0})
+    view = at(gather, 5000)
+    assert (view.phase, view.samples_per_s, view.seconds_left) == (Phase.ENDED, 123.0, None)
+    assert view.seconds == pytest.approx(10, abs=0.1)
+    (sentence,) = view.warnings
+    assert sentence.startswith("worker 1 is 3.0 times slower than the median of the others from the start")
+    assert view.workers[1].recent.compute > 0.9
+
+
+def test_lost_events_are_counted_from_the_gaps() -> None:
+    records = joined(training(1, [20]))
+    records["id"][50:] += 7
+    gather = gathered(records, 1)
+    again = joined(training(1, [20]))  # resumed: numbered from 0
+    again["start_ns"] += np.uint64(5 * S)
+    gather.add_events(again)
+    assert at(gather, 6).warnings == (
+        "worker 0 recorded faster than it was read: 7 events are missing from all figures",
+    )
+
+
+# --- servers and members
+
+
+def server_run() -> Gather:
+    records = training(6, [20, 20])
+    for k in range(300):
+        for server, took in ((2, 0.018), (3, 0.001)):
+            records.append(
+                event(
+                    EventKind.APPLY, server, 0.02 * k, took, step=k, peer=k % 2, count=server - 2, value=k % 3
+                )
+            )
+            records.append(
+                event(
+                    EventKind.SEND,
+                    server,
+                    0.02 * k,
+                    0,
+                    step=k,
+                    peer=k % 2,
+                    count=1,
+                    num_bytes=50,
+                    wire=Wire.TCP,
+                )
+            )
+    gather = gathered(np.zeros(0, RECORD), 2, strategy="ps servers=2 consistency=async")
+    gather.meet(2, "server-0")
+    gather.meet(3, "server-1")
+    gather.add_events(joined(records))
+    return gather
+
+
+def members(gather: Gather) -> None:
+    gather.add_members(
+        [
+            {"event": "layout", "shards": [{"shard": 0, "bytes": 1000}, {"shard": 1, "bytes": 24}]},
+            {"event": "started", "at_s": 0.0, "member": 5, "name": "server 1"},
+            {
+                "event": "view",
+                "at_s": 0.1,
+                "epoch": 3,
+                "shards": [
+                    {"shard": 0, "epoch": 1, "primary": 4, "backup": 5},
+                    {"shard": 1, "epoch": 1, "primary": 5, "backup": None},
+                ],
+                "slots": [{"slot": 0, "member": 0}],
+                "names": {"0": "worker 0", "4": "server 0", "5": "server 1"},
+            },
+            {"event": "died", "at_s": 2.0, "member": 5, "sentence": "server 1 was killed by SIGKILL"},
+        ]
+    )
+
+
+def test_servers_show_what_they_apply_and_who_does_most_of_it() -> None:
+    view = at(server_run(), 6)
+    first, second = view.servers
+    assert (first.name, first.role, first.updates, first.present) == ("server 0", 2, 300, True)
+    assert first.updates_per_s == pytest.approx(50, rel=0.05)
+    assert first.apply_ms == pytest.approx(18)
+    assert first.share == pytest.approx(18 / 19, rel=0.01)
+    assert second.share == pytest.approx(1 / 19, rel=0.01)
+    assert view.staleness.histogram == {0: 200, 1: 200, 2: 200}
+    assert (view.staleness.mean, view.staleness.max) == (1.0, 2)
+    assert view.warnings == (
+        "server 0 does 95 % of the applying, and 50 % would be its share: the parameters lie unevenly on the servers; "
+        "more, smaller ones (servers=) spread them",
+    )
+    assert {one.wire: (one.num_bytes, one.messages) for one in view.traffic}["tcp"] == (600 * 50, 600)
+    assert len(view.workers) == 2, "servers are no workers"
+
+
+def test_members_say_who_keeps_what_and_what_happened() -> None:
+    gather = server_run()
+    members(gather)
+    view = at(gather, 6)
+    first, second = view.servers
+    assert (first.primary_of, first.backup_of, first.num_bytes) == ((0,), (), 1000)
+    assert (second.primary_of, second.backup_of, second.num_bytes) == ((1,), (0,), 24)
+    assert (first.present, second.present) == (True, False)
+    assert [worker.present for worker in view.workers] == [True, False]
+    assert view.epoch == 3
+    started, died = view.happenings
+    assert (started.what, started.who, started.epoch) == ("started", "server 1", 0)
+    assert (died.what, died.who, died.epoch, died.at_s) == ("died", "server 1", 3, 2.0)
+    assert died.sentence == "server 1 was killed by SIGKILL"
+
+
+def test_without_members_the_events_tell_who_came_and_went() -> None:
+    records = [event(EventKind.JOIN, 0, 0, 1.5), event(EventKind.LEAVE, 0, 3, 0)]
+    view = at(gathered(joined(records), 2), 4)
+    assert [(one.what, one.who, one.at_s) for one in view.happenings] == [
+        ("joined", "worker 0", 1.5),
+        ("left", "worker 0", 3.0),
+    ]
+    assert [worker.present for worker in view.workers] == [False, False]
+
+
+def test_a_worker_that_comes_later_gets_a_place() -> None:
+    gather = gathered(joined(training(2, [20, 20])), 2)
+    gather.meet(5, "worker-5")
+    assert [worker.role for worker in at(gather, 2).workers] == [0, 1]
+    gather.add_events(event(EventKind.JOIN, 5, 2.0, 0.1))
+    view = at(gather, 2.2)
+    assert [worker.role for worker in view.workers] == [0, 1, 5]
+    assert (len(view.waits), {len(row) for row in view.waits}) == (3, {3})
+    assert replace(view.workers[2], present=False).name == "worker 5"
