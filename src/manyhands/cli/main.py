@@ -22,6 +22,7 @@ from manyhands.cli.regression import add_train_logreg, predict_command
 from manyhands.cli.replay import replay_command
 from manyhands.cli.timeline import timeline_command
 from manyhands.cli.train import train_app
+from manyhands.cli.watch import report_command, watch_command
 from manyhands.doctor import Verdict, examine
 from manyhands.errors import ManyhandsError, UserError
 
@@ -44,6 +45,8 @@ app.command("audit")(audit_command)
 app.command("replay")(replay_command)
 app.command("timeline")(timeline_command)
 app.command("explain")(explain_command)
+app.command("watch")(watch_command)
+app.command("report")(report_command)
 app.command("predict")(predict_command)
 app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,14 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "dashboard": (
+        Annotated[bool, typer.Option("--dashboard", help="Show the run as a live page while it goes on.")],
+        False,
+    ),
+    "dashboard_port": (
+        Annotated[int, typer.Option(help="Port of the live page on 127.0.0.1; 0 takes a free one.")],
+        0,
+    ),
     "json_file": (
         Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
         None,
@@ -81,12 +90,14 @@ class _Common:
     evaluate_every: int | None
     checkpoint_every: int | None
     slow: str | None
+    dashboard: bool
+    dashboard_port: int
     json_file: Path | None
 
 
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.errors import UserError
+    from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
     from manyhands.observe.progress import ProgressView
     from manyhands.observe.table import end_table
@@ -96,9 +107,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     if common.resume and common.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
     task = entry.build(**task_options)
-    steps, epochs = common.steps, common.epochs
-    if steps is None and epochs is None:
-        steps, epochs = entry.steps, entry.epochs
+    steps, epochs = _length(entry, common)
     console = Console(stderr=True)
 
     def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
@@ -127,16 +136,45 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         ),
     )
     try:
-        run = fit_here()
+        with _live_page(common, entry.name, out):
+            run = fit_here()
     except KeyboardInterrupt:
         print(
             f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr
         )
         raise typer.Exit(130) from None
+    except UserError:
+        raise
+    except ManyhandsError:
+        _report(out)  # it shows what went wrong, and to whom
+        raise
     write_json(common.json_file, run.summary)
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
+    _report(out)
+
+
+def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int | None]:
+    """Steps or epochs as asked for, or what the task itself would have."""
+    if common.steps is None and common.epochs is None:
+        return entry.steps, entry.epochs
+    return common.steps, common.epochs
+
+
+@contextmanager
+def _live_page(common: _Common, task: str, out: Path) -> Iterator[None]:
+    """The run's page while it goes on, where one is wanted."""
+    if not common.dashboard:
+        yield
+        return
+    from manyhands.cli.watch import serving
+    from manyhands.seeing.dashboard import LOOPBACK
+    from manyhands.seeing.source import ComingRun
+
+    farewell = f"The run has ended; manyhands watch {out} opens this page again."
+    with serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell):
+        yield
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
@@ -157,6 +195,17 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
             highlight=False,
         )
     out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
+
+
+def _report(out: Path) -> None:
+    """The run's report, as the last line; a disk that does not take it fails no run that has ended well."""
+    from manyhands.errors import ManyhandsError
+    from manyhands.seeing.report import write_report
+
+    try:
+        print(f"report  {write_report(out)}")
+    except ManyhandsError as error:
+        print(f"manyhands: there is no report: {error}", file=sys.stderr)
 
 
 _PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _WIDTH, _HEIGHT = 360.0, 190.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 10.0, 8.0, 34.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 10.0, 8.0, 34.0
 _ROW, _NAME = 22.0, 78.0  # of a horizontal bar: its height, the width of the names
 _NAME_LETTERS = 13
 _MAX_POINTS = 400  # of a curve; more would be narrower than a pixel
@@ -111,7 +111,7 @@ def bar_chart(
         drawn.append(_rect("f0", axis.begin, y + 3, end - axis.begin, _ROW - 6, f"{name}: {show(value)}"))
         drawn.append(_text(end + 5, y + _ROW / 2 + 4, show(value)))
     said = f"{title}: " + (", ".join(f"{name} {show(value)}" for name, value in bars) or "nothing yet")
-    return _figure(title, _svg(drawn, max(_ROW, _ROW * len(bars)), said))
+    return _figure(title, _svg(drawn, max(_ROW, _ROW * len(bars)), said, "chart rows"))
 
 
 def share_bars(
@@ -143,7 +143,7 @@ def share_bars(
     said = f"{title}: " + (
         "; ".join(_shares_in_words(name, shares, parts) for name, shares in rows) or "none yet"
     )
-    svg = _svg(drawn, max(_ROW, _ROW * len(rows)), said)
+    svg = _svg(drawn, max(_ROW, _ROW * len(rows)), said, "chart rows")
     return _figure(title, svg, _legend(parts, lines=False, colours=colours))
 
 
@@ -166,7 +166,7 @@ def histogram(counts: Mapping[int, int], *, title: str, x_label: str, y_label: s
         if bins.get(index, 0):
             drawn.append(_rect("f0", left, top, right - left, ys.begin - top, f"{name}: {bins[index]:,}"))
         if index % every == 0:
-            drawn.append(_text((left + right) / 2, ys.begin + 13, str(first), "tick", "middle"))
+            drawn.append(_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
     total = sum(counts.values())
     mean = sum(value * count for value, count in counts.items()) / total if total else 0.0
     said = (
@@ -185,8 +185,12 @@ def matrix(
     title: str,
     corner: str = "",
     show: Callable[[float], str] | None = None,
+    scrolls: bool = True,
 ) -> str:
-    """Numbers as a table whose cells are the stronger coloured the greater they are; 0 is a quiet dot."""
+    """Numbers as a table whose cells are the stronger coloured the greater they are; 0 is a quiet dot.
+
+    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    """
     show = show or short_number
     greatest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
@@ -198,13 +202,22 @@ def matrix(
         title,
         f'<table class="heat"><caption>{escape(title)}</caption><thead><tr>'
         f'<th scope="col" class="corner">{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table>',
+        scrolls,
     )
 
 
 def data_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str, words: Sequence[int] = (0,)
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str,
+    words: Sequence[int] = (0,),
+    scrolls: bool = True,
 ) -> str:
-    """Rows of text under their columns; those of `words` are read from the left, the others are numbers."""
+    """Rows of text under their columns; those of `words` are read from the left, the others are numbers.
+
+    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    """
     kinds = ["" if index in words else ' class="number"' for index in range(len(columns))]
     head = "".join(
         f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True)
@@ -218,6 +231,7 @@ def data_table(
     return _scroll(
         title,
         f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        scrolls,
     )
 
 
@@ -305,6 +319,8 @@ def _linear(
 ) -> tuple[_Axis, list[tuple[float, str]]]:
     """An axis that holds `values`, and its ticks; it ends at ticks unless it is `tight`."""
     low, high = min(values, default=0.0), max(values, default=1.0)
+    if tight and 0 < low <= 0.12 * high:
+        low = 0.0  # what begins that early reads better from the beginning
     if high - low <= 1e-12 * max(abs(high), abs(low)):
         margin = abs(high) / 2 or 1.0
         low, high = (0.0 if 0 <= low <= margin else low - margin), high + margin
@@ -366,12 +382,12 @@ def _frame(
     for place, said in x_ticks:
         x = xs.at(place)
         yield f'<line class="axis" x1="{x:.1f}" y1="{ys.begin:g}" x2="{x:.1f}" y2="{ys.begin + 3:g}"/>'
-        yield _text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 13, said, "tick x", "middle")
+        yield _text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 14, said, "tick x", "middle")
     yield f'<line class="axis" x1="{xs.begin:g}" y1="{ys.begin:g}" x2="{xs.end:g}" y2="{ys.begin:g}"/>'
     yield _text((xs.begin + xs.end) / 2, _HEIGHT - 5, x_label, "label", "middle")
     middle = (ys.begin + ys.end) / 2
     yield (
-        f'<text class="label" x="9" y="{middle:g}" text-anchor="middle" transform="rotate(-90 9 {middle:g})">'
+        f'<text class="label" x="8" y="{middle:g}" text-anchor="middle" transform="rotate(-90 8 {middle:g})">'
         f"{escape(y_label)}</text>"
     )
 
@@ -427,9 +443,9 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(drawn: Iterable[str], height: float, said: str) -> str:
+def _svg(drawn: Iterable[str], height: float, said: str, kind: str = "chart") -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
         f'aria-label="{escape(said)}">' + "".join(drawn) + "</svg>"
     )
 
@@ -438,5 +454,7 @@ def _figure(title: str, svg: str, legend: str = "") -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
 
 
-def _scroll(title: str, table: str) -> str:
+def _scroll(title: str, table: str, scrolls: bool) -> str:
+    if not scrolls:
+        return table
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>'

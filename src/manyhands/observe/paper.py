@@ -32,18 +32,19 @@ a { color: var(--link); } code { font: .92em ui-monospace, monospace; overflow-w
 .skip { position: absolute; left: -99rem; padding: .5rem; background: var(--card); }
 .skip:focus { left: .5rem; top: .5rem; z-index: 2; }
 h1 { font-size: 1.3rem; margin: 1rem 0 .5rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 0 0 .4rem; }
-main { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+main { display: grid; gap: .75rem; grid-auto-flow: dense;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); border: 1px solid var(--line);
   border-radius: .5rem; display: flex; flex-direction: column; }
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
-@media (min-width: 70rem) { main > section.broad { grid-column: span 2; } }
+@media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
 p { margin: 0 0 .5rem; max-width: 75ch; } ul { margin: 0; padding-left: 1.1rem; }
 .quiet { color: var(--faint); } .bad { color: var(--bad); } .good { color: var(--good); }
 figure { margin: 0 0 .5rem; min-width: 0; }
 figcaption { color: var(--faint); font-size: .85rem; margin-bottom: .15rem; }
 svg.chart { display: block; width: 100%; height: auto; max-height: 22rem; overflow: visible;
   font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-svg.chart text { fill: var(--ink); }
+svg.rows { max-width: 28rem; max-height: none; } svg.chart text { fill: var(--ink); }
 svg.chart text.tick, svg.chart text.label { fill: var(--faint); font-size: 10.5px; }
 svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
 .axis { stroke: var(--line); } .grid { stroke: var(--grid); } .track { fill: var(--grid); }
@@ -56,8 +57,8 @@ svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; }
 caption { text-align: left; color: var(--faint); font-size: .85rem; padding-bottom: .15rem; }
 th, td { padding: .2rem .5rem; text-align: left; border-bottom: 1px solid var(--grid); vertical-align: top; }
-th { font-weight: 600; } thead th { color: var(--faint); white-space: nowrap; }
-tbody th { white-space: nowrap; } .number { text-align: right; white-space: nowrap; }
+th { font-weight: 600; background: var(--card); } thead th { color: var(--faint); white-space: nowrap; }
+tbody th { white-space: nowrap; position: sticky; left: 0; } .number { text-align: right; white-space: nowrap; }
 .heat td { text-align: right; white-space: nowrap; } .heat thead th { text-align: right; }
 .heat thead th.corner { text-align: left; }
 """
@@ -73,22 +74,33 @@ STYLE += _SERIES + "\n"
 
 NUM_COLOURS, NUM_DASHES, NUM_HEATS = _COLOURS, len(_DASHES), 10
 
-_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def document(title: str, sections: Iterable[str], *, style: str = STYLE, lead: str = "") -> str:
+def document(
+    title: str,
+    sections: Iterable[str],
+    *,
+    style: str = STYLE,
+    lead: str = "",
+    script: str = "",
+) -> str:
     """One page that needs nothing from elsewhere; `sections` and `lead` are HTML, `title` is text.
 
-    The page forbids itself scripts and connections, so that a report can be sent to others as it is.
+    Without a `script` the page forbids itself scripts and connections, so that a report can be sent to others as
+    it is. With one, the policy is up to whoever serves it, and the body is of the class `live`.
     """
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
     body = "\n".join(sections)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"{'' if script else policy}"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<link rel="icon" href="data:,"/>\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f'<body class="{"live" if script else "still"}">\n'
         f'<a class="skip" href="#main">Skip to the content</a>\n<h1>{escape(title)}</h1>\n{lead}'
-        f'<main id="main" tabindex="-1">\n{body}\n</main>\n</body>\n</html>\n'
+        f'<main id="main" tabindex="-1">\n{body}\n</main>\n'
+        f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
     )
 
 

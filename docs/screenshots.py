@@ -1,0 +1,113 @@
+"""The pictures of the live page in these documents: `python docs/screenshots.py [--compare REPORT.html]`.
+
+Trains digits on two servers and three workers, of which one is slowed from a third of the run on, opens the live page
+in headless Chromium while that goes on and after its end, at the width of a laptop and of a phone, light and dark, and
+writes docs/figures/page-*.png. With --compare, a report of `manyhands compare` is pictured, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.support.wait import WebDriverWait
+
+from manyhands.seeing.dashboard import Dashboard
+from manyhands.seeing.prometheus import metrics_text
+from manyhands.seeing.source import ComingRun
+
+FIGURES = Path(__file__).parent / "figures"
+STRATEGY = "ps servers=2 replicas=1 consistency=bounded:4"
+STEPS = 900
+TRAIN = (
+    *("digits", "--strategy", STRATEGY, "--workers", "3", "--steps", str(STEPS), "--evaluate-every", "90"),
+    *("--slow", f"worker=2,factor=3,from={STEPS // 3}"),
+)
+LAPTOP, PHONE = 1280, 390
+MAX_BYTES = 200_000
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Any]:
+    """Headless Chromium of the distribution."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = "/usr/bin/chromium"
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"):
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={profile}")
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def picture(driver: Any, name: str, width: int, *, dark: bool = False, height: int | None = None) -> None:
+    """What the browser shows, as wide as asked and as high as the page or `height`, in few colours."""
+    metrics = {"width": width, "height": height or 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    whole = driver.execute_script("return document.documentElement.scrollHeight")
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**metrics, "height": height or whole})
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
+    path = FIGURES / name
+    Image.open(io.BytesIO(base64.b64decode(taken))).convert("RGB").quantize(64).save(path, optimize=True)
+    size = path.stat().st_size
+    print(f"{path} · {size:,} bytes")
+    if size > MAX_BYTES:
+        raise SystemExit(f"{path} is larger than {MAX_BYTES:,} bytes")
+
+
+def picture_run(driver: Any, folder: Path) -> None:
+    """A run with a straggler, pictured while it goes on and after its end."""
+    run = folder / "run"
+    command = [sys.executable, "-m", "manyhands", "train", *TRAIN, "--out", str(run)]
+    with Dashboard(ComingRun(run, "digits", STRATEGY).poll, metrics_text) as dashboard:
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            driver.get(dashboard.url)
+            _await(driver, f"return document.querySelector('progress').value > {0.7 * STEPS}")
+            picture(driver, "page-live.png", LAPTOP)
+            if training.wait(600):
+                raise SystemExit("the run failed")
+        finally:
+            training.kill()
+            training.wait()
+        _await(driver, "return document.querySelector('dd').textContent === 'ended'")
+        picture(driver, "page-dark.png", LAPTOP, dark=True, height=1000)
+        picture(driver, "page-phone.png", PHONE, height=1700)
+        picture(driver, "page-phone-dark.png", PHONE, dark=True, height=1700)
+
+
+def _await(driver: Any, question: str) -> None:
+    WebDriverWait(driver, 300, poll_frequency=0.1).until(lambda _: driver.execute_script(question), question)
+
+
+def main() -> None:
+    """Take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compare", type=Path, help="a report of `manyhands compare` to picture, too")
+    parser.add_argument("--no-run", action="store_true", help="only the report of --compare")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, browser(Path(folder) / "profile") as driver:
+        if not asked.no_run:
+            picture_run(driver, Path(folder))
+        if asked.compare is not None:
+            driver.get(asked.compare.absolute().as_uri())
+            picture(driver, "compare.png", LAPTOP)
+
+
+if __name__ == "__main__":
+    main()

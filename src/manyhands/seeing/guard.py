@@ -1,0 +1,91 @@
+"""Who may read a page that is served on this machine.
+
+Other programs' pages run in the same browser and can reach loopback addresses, so being on 127.0.0.1 protects
+nothing by itself. Four things must hold: the request's `Host` is one of ours (a name that was re-bound to this
+address is not), its `Origin`, where it has one, is that very host, it only reads, and it carries the run's token.
+The token comes once in the address, and from then on in a cookie that no script and no other site can use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+
+__all__ = ["Guard", "Refusal"]
+
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request gets nothing: an HTTP status, and one sentence."""
+
+    status: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """The rules for one server: pure decisions about the method, the headers and the address of a request.
+
+    `names` are the host names it is reached by, besides those of loopback. With `any_address` every literal IP
+    address will do as well: a name is what an attacker can re-bind, an address is not.
+    """
+
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    names: frozenset[str] = frozenset()
+    any_address: bool = False
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name, different for each token: cookies do not tell the ports of a host apart."""
+        return "manyhands-" + hashlib.sha256(self.token.encode()).hexdigest()[:12]
+
+    def refusal(self, method: str, headers: Mapping[str, str], offered: str | None) -> Refusal | None:
+        """Why not, or None; header names are in lower case, `offered` is the token in the address."""
+        host = headers.get("host", "")
+        if not self._is_ours(host):
+            return Refusal(403, "This server does not go by that name; use the address that it printed.")
+        origin = headers.get("origin")
+        if origin is not None and origin != f"http://{host}":
+            return Refusal(403, "Pages of other origins can not read this one.")
+        if method not in ("GET", "HEAD"):
+            return Refusal(405, "This server only shows; use GET.")
+        if not any(self._is_token(text) for text in (offered, *self._carried(headers))):
+            return Refusal(401, "The token is missing or wrong; open the whole address that the run printed.")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = _host_name(host)
+        return name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
+
+    def _carried(self, headers: Mapping[str, str]) -> list[str | None]:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        try:
+            morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+        except CookieError:
+            morsel = None
+        return [bearer if scheme.lower() == "bearer" else None, morsel.value if morsel is not None else None]
+
+    def _is_token(self, text: str | None) -> bool:
+        return text is not None and hmac.compare_digest(text.encode(), self.token.encode())
+
+
+def _host_name(host: str) -> str:
+    """`[::1]:80` as `::1`, `LocalHost:80` as `localhost`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,285 @@
+"""The live page in a real browser, headless: it loads, stays live, keeps still, and lets nobody else read it."""
+
+import functools
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.observe.view import Phase, RunView
+from manyhands.seeing.dashboard import Dashboard
+from views import empty_view, run_view
+
+CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+missing = [str(path) for path in (CHROMIUM, CHROMEDRIVER) if not path.exists()]
+pytestmark = [
+    pytest.mark.skipif(
+        bool(missing), reason=f"no browser to test with: {', '.join(missing)} is not installed"
+    ),
+    pytest.mark.timeout(120),
+]
+
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+    "--host-resolver-rules=MAP other.example 127.0.0.1",  # a name that was re-bound to this machine
+)  # fmt: skip
+FAREWELL = "the run has ended; manyhands watch RUN opens it again"
+PLACES = """
+  return [...document.querySelectorAll("section, h1")].map((one) => {
+    const box = one.getBoundingClientRect();
+    return [one.id, box.x, box.y + scrollY, box.width, box.height];
+  });
+"""
+
+
+class Shown:
+    """A source of views that a test sets, in the place of a run."""
+
+    def __init__(self, view: RunView) -> None:
+        self.view = view
+
+    def __call__(self) -> RunView:
+        return self.view
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(CHROMEDRIVER)))
+    driver.set_page_load_timeout(30)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def shown() -> Shown:
+    return Shown(run_view())
+
+
+@pytest.fixture
+def dashboard(shown: Shown) -> Iterator[Dashboard]:
+    with Dashboard(shown, lambda view: f"manyhands_step {view.step}\n", farewell=FAREWELL) as one:
+        yield one
+
+
+def sized(browser: Any, width: int, height: int) -> None:
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+
+
+def opened(browser: Any, url: str, width: int = 1280, height: int = 800) -> None:
+    """Open the page at a size, and wait until it is live; what was logged before is forgotten."""
+    sized(browser, width, height)
+    browser.get("about:blank")
+    browser.get_log("browser"), browser.get_log("performance")
+    browser.get(url)
+    awaited(browser, lambda: line_of(browser) == "connected", "the page to become live")
+
+
+def awaited(browser: Any, condition: Callable[[], bool], what: str) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda _: condition(), f"waited for {what}")
+
+
+def text_of(browser: Any, key: str) -> str:
+    return browser.execute_script("return document.getElementById(arguments[0])?.textContent ?? ''", key)
+
+
+def line_of(browser: Any) -> str:
+    return text_of(browser, "line")
+
+
+def complaints(browser: Any) -> list[str]:
+    return [
+        entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")
+    ]
+
+
+def test_the_page_shows_the_run_and_the_token_leaves_the_address(browser: Any, dashboard: Dashboard) -> None:
+    opened(browser, dashboard.url)
+    assert browser.current_url == dashboard.url.partition("?")[0]
+    assert browser.title == "digits · ps servers=2"
+    assert "120 of 400" in text_of(browser, "now")
+    assert "worker 2 is 2.9× slower" in text_of(browser, "wrong")
+    assert browser.execute_script("return document.cookie") == "", "no script can read the token"
+    assert complaints(browser) == []
+
+
+def test_it_asks_nobody_else_for_anything(browser: Any, dashboard: Dashboard) -> None:
+    import json
+
+    opened(browser, dashboard.url)
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"}
+    own = dashboard.url.partition("?")[0]
+    assert asked
+    assert all(url.startswith((own, "data:", "about:")) for url in asked), asked
+
+
+def test_it_updates_without_a_reload_and_nothing_moves(
+    browser: Any, dashboard: Dashboard, shown: Shown
+) -> None:
+    shown.view = empty_view()
+    opened(browser, dashboard.url)
+    browser.execute_script("window.loadedOnce = true; document.querySelector('.fill').focus()")
+    before = browser.execute_script(PLACES)
+    for step in (40, 120, 360):
+        shown.view = run_view(step=step)
+        awaited(browser, lambda step=step: f"{step} of 400" in text_of(browser, "now"), f"step {step}")
+    awaited(browser, lambda: "server 1" in text_of(browser, "members"), "the members")
+    assert browser.execute_script(PLACES) == before
+    assert browser.execute_script("return window.loadedOnce") is True
+    assert browser.execute_script("return document.activeElement.className") == "fill", "the focus stays"
+    assert complaints(browser) == []
+
+
+def test_it_survives_the_end_of_the_run(browser: Any, shown: Shown) -> None:
+    with Dashboard(shown, lambda view: "", farewell=FAREWELL) as dashboard:
+        opened(browser, dashboard.url)
+        shown.view = run_view(step=400, phase=Phase.ENDED)
+    awaited(browser, lambda: line_of(browser) == FAREWELL, "the farewell")
+    assert "400 of 400" in text_of(browser, "now"), "the last state came before the end"
+    assert browser.execute_script("return document.querySelectorAll('section').length") == 12
+    assert complaints(browser) == []
+
+
+def test_a_server_that_went_without_a_word_is_said_and_the_content_stays(
+    browser: Any, dashboard: Dashboard
+) -> None:
+    opened(browser, dashboard.url)
+    dashboard.stop()
+    awaited(browser, lambda: "What you see is the last that came" in line_of(browser), "the loss to be said")
+    assert "120 of 400" in text_of(browser, "now")
+
+
+def test_a_page_that_is_closed_is_forgotten(browser: Any, dashboard: Dashboard) -> None:
+    opened(browser, dashboard.url)
+    assert dashboard.num_pages == 1
+    browser.get("about:blank")
+    awaited(browser, lambda: dashboard.num_pages == 0, "the server to notice")
+
+
+def test_a_wrong_token_gets_one_sentence(browser: Any, dashboard: Dashboard) -> None:
+    browser.get("about:blank")
+    browser.get(dashboard.url + "x")
+    text = browser.execute_script("return document.body.textContent")
+    assert text.startswith("The token is missing or wrong")
+    assert "digits" not in browser.page_source
+
+
+def test_a_name_bound_to_this_machine_by_others_gets_nothing(browser: Any, dashboard: Dashboard) -> None:
+    browser.get(dashboard.url.replace("127.0.0.1", "other.example"))
+    assert "does not go by that name" in browser.execute_script("return document.body.textContent")
+    assert "digits" not in browser.page_source
+
+
+def test_a_page_of_another_origin_can_not_read_it(browser: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    opened(browser, dashboard.url)  # the browser holds the cookie from here on
+    own = dashboard.url.partition("?")[0]
+    with another_origin(tmp_path) as foreign:
+        browser.get(foreign)
+        tried = browser.execute_async_script(
+            """
+            const [url, done] = arguments;
+            const read = (path, how) => fetch(url + path, how).then((got) => got.text()).catch(() => "refused");
+            Promise.all([read("", { credentials: "include" }), read("metrics", { credentials: "include" }),
+              read("", { credentials: "include", mode: "no-cors" })]).then(done);
+            """,
+            own,
+        )
+        assert not any("digits" in text or "manyhands_step" in text for text in tried), tried
+        framed = browser.execute_async_script(
+            """
+            const [url, done] = arguments, frame = document.createElement("iframe");
+            frame.onload = () => { let text = "refused"; try { text = frame.contentDocument.body.textContent; } catch {}
+              done(text); };
+            frame.src = url;
+            document.body.append(frame);
+            """,
+            own,
+        )
+        assert "digits" not in (framed or "")
+    complaints(browser)  # the browser's own words about what it refused
+
+
+class another_origin:  # noqa: N801 - reads as a context, not as a thing
+    """A web page of another program on this machine, on a port of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "index.html").write_text("<!DOCTYPE html><title>another</title><body></body>")
+        self._folder = folder
+
+    def __enter__(self) -> str:
+        handler = functools.partial(_Quiet, directory=str(self._folder))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_address[1]}/"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join(10)
+        self._server.server_close()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+def test_it_fits_and_the_keyboard_reaches_everything(
+    browser: Any, dashboard: Dashboard, width: int, height: int
+) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    opened(browser, dashboard.url, width, height)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    hidden = browser.execute_script(
+        "return [...document.querySelectorAll('*')].filter((one) => ['auto', 'scroll'].includes("
+        "getComputedStyle(one).overflowY) && one.tabIndex < 0 && one.scrollHeight > one.clientHeight + 1).length"
+    )
+    assert hidden == 0, "everything that scrolls takes the focus"
+    regions = browser.execute_script(
+        "return [...document.querySelectorAll('[role=region]')].map((one) => one.getAttribute('aria-label'))"
+    )
+    reached: list[str] = []
+    for _ in range(len(regions) + 4):
+        ActionChains(browser).send_keys(Keys.TAB).perform()
+        reached.append(
+            browser.execute_script(
+                "return document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+            )
+        )
+    assert reached[0] == "Skip to the content"
+    assert [name for name in reached if name in regions] == regions
+    levels = browser.execute_script(
+        "return [...document.querySelectorAll('h1, h2, h3')].map((one) => one.tagName)"
+    )
+    assert levels == ["H1"] + ["H2"] * 12
+
+
+def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, tmp_path: Path) -> None:
+    from manyhands.seeing.page import report
+
+    path = tmp_path / "report.html"
+    path.write_text(report(shown.view))
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get(path.as_uri())
+    assert "120 of 400" in text_of(browser, "now")
+    assert complaints(browser) == []

@@ -1,0 +1,99 @@
+"""The page of a run: everything a view holds is said, in place, escaped, and the same in a report."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+from manyhands.observe.view import Curve, Phase
+from manyhands.seeing.page import report, sections
+from views import empty_view, run_view
+
+KEYS = [
+    "now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers", "staleness", "members",
+    "traffic", "notes",
+]  # fmt: skip
+HOSTILE = '<script>alert(1)</script>"onload="x'
+
+
+def words(html: str) -> str:
+    return " ".join("".join(ET.fromstring(html).itertext()).split())
+
+
+def test_every_section_keeps_its_place_whatever_there_is_to_say() -> None:
+    for view in (empty_view(), run_view(), run_view(phase=Phase.ENDED), run_view(workers=64)):
+        found = sections(view)
+        assert list(found) == KEYS
+        for key, html in found.items():
+            root = ET.fromstring(html)
+            assert (root.tag, root.get("id")) == ("section", key)
+            assert root.find("h2") is not None
+
+
+def test_without_servers_their_sections_are_last() -> None:
+    assert list(sections(empty_view(strategy="mirrored")))[-2:] == ["servers", "staleness"]
+    assert sorted(sections(empty_view(strategy="mirrored"))) == sorted(KEYS)
+
+
+def test_the_page_says_what_the_view_holds() -> None:
+    view = run_view()
+    said = {key: words(html) for key, html in sections(view).items()}
+    assert "120 of 400" in said["now"]
+    assert "running" in said["now"]
+    assert "worker 2 is 2.9× slower" in said["wrong"]
+    assert "worker 2" in said["workers"]
+    assert "4.20" in said["waits"]
+    assert "0–2" in said["servers"]
+    assert "server 1 (gone)" in said["servers"]
+    assert "mean 0.56, most 5" in said["staleness"]
+    assert "tcp" in said["traffic"]
+    assert "server 0 took shard 3 over" in said["members"]
+    assert said["members"].index("died") < said["members"].index("started"), "the newest first"
+    assert "stops at its bound" in said["notes"]
+
+
+def test_equal_views_give_equal_text_and_one_change_changes_few_sections() -> None:
+    before, after = sections(run_view()), sections(run_view())
+    assert before == after
+    quicker = sections(replace(run_view(), samples_per_s=9999.0))
+    assert [key for key in KEYS if quicker[key] != before[key]] == ["now"]
+
+
+def test_hostile_text_stays_text() -> None:
+    view = run_view()
+    hostile = replace(
+        view,
+        task=HOSTILE,
+        strategy=HOSTILE,
+        warnings=(HOSTILE,),
+        notes=(HOSTILE,),
+        curves=(*view.curves, Curve(name=HOSTILE, steps=(1.0,), seconds=(1.0,), values=(1.0,))),
+        workers=tuple(replace(one, name=HOSTILE, waits_for=HOSTILE) for one in view.workers),
+        servers=tuple(replace(one, name=HOSTILE) for one in view.servers),
+        traffic=tuple(replace(one, wire=HOSTILE, codec=HOSTILE) for one in view.traffic),
+        happenings=tuple(
+            replace(one, who=HOSTILE, what=HOSTILE, sentence=HOSTILE) for one in view.happenings
+        ),
+    )
+    page = report(hostile)
+    assert "<script" not in page
+    assert not any(name.startswith("on") for one in ET.fromstring(page).iter() for name in one.attrib)
+
+
+def test_a_report_is_one_file_that_asks_for_nothing() -> None:
+    page = report(run_view(phase=Phase.ENDED))
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)""", page)
+    assert "url(" not in page
+    assert "default-src 'none'" in page
+    ET.fromstring(page)
+
+
+def test_every_part_that_scrolls_can_be_reached_and_has_a_name() -> None:
+    for html in sections(run_view()).values():
+        for one in ET.fromstring(html).iter("div"):
+            if one.get("class") in ("fill", "scroll"):
+                assert (one.get("tabindex"), one.get("role")) == ("0", "region")
+                assert one.get("aria-label")
+
+
+def test_a_page_of_many_workers_stays_small() -> None:
+    assert len(report(run_view(workers=64))) < 400_000
