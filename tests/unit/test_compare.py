@@ -8,7 +8,7 @@ from rich.console import Console
 
 from manyhands.compare.bandwidth import Rate, shaped_command
 from manyhands.compare.figures import Failed, Figures, Measured, Point, Spread, figures
-from manyhands.compare.measure import Stops
+from manyhands.compare.measure import Stops, meets
 from manyhands.compare.narrate import Conditions, paragraph, uses_network
 from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
 from manyhands.compare.report import Made, report, smooth
@@ -176,11 +176,18 @@ def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
 
 
 def test_the_clock_stands_still_for_evaluations() -> None:
-    stops = Stops([(5, 0.5), (10, 0.25)])
-    assert stops.total_s == 0.75
+    stops = Stops.of({5: {0: 0.5, 1: 0.4}, 10: {0: 0.25}}, 2, together=True)
     assert [stops.before_s(step, inclusive=False) for step in (1, 5, 6, 10, 11)] == [0, 0, 0.5, 0.5, 0.75]
     assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.5, 0.75]
-    assert Stops([]).before_s(7, inclusive=True) == 0
+    assert Stops({}).before_s(7, inclusive=True) == 0
+
+
+def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> None:
+    stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
+    assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
+    assert [meets(Strategy.parse(text)) for text in ("allreduce", "ps", "ps consistency=async", "hogwild")] == [
+        True, True, False, True,
+    ]  # fmt: skip
 
 
 # ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -60,7 +60,8 @@ class _Common:
         ),
     ] = None
     slow: Annotated[
-        str | None, typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1].")
+        str | None,
+        typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
     ] = None
     bandwidth: Annotated[
         str | None,

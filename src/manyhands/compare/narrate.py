@@ -128,6 +128,7 @@ def _waiting(rows: Sequence[Row], slow: Slowdown | None) -> list[str]:
         how = f"{slow.factor:g} times" + (
             "" if slow.probability == 1 else f" in {100 * slow.probability:.0f} % of steps"
         )
+        how += f" from step {slow.from_step + 1} on" if slow.from_step else ""
         held = [row for row in rows if row.waiting_for(slow.worker) >= _WAITS]
         free = [
             row for row in rows if row.workers > slow.worker and row.waiting and row.waiting.median < _FREE

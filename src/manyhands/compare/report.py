@@ -127,10 +127,9 @@ def _made(found: Figures, made: Made) -> str:
     clock = (
         "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
-        "are exact to that. Parameter servers do not evaluate on the way: their snapshots were measured after the run. "
-        "Curves are those of each strategy's middle run."
+        "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
     )
     if any(isinstance(row.strategy, Hogwild) for row in found.rows):
-        clock += " Workers of hogwild meet to evaluate and to save, and wait for each other there."
+        clock += " Workers of hogwild meet to evaluate, and wait for each other there."
     notes = "".join(f"<p>{escape(note)}</p>" for note in made.notes)
     return f"<p><code>{escape(made.command)}</code></p><p>{escape(facts)}</p><p>{escape(clock)}</p>{notes}"

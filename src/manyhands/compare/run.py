@@ -7,23 +7,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.compare.figures import Failed, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
-from manyhands.compare.snapshots import evaluate_snapshots
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.fitting import fit
 from manyhands.request import Options, Request
 from manyhands.slowdown import Slowdown
-from manyhands.strategy import Ps, Strategy
+from manyhands.strategy import Strategy
 from manyhands.task import Task
 
 __all__ = ["Comparison", "Progress", "Settings", "Tell", "compare"]
 
-_EVALUATIONS = 10  # of a run, and as many checkpoints, from which parameter servers are evaluated
+_EVALUATIONS = 10  # of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,26 +107,21 @@ def _checked(task: Task, strategies: Sequence[Strategy], settings: Settings) -> 
     """What each strategy is asked for, complete; UserError for the first that makes no sense."""
     if settings.target is not None:
         settings.target.require_known([] if task.evaluation is None else ["evaluation_loss", *task.metrics])
-    requests = [_request(task, strategy, settings, settings.evaluate_every) for strategy in strategies]
     if settings.slow is not None and settings.slow.worker >= settings.workers:
         raise UserError(
             f"slow: there is no worker {settings.slow.worker} among {settings.workers}; they count from 0"
         )
-    every = settings.evaluate_every or math.ceil(requests[0].plan.steps / _EVALUATIONS)
-    return [_request(task, strategy, settings, every) for strategy in strategies]
+    steps = _request(task, strategies[0], settings, Options()).plan.steps
+    every = settings.evaluate_every or math.ceil(steps / _EVALUATIONS)
+    # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
+    options = Options(evaluate_every=every, checkpoint_every=steps, keep_checkpoints=1)
+    return [_request(task, strategy, settings, options) for strategy in strategies]
 
 
-def _request(task: Task, strategy: Strategy, settings: Settings, every: int | None) -> Request:
+def _request(task: Task, strategy: Strategy, settings: Settings, options: Options) -> Request:
     workers = workers_of(strategy, settings.workers)
     slow = settings.slow if settings.slow is not None and settings.slow.worker < workers else None
-    # Shards are evaluated from their snapshots, so those of a whole run are kept.
-    keep = _EVALUATIONS if every is None else 10**6
-    options = Options(
-        evaluate_every=every,
-        checkpoint_every=every,
-        keep_checkpoints=keep if isinstance(strategy, Ps) else 1,
-        slow=slow,
-    )
+    options = replace(options, slow=slow)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said when the run begins
         length = (settings.steps, settings.epochs)
@@ -166,9 +160,7 @@ def _run(trial: Trial, request: Request, folder: Path) -> Measured:
             raise
         except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
             raise ManyhandsError(f"{type(error).__name__}: {error}") from error
-    strategy = request.strategy
-    snapshots = evaluate_snapshots(folder, strategy, plan) if isinstance(strategy, Ps) else {}
-    return measure(trial, folder, snapshots, tuple(said))
+    return measure(trial, folder, request.strategy, tuple(said))
 
 
 def _tell_nobody(progress: Progress) -> None:
