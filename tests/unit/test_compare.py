@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from manyhands.compare.bandwidth import Rate, shaped_command
+from manyhands.compare.bandwidth import Rate, shaped_command, why_not
 from manyhands.compare.figures import Failed, Figures, Measured, Point, Spread, figures
 from manyhands.compare.measure import Stops, meets
 from manyhands.compare.narrate import Conditions, paragraph, uses_network
@@ -252,10 +252,12 @@ def test_a_slowed_worker_is_told_with_what_it_did() -> None:
     one = found(measured(0, waited_s=2.0, waited_for_s={1: 1.6}), measured(1))
     said = told(one, slow=Slowdown.parse("worker=1,factor=5"))
     assert (
-        "Worker 1 was slowed 5 times on purpose: of all workers' time, waiting for it took 40 % under allreduce"
+        "Worker 1 was slowed on purpose, 5 times: of all workers' time, waiting for it took 40 % under allreduce"
         in said
     )
     assert "under ps consistency=async workers waited less than 5 %" in said
+    said = told(one, slow=Slowdown.parse("worker=1,factor=2,probability=0.1,from=400"))
+    assert "Worker 1 was slowed on purpose, 2 times in 10 % of steps from step 401 on:" in said
 
 
 def test_staleness_is_told_where_there_is_some() -> None:
@@ -388,3 +390,9 @@ def test_the_command_is_passed_on_as_it_is() -> None:
     assert line[-5:] == command
     assert "rate 1000000000bit burst 500000b" in line[4]
     assert "--map-root-user" in shaped_command(Rate.parse("1Gbit"), command, as_root=False)
+
+
+def test_a_machine_that_can_not_shape_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("manyhands.compare.bandwidth._ADMIN_PATHS", ())
+    assert why_not(Rate.parse("1Gbit")) == "the program 'unshare' is missing; install util-linux"

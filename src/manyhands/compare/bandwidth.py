@@ -28,6 +28,7 @@ _BURST_BYTES = 128 * 1024  # no less than the largest packet of loopback
 _BURST_S = 0.004  # no less than the rate in one tick of a kernel's clock
 _QUEUE_MS = 200  # what waits for longer is dropped, and sent again
 _PROBE_S = 10.0
+_ADMIN_PATHS = ("/usr/sbin", "/sbin")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,4 +110,4 @@ def enter(rate: Rate, command: Sequence[str]) -> None:
 
 def _path() -> str:
     """Where programs are, those of the administrator too."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), *_ADMIN_PATHS])

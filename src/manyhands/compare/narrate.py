@@ -134,7 +134,7 @@ def _waiting(rows: Sequence[Row], slow: Slowdown | None) -> list[str]:
             row for row in rows if row.workers > slow.worker and row.waiting and row.waiting.median < _FREE
         ]
         shares = ", ".join(f"{_percent(row.waiting_for(slow.worker))} under {row.name}" for row in held)
-        text = f"Worker {slow.worker} was slowed {how} on purpose"
+        text = f"Worker {slow.worker} was slowed on purpose, {how}"
         text += f": of all workers' time, waiting for it took {shares}" if held else ""
         text += (
             f"{';' if held else ':'} under {_names(free)} workers waited less than {_percent(_FREE)}"
