@@ -36,7 +36,8 @@ def uses_network(strategy: Strategy) -> bool:
 def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     """The sentences, the most important first."""
     rows = [row for row in found.rows if row.runs]
-    sentences = [*_target(found, rows), *_speed(rows), *_waiting(rows, conditions.slow), *_staleness(rows)]
+    waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
+    sentences = [*_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
     sentences += _quality(found, rows)
     sentences += _network(rows, conditions.bandwidth)
     for row in found.rows:
@@ -121,41 +122,33 @@ def _speed(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _waiting(rows: Sequence[Row], slow: Slowdown | None) -> list[str]:
-    """Who waited, for whom; and what the slowed worker did to the others."""
-    said = []
-    if slow is not None:
-        how = f"{slow.factor:g} times" + (
-            "" if slow.probability == 1 else f" in {100 * slow.probability:.0f} % of steps"
-        )
-        how += f" from step {slow.from_step + 1} on" if slow.from_step else ""
-        held = [row for row in rows if row.waiting_for(slow.worker) >= _WAITS]
-        free = [
-            row for row in rows if row.workers > slow.worker and row.waiting and row.waiting.median < _FREE
-        ]
-        shares = ", ".join(f"{_percent(row.waiting_for(slow.worker))} under {row.name}" for row in held)
-        text = f"Worker {slow.worker} was slowed on purpose, {how}"
-        text += f": of all workers' time, waiting for it took {shares}" if held else ""
-        text += (
-            f"{';' if held else ':'} under {_names(free)} workers waited less than {_percent(_FREE)}"
-            if free
-            else ""
-        )
-        said.append(text + ".")
-    else:
-        waits = sorted((row for row in rows if _wait(row) >= _WAITS), key=_wait, reverse=True)
-        if waits:
-            each = ", ".join(
-                f"{_percent(_wait(row))} under {row.name}"
-                + ("" if row.waits_mostly_for is None else f" (mostly for worker {row.waits_mostly_for})")
-                for row in waits
-            )
-            said.append(f"Workers spent {each} of their time waiting.")
-        elif rows:
-            said.append(
-                f"Nowhere did workers wait for more than {_percent(max(map(_wait, rows)))} of their time."
-            )
-    return said
+def _slowed(rows: Sequence[Row], slow: Slowdown) -> list[str]:
+    """What the slowed worker did to the others."""
+    how = f"{slow.factor:g} times"
+    how += f" in {100 * slow.probability:.0f} % of steps" if slow.probability < 1 else ""
+    how += f" from step {slow.from_step + 1} on" if slow.from_step else ""
+    held = [row for row in rows if row.waiting_for(slow.worker) >= _WAITS]
+    free = [row for row in rows if row.workers > slow.worker and _wait(row) < _FREE]
+    shares = ", ".join(f"{_percent(row.waiting_for(slow.worker))} under {row.name}" for row in held)
+    effects = [f"of all workers' time, waiting for it took {shares}"] if held else []
+    effects += [f"under {_names(free)} workers waited less than {_percent(_FREE)}"] if free else []
+    return [
+        f"Worker {slow.worker} was slowed on purpose, {how}{': ' if effects else ''}{'; '.join(effects)}."
+    ]
+
+
+def _waiting(rows: Sequence[Row]) -> list[str]:
+    """Who waited, for whom."""
+    waits = sorted((row for row in rows if _wait(row) >= _WAITS), key=_wait, reverse=True)
+    if not waits:
+        most = _percent(max(map(_wait, rows), default=0.0))
+        return [f"Nowhere did workers wait for more than {most} of their time."] if rows else []
+    each = ", ".join(
+        f"{_percent(_wait(row))} under {row.name}"
+        + ("" if row.waits_mostly_for is None else f" (mostly for worker {row.waits_mostly_for})")
+        for row in waits
+    )
+    return [f"Workers spent {each} of their time waiting."]
 
 
 def _staleness(rows: Sequence[Row]) -> list[str]:
