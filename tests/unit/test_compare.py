@@ -286,6 +286,13 @@ def test_what_was_measured_at_the_end_alone_is_an_upper_bound() -> None:
     )
 
 
+def test_all_who_end_alike_are_named() -> None:
+    strategies = parse_strategies("allreduce; central; hogwild")
+    said = told(found(measured(0), measured(1), measured(2, final=0.8), strategies=strategies))
+    assert "allreduce and central ended best, at accuracy 0.9, and hogwild worst, at 0.8." in said
+    assert "All ended at accuracy 0.9." in told(found(measured(0), measured(1)))
+
+
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 

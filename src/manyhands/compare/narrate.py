@@ -176,8 +176,9 @@ def _quality(found: Figures, rows: Sequence[Row]) -> list[str]:
     high, low = best.final[metric], worst.final[metric]
     if high.median == low.median:
         return [f"All ended at {metric} {high.median:.4g}."]
+    bests, worsts = ([row for row in ranked if row.final[metric].median == end.median] for end in (high, low))
     said = (
-        f"{best.name} ended best, at {metric} {high.median:.4g}, and {worst.name} worst, at {low.median:.4g}"
+        f"{_names(bests)} ended best, at {metric} {high.median:.4g}, and {_names(worsts)} worst, at {low.median:.4g}"
     )
     return [f"{said}. {_certainty(best, worst, high, low)}"]
 

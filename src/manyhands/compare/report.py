@@ -32,7 +32,7 @@ class Made:
 def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     """The page; it needs nothing from elsewhere."""
     rows = [row for row in found.rows if row.runs]
-    told = f"<p>{escape(' '.join(sentences))}</p>"
+    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
     promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
