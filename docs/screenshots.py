@@ -63,7 +63,7 @@ def picture(driver: Any, name: str, width: int, *, dark: bool = False, height: i
     driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
     path = FIGURES / name
-    Image.open(io.BytesIO(base64.b64decode(taken))).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(io.BytesIO(base64.b64decode(taken))).convert("RGB").quantize(128).save(path, optimize=True)
     size = path.stat().st_size
     print(f"{path} · {size:,} bytes")
     if size > MAX_BYTES:

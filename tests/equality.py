@@ -85,7 +85,7 @@ class Silent:
 
 
 def train(task: mh.Task, exchange: Exchange, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0)
+    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0, check_every=7)
     trained = Trainer(plan, exchange, Silent()).run()
     weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
     exchange.close()

@@ -26,6 +26,7 @@ def on_workers(
     *,
     strategy: str | None = None,
     buffers: str = "broadcast",
+    check_every: int | None = None,
     timeout_s: float = 30.0,
     errors: bool = False,
     out: Path | None = None,
@@ -37,7 +38,12 @@ def on_workers(
     def work(rank: int) -> None:
         place = Place(rank=rank, world=world, open_store=lambda _: store)
         try:
-            options: dict[str, Any] = {"strategy": strategy, "buffers": buffers, "out": out}
+            options: dict[str, Any] = {
+                "strategy": strategy,
+                "buffers": buffers,
+                "check_every": check_every,
+                "out": out,
+            }
             with open_group(place, "test", timeout_s=timeout_s, **options) as group:
                 results[rank] = body(group)
         except BaseException as error:

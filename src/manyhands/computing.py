@@ -50,6 +50,9 @@ class TrainingPlan:
     compile: bool = False
     """Let torch.compile make the model faster."""
 
+    check_every: int = 0
+    """Compare the workers' parameters after every so many steps, and at the end; 0: never."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:

@@ -13,6 +13,8 @@ __all__ = [
     "Aborted",
     "CorruptCheckpoint",
     "DataError",
+    "Desync",
+    "Hang",
     "ManyhandsError",
     "NonFinite",
     "OutOfSharedMemory",
@@ -62,6 +64,19 @@ class WorkerFailed(ManyhandsError):
     def __init__(self, message: str, worker_rank: int) -> None:
         super().__init__(message)
         self.worker_rank = worker_rank
+
+
+class Hang(WorkerFailed):
+    """Nobody made progress; the message begins with who holds the run up, and goes on with who waits for whom."""
+
+    def __init__(self, message: str, worker_rank: int, details: str = "") -> None:
+        super().__init__(message, worker_rank)
+        self.details = details
+        """The stacks and last events of every role."""
+
+
+class Desync(ManyhandsError):
+    """Workers that should hold the same parameters do not; the message names the first parameter, ranks and step."""
 
 
 class PeerTimeout(ManyhandsError):

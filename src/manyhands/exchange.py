@@ -97,6 +97,9 @@ class Exchange(ABC):
     wire: Wire = Wire.NONE
     """What carries the gradients."""
 
+    holds_copies: ClassVar[bool] = False
+    """Whether every worker holds parameters of its own, which must be the same on all after every step."""
+
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
 

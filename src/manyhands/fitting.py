@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,12 @@ from torch import nn
 from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
-from manyhands.errors import NonFinite, UserError
+from manyhands.errors import Hang, ManyhandsError, NonFinite, UserError, WorkerFailed
 from manyhands.exchange import SingleExchange
 from manyhands.hogwild.results import RowsInOrder, overlap_summary
+from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
 from manyhands.observe.ring import EventRing
 from manyhands.randomness import preserved, seed_all
@@ -175,8 +177,11 @@ class _Session:
                 result, observed = self._train_on_servers(self._request.strategy)
             else:
                 result, observed = self._train_in_processes()
-        except NonFinite as error:
-            raise NonFinite(f"{error}; {self._last_good()}") from error
+        except ManyhandsError as error:
+            self._tell_end(error, time.monotonic() - began)
+            if isinstance(error, NonFinite):
+                raise NonFinite(f"{error}; {self._last_good()}") from error
+            raise
         summary = self._summarise(result, observed, time.monotonic() - began)
         if self._directory is not None:
             self._directory.write_summary(summary)
@@ -230,6 +235,7 @@ class _Session:
                     roles,
                     on_note=lambda _rank, payload: self._take_rows(rows.add(payload["rows"])),
                     on_failure=files.group.abort,
+                    watched=_watched(options, files.rings),
                 )
                 try:
                     with self._view(collector), cluster:
@@ -325,6 +331,16 @@ class _Session:
         if "sentence" in event:
             _log.warning(event["sentence"])
 
+    def _tell_end(self, error: ManyhandsError, at_s: float) -> None:
+        """Leave in the run's directory what ended it, for those who look at it."""
+        if self._directory is None:
+            return
+        blamed = {"name": f"worker {error.worker_rank}"} if isinstance(error, WorkerFailed) else {}
+        sentence = str(error).partition("\n")[0]
+        self._directory.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})
+        if isinstance(error, Hang):
+            self._directory.write_hang(f"{error}\n\n{error.details}\n")
+
     def _last_good(self) -> str:
         if self._directory is None:
             return "nothing was kept, because the run has no directory (out=)"
@@ -362,6 +378,11 @@ class _Session:
             "notes": self._notes,
             **observed,
         }
+
+
+def _watched(options: Options, rings: Sequence[EventRing]) -> Watched:
+    boxes = BlackBoxes(dict(enumerate(rings)))
+    return Watched(deadline_s=options.watchdog_s, count_events=boxes.counts, last_events=boxes.last)
 
 
 class _Here:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.computing import TrainingPlan
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
@@ -60,6 +61,12 @@ class Options:
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
 
+    check_every: int = 100
+    """Compare the parameters of workers that hold copies after every so many steps; 0: never."""
+
+    watchdog_s: float = 60.0
+    """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
+
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
 
@@ -73,8 +80,11 @@ class Options:
                 raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
         if self.keep_checkpoints < 1:
             raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.check_every < 0:
+            raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        check_watchdog_s(self.watchdog_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +136,7 @@ class Request:
             device=device,
             autocast=options.autocast,
             compile=options.compile,
+            check_every=options.check_every,
         )
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
 

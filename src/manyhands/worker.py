@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.allreduce.agreement import Agreement
 from manyhands.cluster.board import State
 from manyhands.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite
@@ -72,6 +73,7 @@ class Trainer:
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
         model.train()
+        agreement = self._agreement(model, first)
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         self._reporter.begin()
         step, stopped = first, False
@@ -82,7 +84,10 @@ class Trainer:
                 self._refuse(shared, step, model)
                 return self._trained(model, step - 1, stopped=True)
             stopped = shared.stop and step < self._plan.steps
-            self._reporter.after(step, model, called, last=stopped or step == self._plan.steps)
+            last = stopped or step == self._plan.steps
+            if agreement is not None and (last or step % self._plan.check_every == 0):
+                agreement.check(step)
+            self._reporter.after(step, model, called, last=last)
             self._exchange.take_times()  # what was done together is no part of the next step
         if first >= self._plan.steps:
             self._reporter.evaluate(step, called)
@@ -137,6 +142,15 @@ class Trainer:
             seconds = (end - begin) / 1e9
             self._reporter.add(step=step + 1, loss=shared.loss, seconds=seconds, at_s=self._reporter.seconds)
         return shared
+
+    def _agreement(self, model: nn.Module, first: int) -> Agreement | None:
+        """What compares parameters, where there are several copies and somebody wants to know."""
+        exchange = self._exchange
+        if not (self._plan.check_every and exchange.holds_copies and exchange.world > 1):
+            return None
+        return Agreement(
+            model, rank=exchange.rank, world=exchange.world, total=exchange.total, agreed_step=first
+        )
 
     def _refuse(self, shared: SharedStep, step: int, model: nn.Module) -> None:
         """Stop every worker at this step; the first whose loss broke is the one that tells."""

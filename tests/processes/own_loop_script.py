@@ -3,6 +3,7 @@
 own_loop_script.py WEIGHTS    writes what it ends with
 """
 
+import os
 import sys
 from contextlib import nullcontext
 
@@ -22,7 +23,7 @@ def main(path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=13, shuffle=True)
-    with mh.join() as group:
+    with mh.join(out=os.environ.get("OWN_LOOP_OUT")) as group:
         torch.rand(group.rank)  # whose random numbers now differ from the others'
         model, statistics, optimizer, loader = group.prepare(model, statistics, optimizer, loader)
         for _ in range(3):

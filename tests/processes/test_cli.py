@@ -42,7 +42,7 @@ def test_train_writes_the_summary_and_prints_table_and_directory(
     slowed, other = summary["per_worker"][1], summary["per_worker"][0]
     assert slowed["compute_s"] > other["compute_s"]
     assert other["wait_s"] > slowed["wait_s"]
-    assert "worker 1 computes" in printed.out
+    assert "worker 1 is " in printed.out
     (directory,) = (tmp_path / "runs").iterdir()
     assert f"runs/{directory.name}" in printed.out
     assert json.loads((directory / "summary.json").read_text()) == summary

@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from equality import distance
+from manyhands.observe.events import EventKind
+from manyhands.observe.recorded import read_run_events
+from manyhands.store.rundir import RunDirectory
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -51,13 +54,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def test_launched_workers_end_with_the_weights_of_one_process(
     strategy: str | None, said: str, tmp_path: Path, alone: dict[str, torch.Tensor]
 ) -> None:
-    options = ["--workers", "3", *(["--strategy", strategy] if strategy else [])]
+    options = [
+        "--workers",
+        "3",
+        *(["--strategy", strategy] if strategy else []),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     done = run(*LAUNCH, SCRIPT, *options, tmp_path / "weights.pt")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{said} on 3\n"
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
     table = [line.split() for line in done.stderr.splitlines() if re.match(r" +[012] ", line)]
     assert [row[:2] for row in table] == [["0", "6"], ["1", "6"], ["2", "6"]], done.stderr
+    kept = read_run_events(tmp_path / "run" / "events").roles
+    assert [len(role.of(EventKind.STEP)) for role in kept] == [6, 6, 6]
+    summary = RunDirectory.open(tmp_path / "run", lock=False).read_summary()
+    assert summary is not None
+    assert (summary["task"], summary["strategy"], summary["steps"]) == (SCRIPT.name, said, 6)
 
 
 def test_torchrun_workers_end_with_the_weights_of_one_process(
@@ -131,7 +145,7 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OWN_LOOP_OUT": str(tmp_path / "run")},
             )
         )
     try:
@@ -143,6 +157,8 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
     assert [node.returncode for node in nodes] == [0, 0], said
     assert said[0][0].strip() == "allreduce algorithm=hierarchical group=2 on 4"
     assert said[1][0].strip() == ""
+    kept = read_run_events(tmp_path / "run" / "events").roles
+    assert [len(role.of(EventKind.STEP)) for role in kept] == [6, 6, 6, 6]
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
 
 

@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from manyhands.tasks import TASKS
 
 import manyhands as mh
 from manyhands.observe.events import EventKind
 from manyhands.observe.recorded import RunEvents, read_run_events
 from manyhands.observe.timeline import build_timeline
 from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.tasks import TASKS
 from traces import assert_flows_bound
 
 pytestmark = pytest.mark.timeout(120)

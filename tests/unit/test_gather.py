@@ -107,11 +107,11 @@ def test_a_running_run_is_shown_with_the_numbers_worked_out_by_hand() -> None:
 
 
 def test_a_worker_that_slows_in_mid_run_is_in_the_warnings_within_five_seconds() -> None:
-    records = joined(training(60, [20, 20, 20], slow_since_s=50))
+    records = joined(training(18, [20, 20, 20], slow_since_s=12))
     ended = records["start_ns"] + records["duration_ns"]
-    before = gathered(records[ended <= BEGIN + 50 * S], 3)
-    assert at(before, 50).warnings == ()
-    (sentence,) = at(gathered(records[ended <= BEGIN + 55 * S], 3), 55).warnings
+    before = gathered(records[ended <= BEGIN + 12 * S], 3)
+    assert at(before, 12).warnings == ()
+    (sentence,) = at(gathered(records[ended <= BEGIN + 17 * S], 3), 17).warnings
     step = int(
         records["step"][(records["kind"] == EventKind.COMPUTE) & (records["duration_ns"] > 50 * MS)].min()
     )
@@ -122,11 +122,11 @@ def test_a_worker_that_slows_in_mid_run_is_in_the_warnings_within_five_seconds()
 
 
 def test_portions_do_not_matter() -> None:
-    records = joined(training(12, [20, 5, 7]))
+    records = joined(training(6, [20, 5, 7]))
     parts = gathered(records[:0], 3)
     for part in np.array_split(records, 31):
         parts.add_events(part)
-    assert at(gathered(records, 3), 12) == at(parts, 12)
+    assert at(gathered(records, 3), 6) == at(parts, 6)
 
 
 def test_nothing_yet_is_a_view_too() -> None:

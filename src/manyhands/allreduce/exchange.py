@@ -25,6 +25,8 @@ __all__ = ["AllReduceExchange"]
 class AllReduceExchange(Exchange):
     """One worker's end of a synchronous all-reduce over the given collective."""
 
+    holds_copies = True
+
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank = collective.rank
         self.world = collective.world

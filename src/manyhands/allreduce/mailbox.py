@@ -16,6 +16,7 @@ from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFaile
 from manyhands.exchange import Post
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
 from manyhands.link.message import Message, ProtocolError
+from manyhands.memory.sign import LONG_WAIT_S, LongWait
 
 __all__ = ["Letter", "Mailbox"]
 
@@ -68,18 +69,20 @@ class Mailbox:
         """Fill `space` with the next message of `source`, posting again meanwhile; return what is left."""
         link = self._link(source)
         left_s = self._timeout_s
-        while True:
-            slice_s = min(left_s, _RETRY_S) if refused else left_s
-            try:
-                outcome = link.receive(slice_s, space)
-            except ProtocolError as error:
-                raise ManyhandsError(f"{self._where()}: from rank {source}: {error}") from error
-            if not isinstance(outcome, TimedOut):
-                break
-            left_s -= slice_s
-            if left_s <= 0:
-                self._late(source, "sent nothing")
-            refused = self.post(refused)
+        with LongWait() as wait:
+            while True:
+                slice_s = min(left_s, _RETRY_S if refused else LONG_WAIT_S)
+                try:
+                    outcome = link.receive(slice_s, space)
+                except ProtocolError as error:
+                    raise ManyhandsError(f"{self._where()}: from rank {source}: {error}") from error
+                if not isinstance(outcome, TimedOut):
+                    break
+                left_s -= slice_s
+                if left_s <= 0:
+                    self._late(source, "sent nothing")
+                wait.goes_on(source)
+                refused = self.post(refused)
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
         self._check(source, outcome.message, space)
@@ -101,10 +104,16 @@ class Mailbox:
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
         """Whether all that was queued for `peer` has left."""
-        outcome = self._link(peer).flush(timeout_s)
-        if isinstance(outcome, Closed | PeerDied):
-            self._lost(peer, outcome)
-        return isinstance(outcome, Flushed)
+        with LongWait() as wait:
+            while True:
+                slice_s = min(timeout_s, LONG_WAIT_S)
+                outcome = self._link(peer).flush(slice_s)
+                if isinstance(outcome, Closed | PeerDied):
+                    self._lost(peer, outcome)
+                timeout_s -= slice_s
+                if isinstance(outcome, Flushed) or timeout_s <= 0:
+                    return isinstance(outcome, Flushed)
+                wait.goes_on(peer)
 
     def _send(self, peer: int, payload: torch.Tensor) -> bool:
         kind, call, round_number = self._place

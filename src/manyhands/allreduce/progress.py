@@ -20,7 +20,17 @@ from numba import int64, njit, uint32
 from manyhands.allreduce.kernels import ALL, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.memory.segment import CACHE_LINE
-from manyhands.memory.waiting import ABORTED, REACHED, announce, leave_cores, on_my_core, reached, wait_until
+from manyhands.memory.sign import LONG_WAIT_NS, put_up, take_down
+from manyhands.memory.waiting import (
+    ABORTED,
+    REACHED,
+    TIMED_OUT,
+    announce,
+    leave_cores,
+    on_my_core,
+    reached,
+    wait_until,
+)
 
 __all__ = [
     "ABORT_OFFSET",
@@ -44,6 +54,7 @@ __all__ = [
     "GROUP_RANK",
     "GROUP_REDUCING_NS",
     "GROUP_SCRATCH",
+    "GROUP_SIGN",
     "GROUP_SPINS",
     "GROUP_TIMEOUT_NS",
     "GROUP_WAITING_NS",
@@ -84,8 +95,9 @@ SCATTER = 1 << 32  # added to an operation: the result of a rank's slice goes to
     GROUP_LATE_PHASE,
     GROUP_LATE_OPERATION,
     GROUP_LATE_NS,
+    GROUP_SIGN,  # address of the two words that show whom this process waits for
     GROUP_WAITING_NS,  # one word per rank
-) = range(17)
+) = range(18)
 
 (
     BUCKET_COUNT,  # items in this rank's slice
@@ -195,13 +207,13 @@ def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> in
         began_ns = clock_ns()
         if rank < group[GROUP_RANK]:  # of two on one core, the higher leaves
             _part_from(group, word, began_ns)
-        status = wait_until(
-            word,
-            number,
-            group[GROUP_CONTROL] + ABORT_OFFSET,
-            began_ns + group[GROUP_TIMEOUT_NS],
-            group[GROUP_SPINS],
-        )
+        abort, deadline_ns = group[GROUP_CONTROL] + ABORT_OFFSET, began_ns + group[GROUP_TIMEOUT_NS]
+        patient_ns = min(deadline_ns, began_ns + LONG_WAIT_NS)
+        status = wait_until(word, number, abort, patient_ns, group[GROUP_SPINS])
+        if status == TIMED_OUT and patient_ns < deadline_ns:
+            put_up(group[GROUP_SIGN], rank, began_ns)
+            status = wait_until(word, number, abort, deadline_ns, 0)
+            take_down(group[GROUP_SIGN])
         waited_ns = clock_ns() - began_ns
         waiting_ns[rank] += waited_ns
         if status != REACHED:

@@ -31,6 +31,7 @@ import torch
 from manyhands.allreduce import kernels, progress
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
+from manyhands.memory.sign import sign_address
 from manyhands.memory.waiting import ABORTED, REACHED, TIMED_OUT, spins_for
 
 __all__ = ["Bucket", "GroupStats", "SharedGroup", "SharedGroupFiles", "slice_of", "warm"]
@@ -185,6 +186,7 @@ class SharedGroup:
             progress.GROUP_SPINS: _PATIENCE * spins_for(world),
             progress.GROUP_PART_NS: 0 if world <= len(os.sched_getaffinity(0)) else _NEVER_NS,
             progress.GROUP_SCRATCH: self._scratch.ctypes.data,
+            progress.GROUP_SIGN: sign_address(),
             progress.GROUP_LAUNCHED: before,
             progress.GROUP_FINISHED: before,
         }.items():

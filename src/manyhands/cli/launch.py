@@ -28,12 +28,27 @@ def launch_command(
     device: Annotated[
         str | None, typer.Option(help="cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Keep the run's events in this new directory, for timeline, explain and watch."),
+    ] = None,
+    watchdog: Annotated[
+        float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+    ] = 60.0,
 ) -> None:
     """Run your own training script on several workers; see `mh.join()`."""
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
     from manyhands.observe.table import end_table
 
-    summary = launch(script, arguments or [], workers=workers, strategy=strategy, device=device)
+    summary = launch(
+        script,
+        arguments or [],
+        workers=workers,
+        strategy=strategy,
+        device=device,
+        watchdog_s=watchdog,
+        out=out,
+    )
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     if not summary["joined"]:

@@ -20,6 +20,7 @@ from manyhands.cli.glove import add_train_glove, glove_app
 from manyhands.cli.launch import launch_command
 from manyhands.cli.regression import add_train_logreg, predict_command
 from manyhands.cli.replay import replay_command
+from manyhands.cli.tensorboard import tensorboard_command
 from manyhands.cli.timeline import timeline_command
 from manyhands.cli.train import train_app
 from manyhands.cli.watch import report_command, watch_command
@@ -47,6 +48,7 @@ app.command("timeline")(timeline_command)
 app.command("explain")(explain_command)
 app.command("watch")(watch_command)
 app.command("report")(report_command)
+app.command("tensorboard")(tensorboard_command)
 app.command("predict")(predict_command)
 app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
 

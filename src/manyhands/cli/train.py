@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,12 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
     "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
     "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
+    "watchdog": (
+        Annotated[
+            float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+        ],
+        60.0,
+    ),
     "slow": (
         Annotated[
             str | None,
@@ -68,6 +74,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     ),
     "json_file": (
         Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
+        None,
+    ),
+    "tensorboard": (
+        Annotated[Path | None, typer.Option(help="Write event files for TensorBoard to this directory.")],
         None,
     ),
 }
@@ -89,10 +99,12 @@ class _Common:
     compile_model: bool
     evaluate_every: int | None
     checkpoint_every: int | None
+    watchdog: float
     slow: str | None
     dashboard: bool
     dashboard_port: int
     json_file: Path | None
+    tensorboard: Path | None
 
 
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -129,6 +141,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
+            watchdog_s=common.watchdog,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
             compile=common.compile_model,
@@ -136,7 +149,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         ),
     )
     try:
-        with _live_page(common, entry.name, out):
+        with _live_page(common, entry.name, out), _tensorboard(common, out):
             run = fit_here()
     except KeyboardInterrupt:
         print(
@@ -162,19 +175,23 @@ def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int |
     return common.steps, common.epochs
 
 
-@contextmanager
-def _live_page(common: _Common, task: str, out: Path) -> Iterator[None]:
-    """The run's page while it goes on, where one is wanted."""
+def _live_page(common: _Common, task: str, out: Path) -> AbstractContextManager[object]:
+    """The run's page while it goes on, where one is asked for."""
     if not common.dashboard:
-        yield
-        return
+        return nullcontext()
     from manyhands.cli.watch import serving
     from manyhands.seeing.dashboard import LOOPBACK
     from manyhands.seeing.source import ComingRun
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
-    with serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell):
-        yield
+    return serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell)
+
+
+def _tensorboard(common: _Common, out: Path) -> AbstractContextManager[object]:
+    """The event files for TensorBoard, where they are asked for."""
+    from manyhands.seeing.tensorboard import LiveTensorboard
+
+    return LiveTensorboard(out, common.tensorboard) if common.tensorboard is not None else nullcontext()
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:

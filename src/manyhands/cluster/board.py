@@ -1,11 +1,12 @@
 """The board: one cache line of shared memory per role, where it shows that it lives and what it is doing.
 
-    line of a role   | pid | heartbeat_ns | marked_ns | mark |
+    line of a role   | pid | heartbeat_ns | marked_ns | mark | sign |
     mark             | step (40 bits) | state (8 bits) | waiting for (16 bits) |
+    sign             | waiting since_ns | waiting for + 1 |
 
-Only the role writes its line, the launcher reads all of them. The heartbeat (written by `sentinel`) proves
-the process, the mark proves the work. A mark is one word, so a reader never sees the step of one mark with
-the state of another.
+Only the role writes its line, the launcher reads all of them. The heartbeat (written by `sentinel`) proves the
+process, the mark proves the work, the sign (`memory.sign`) says whom a long wait is for. A mark is one word, so a
+reader never sees the step of one mark with the state of another.
 
 The board is mapped here and not through `memory.segment`, which imports torch: a role is on the board before
 it has imported anything heavy.
@@ -24,10 +25,11 @@ from numba import njit
 
 from manyhands.memory.atomics import clock_ns, load_i64, store_i64
 
-__all__ = ["HEARTBEAT_OFFSET", "NOBODY", "Board", "Line", "State", "pack_mark", "unpack_mark"]
+__all__ = ["HEARTBEAT_OFFSET", "NOBODY", "SIGN_OFFSET", "Board", "Line", "State", "pack_mark", "unpack_mark"]
 
 NOBODY = -1
 HEARTBEAT_OFFSET = 8
+SIGN_OFFSET = 32
 
 _LINE_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 _PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET = 0, 16, 24
@@ -57,6 +59,8 @@ class Line:
     step: int = 0
     state: State = State.STARTING
     waiting_for: int = NOBODY
+    waiting_since_ns: int = 0
+    """When a long wait began; 0 where only the mark speaks of a wait."""
 
     @property
     def seen_ns(self) -> int:
@@ -69,7 +73,7 @@ class Line:
             return "starting"
         if self.state is State.FINISHED:
             return f"finished after step {self.step}"
-        if self.state is State.WAITING and self.waiting_for != NOBODY:
+        if self.waiting_for != NOBODY:
             return f"waiting for role {self.waiting_for} at step {self.step}"
         return f"{self.state.name.lower()} step {self.step}"
 
@@ -122,7 +126,7 @@ class Board:
 
     def read(self, line: int) -> Line:
         """What the line says now."""
-        pid, heartbeat_ns, marked_ns, mark = _read_line(self.line_address(line))
+        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for = _read_line(self.line_address(line))
         step, state, waiting_for = unpack_mark(mark)
         return Line(
             pid=pid,
@@ -130,7 +134,8 @@ class Board:
             marked_ns=marked_ns,
             step=step,
             state=state,
-            waiting_for=waiting_for,
+            waiting_for=waited_for - 1 if waited_for else waiting_for,
+            waiting_since_ns=since_ns if waited_for else 0,
         )
 
     def close(self) -> None:
@@ -177,11 +182,13 @@ def _write_mark(line, mark):  # type: ignore[no-untyped-def]
     store_i64(line + _MARKED_OFFSET, clock_ns())
 
 
-@njit("UniTuple(int64, 4)(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+@njit("UniTuple(int64, 6)(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _read_line(line):  # type: ignore[no-untyped-def]
     return (
         load_i64(line + _PID_OFFSET),
         load_i64(line + HEARTBEAT_OFFSET),
         load_i64(line + _MARKED_OFFSET),
         load_i64(line + _MARK_OFFSET),
+        load_i64(line + SIGN_OFFSET),
+        load_i64(line + SIGN_OFFSET + 8),
     )

@@ -14,6 +14,7 @@ from manyhands.cluster import entry
 from manyhands.cluster.context import RoleSpec
 from manyhands.cluster.control import Assigned, Channel
 from manyhands.cluster.output import Output
+from manyhands.cluster.stacks import STACK_SIGNAL
 
 __all__ = ["Child"]
 
@@ -33,11 +34,13 @@ class Child:
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, spec.name)
+        self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
+        self._told_bytes = 0
         self.rank = spec.rank
         self.line = spec.line
         try:
             with theirs:
-                spec = replace(spec, control=theirs.fileno())
+                spec = replace(spec, control=theirs.fileno(), stacks=self._stacks)
                 self.process = subprocess.Popen(
                     [*_COMMAND, spec.name],  # the name is for those who list processes
                     stdin=subprocess.DEVNULL,
@@ -49,6 +52,7 @@ class Child:
                 )
         except BaseException:
             self.channel.close()
+            os.close(self._stacks)
             raise
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -67,6 +71,17 @@ class Child:
         self.channel.hand_over(Assigned(role=spec.to_text()), passed)
         self.channel.peer = spec.name
         self.rank = spec.rank
+
+    def ask_for_stacks(self) -> None:
+        """Have it write its stacks, for `read_stacks` a moment later; only once its job has begun."""
+        self._told_bytes = os.fstat(self._stacks).st_size
+        if self.process.returncode is None:
+            os.kill(self.process.pid, STACK_SIGNAL)
+
+    def read_stacks(self) -> str:
+        """What it has written since it was asked; nothing if it is stopped."""
+        num_bytes = os.fstat(self._stacks).st_size - self._told_bytes
+        return os.pread(self._stacks, num_bytes, self._told_bytes).decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process and all of its group; harmless once it is reaped."""
@@ -91,3 +106,6 @@ class Child:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1

@@ -44,12 +44,15 @@ class RoleSpec:
     modules: tuple[str, ...] = ()
     """What a spare imports while it waits for its job."""
 
+    stacks: int = -1
+    """Where it writes its stacks when it is asked to."""
+
     control: int = -1
     """The child's end of its control channel; known when the child is started."""
 
     def inherited(self) -> tuple[int, ...]:
         """All descriptors that the child must hold."""
-        own = (self.control, self.lifeline, self.board, self.job)
+        own = (self.control, self.lifeline, self.board, self.stacks, self.job)
         return (*(descriptor for descriptor in own if descriptor >= 0), *self.descriptors.values())
 
     def received(self, passed: Sequence[int]) -> RoleSpec:

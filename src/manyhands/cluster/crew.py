@@ -142,6 +142,15 @@ class Crew:
             child.channel.post(message)
             self._await_room(child)
 
+    def ask_for_stacks(self, rank: int) -> None:
+        """Have `rank`, whose job has begun, write its stacks; nothing happens if it is gone."""
+        if rank in self._children:
+            self._children[rank].ask_for_stacks()
+
+    def read_stacks(self, rank: int) -> str:
+        """What `rank` has written since it was asked."""
+        return self._children[rank].read_stacks() if rank in self._children else ""
+
     def kill(self, rank: int) -> None:
         """Kill the process group of `rank`; nothing happens if it is gone."""
         if rank in self._children:

@@ -1,7 +1,7 @@
 """How a role's failure travels and is told: an exception becomes words, and words an exception again.
 
-Only errors of `KINDS` keep their type on the way (so that a mistake of the user stays a `UserError`); every
-other one becomes a `WorkerFailed` that tells it. Nothing is unpickled: a kind is a word, the rest is text and
+Only errors of `KINDS` are known by their type on the way (so that a mistake of the user stays a `UserError`);
+every other one becomes a `WorkerFailed` that tells it. Nothing is unpickled: a kind is a word, the rest is text and
 plain numbers.
 """
 
@@ -17,6 +17,8 @@ from manyhands.errors import (
     Aborted,
     CorruptCheckpoint,
     DataError,
+    Desync,
+    Hang,
     ManyhandsError,
     NonFinite,
     OutOfSharedMemory,
@@ -29,8 +31,20 @@ __all__ = ["KINDS", "Failure", "describe_exit", "describe_line", "report"]
 
 KINDS: dict[str, type[ManyhandsError]] = {
     kind.__name__: kind
-    for kind in (UserError, DataError, CorruptCheckpoint, OutOfSharedMemory, NonFinite, Aborted, PeerTimeout)
+    for kind in (
+        UserError,
+        DataError,
+        CorruptCheckpoint,
+        OutOfSharedMemory,
+        NonFinite,
+        Desync,
+        Aborted,
+        PeerTimeout,
+    )
 }
+_KEPT = (UserError, Desync)
+"""What the launcher raises as what it was; anything else is told by a WorkerFailed."""
+
 _CONSEQUENCES = frozenset({Aborted.__name__, PeerTimeout.__name__})
 _MAX_MESSAGE, _MAX_TRACEBACK = 8 * 2**10, 64 * 2**10
 
@@ -60,6 +74,11 @@ class Failure:
     sentence: str
     reported: Failed | None = None
     last_words: str = ""
+    page: str = ""
+    """Of a hang: who waits for whom."""
+
+    details: str = ""
+    """Of a hang: everyone's stacks and events."""
 
     @property
     def is_consequence(self) -> bool:
@@ -71,9 +90,11 @@ class Failure:
         return earlier.is_consequence and not self.is_consequence
 
     def error(self) -> ManyhandsError:
-        """The exception for the launcher's caller: of the reported type if that was the user's mistake."""
+        """The exception for the launcher's caller: of the reported type where that is one of `_KEPT`."""
         reported = self.reported
-        if reported is not None and issubclass(KINDS.get(reported.kind, ManyhandsError), UserError):
+        if self.page:
+            return Hang(f"{self.sentence}\n\n{self.page}", worker_rank=self.rank, details=self.details)
+        if reported is not None and issubclass(KINDS.get(reported.kind, ManyhandsError), _KEPT):
             kind = KINDS[reported.kind]
             # Not by its constructor, which differs from kind to kind: message and attributes are all there is.
             kept = kind.__new__(kind, reported.message)

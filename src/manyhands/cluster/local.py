@@ -28,10 +28,12 @@ from manyhands.cluster.watch import (
     AskToStop,
     Deliver,
     Event,
+    Hung,
     Interrupted,
     Looked,
     Watch,
 )
+from manyhands.cluster.watchdog import Watchdog, Watched
 from manyhands.errors import UserError
 
 __all__ = ["LocalCluster", "OnFailure", "OnNote", "Role", "threads_per_role"]
@@ -47,7 +49,8 @@ class LocalCluster:
     before anyone else is told (to end waits in shared memory). Both are called in the thread of `run`.
 
     A role whose process gives no sign of life is noticed within `silent_after_s`. After a failure or an
-    interruption, the others have `grace_s` to leave.
+    interruption, the others have `grace_s` to leave. Where nobody makes progress for as long as `watched` says, the
+    run fails with a `Hang` that names who is to blame.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class LocalCluster:
         *,
         on_note: OnNote | None = None,
         on_failure: OnFailure | None = None,
+        watched: Watched | None = None,
         silent_after_s: float = 5.0,
         grace_s: float = 2.0,
         start_timeout_s: float = 120.0,
@@ -65,6 +69,7 @@ class LocalCluster:
         self._roles = tuple(roles)
         self._on_note = on_note
         self._on_failure = on_failure
+        self._watched = watched or Watched(deadline_s=0.0)
         self._patience = Patience(
             silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
         )
@@ -105,7 +110,7 @@ class LocalCluster:
         if self._prepared is None:
             raise RuntimeError("a cluster runs once, as a context manager: with LocalCluster(...) as cluster")
         (crew, job), self._prepared = self._prepared, None
-        with counted_signals() as signals, _Run(crew, job, self._roles, self._patience) as run:
+        with counted_signals() as signals, _Run(crew, job, self._roles, self._patience, self._watched) as run:
             try:
                 run.until_over(signals, self._on_note, self._on_failure)
             except BaseException as error:  # from a callback, or from a signal handler of the user's own
@@ -124,11 +129,14 @@ class LocalCluster:
 class _Run:
     """The processes of one run and the loop around them; entering starts them, leaving leaves none."""
 
-    def __init__(self, crew: Crew, job: int, roles: Sequence[Role], patience: Patience) -> None:
+    def __init__(
+        self, crew: Crew, job: int, roles: Sequence[Role], patience: Patience, watched: Watched
+    ) -> None:
         self._crew = crew
         self._job = job
         self._roles = roles
         self._patience = patience
+        self._watchdog = Watchdog(watched, time.monotonic_ns())
         self._arrived: deque[Heard | Garbled | Exited] = deque()
         self._signals_handled = 0
         self._on_note: OnNote | None = None
@@ -166,6 +174,16 @@ class _Run:
                 self.handle(Interrupted())
             while self._arrived:  # one by one: what a callback's error leaves is for the taking down
                 self.handle(self._arrived.popleft())
+            if not self.watch.taking_down:
+                self._look_for_a_hang()
+
+    def _look_for_a_hang(self) -> None:
+        roles = dict(enumerate(self.watch.members))
+        found = self._watchdog.look(roles, self._crew, time.monotonic_ns())
+        if found is not None:
+            self.handle(
+                Hung(rank=found.role, sentence=found.sentence, page=found.page, details=found.details)
+            )
 
     def handle(self, event: Event) -> None:
         """Let the watch decide about `event`, and do what it says."""

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import Store
 from manyhands.cluster import lifelines
 from manyhands.cluster.host import host_identity
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.memory.sign import LongWait
 from manyhands.version import __version__
 
 __all__ = ["Meeting", "Seat", "hosts_of", "meet"]
@@ -287,12 +288,18 @@ class _Table:
         Asks again and again: a store's own wait keeps all other threads of this process from the store meanwhile.
         """
         pause_s = _FIRST_PAUSE_S
-        while not self._store.check(list(keys)):
-            if time.monotonic() >= self.deadline:
-                late = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-                raise self.timeout(late or ranks, deed)
-            time.sleep(min(pause_s, self.left_s()))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        with LongWait() as wait:
+            while not self._store.check(list(keys)):
+                is_over = time.monotonic() >= self.deadline
+                if is_over or wait.is_long:
+                    late = [
+                        rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])
+                    ]
+                    if is_over:
+                        raise self.timeout(late or ranks, deed)
+                    wait.goes_on((late or ranks)[0])
+                time.sleep(min(pause_s, self.left_s()))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def timeout(self, late: Sequence[int], deed: str) -> PeerTimeout:
         """The error that names who is late."""

@@ -1,7 +1,7 @@
 """A child of the launcher, from its inherited descriptors to the report of how its job ended.
 
-In order: start the sentinel, take the launcher's module search path, load the job, run it, report. Only what
-is imported here stands between the launcher and the job, so none of it imports torch.
+In order: start the sentinel, be ready to tell its stacks, take the launcher's module search path, load the job,
+run it, report. Only what is imported here stands between the launcher and the job, so none of it imports torch.
 
 A spare has no job at first. It imports what a job will need, and waits for one to come over its control channel.
 """
@@ -14,12 +14,14 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from manyhands.cluster.board import Board
+from manyhands.cluster.board import SIGN_OFFSET, Board
 from manyhands.cluster.context import RoleContext, RoleSpec
 from manyhands.cluster.control import Assigned, Channel, Finished, Message, ProtocolError, Started
 from manyhands.cluster.failure import report
 from manyhands.cluster.job import load
 from manyhands.cluster.sentinel import start_sentinel
+from manyhands.cluster.stacks import answer_with_stacks
+from manyhands.memory import sign
 
 __all__ = ["run_role"]
 
@@ -34,6 +36,9 @@ def run_role(text: str) -> int:
     board = Board(spec.board)
     board.sign_on(spec.line)
     start_sentinel(board, spec.line, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
+    if spec.stacks >= 0:
+        answer_with_stacks(spec.stacks)
+    sign.hang_at(board.line_address(spec.line) + SIGN_OFFSET)
     _restore_surroundings(spec)
     channel = Channel(socket.socket(fileno=spec.control), "the launcher")
     arrived: list[Message] = []

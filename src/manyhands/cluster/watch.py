@@ -22,7 +22,7 @@ from manyhands.cluster.failure import Failure
 from manyhands.cluster.member import Exited, Garbled, Heard, Kill, Member, Patience, Phase, watched_s
 from manyhands.errors import ManyhandsError
 
-__all__ = ["Action", "Alarm", "AskToStop", "Deliver", "Event", "Interrupted", "Looked", "Watch"]
+__all__ = ["Action", "Alarm", "AskToStop", "Deliver", "Event", "Hung", "Interrupted", "Looked", "Watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,16 @@ class Looked:
     """The board, as it is now; the first event of every turn."""
 
     lines: Sequence[Line]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hung:
+    """The watchdog has found that nobody makes progress, and who is to blame."""
+
+    rank: int
+    sentence: str
+    page: str
+    details: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ class AskToStop:
     rank: int
 
 
-Event = Looked | Heard | Garbled | Exited | Interrupted
+Event = Looked | Heard | Garbled | Exited | Hung | Interrupted
 Action = Deliver | Alarm | AskToStop | Kill
 
 
@@ -82,6 +92,16 @@ class Watch:
         return all(role.phase is Phase.GONE for role in self._roles)
 
     @property
+    def members(self) -> Sequence[Member]:
+        """Every role as it is now, by rank."""
+        return self._roles
+
+    @property
+    def taking_down(self) -> bool:
+        """Whether everyone was asked to leave."""
+        return self._taking_down
+
+    @property
     def failure(self) -> ManyhandsError | None:
         """The first failure, as the exception to raise."""
         return self._failure.error() if self._failure is not None else None
@@ -101,6 +121,8 @@ class Watch:
                 return self._refuse(rank, problem, now_ns)
             case Exited(rank, status, last_words):
                 return self._bury(rank, status, last_words, now_ns)
+            case Hung(rank=rank, sentence=sentence, page=page, details=details):
+                return self._fail(Failure(rank=rank, sentence=sentence, page=page, details=details), now_ns)
             case Interrupted():
                 return self._interrupt(now_ns)
 

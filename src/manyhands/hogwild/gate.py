@@ -12,6 +12,7 @@ from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import PeerTimeout
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment
+from manyhands.memory.sign import LongWait
 from manyhands.memory.waiting import REACHED, announce, spins_for, wait_until
 
 __all__ = ["Gate"]
@@ -53,18 +54,20 @@ class Gate:
         deadline = begin + int(self._group.timeout_s * 1e9)
         peer = self._inside.get()
         until = begin
-        while True:
-            until = min(until + _SLICE_NS, deadline)
-            if wait_until(self._served, number, self._never, until, self._spins) == REACHED:
-                break
-            self._group.poll()  # raises Aborted
-            if time.monotonic_ns() >= deadline:
+        with LongWait() as wait:
+            while True:
+                until = min(until + _SLICE_NS, deadline)
+                if wait_until(self._served, number, self._never, until, self._spins) == REACHED:
+                    break
+                self._group.poll()  # raises Aborted
                 late = self._inside.get()
-                raise PeerTimeout(
-                    f"worker {self._group.rank} waited {self._group.timeout_s:g} s for worker {late} to "
-                    f"{self._purpose}; see whether it still runs, or allow more than that with timeout_s",
-                    late,
-                )
+                wait.goes_on(late)
+                if time.monotonic_ns() >= deadline:
+                    raise PeerTimeout(
+                        f"worker {self._group.rank} waited {self._group.timeout_s:g} s for worker {late} to "
+                        f"{self._purpose}; see whether it still runs, or allow more than that with timeout_s",
+                        late,
+                    )
         self._inside.set(self._group.rank)
         if peer != self._group.rank:
             self._waits[peer] = self._waits.get(peer, 0) + time.monotonic_ns() - begin

@@ -54,6 +54,7 @@ class Connection:
     local_rank: int = 0
     """This worker's place among those of its host."""
 
+    on_one_host: bool = True
     abort: Callable[[], None] = lambda: None
     """End the waits of the others: this worker has failed."""
 
@@ -160,6 +161,7 @@ def _on_several_hosts(
         strategy=strategy,
         words=Words(ScheduleCollective(executor, links)),
         exchange=AllReduceExchange(ScheduleCollective(executor, links), strategy.buckets),
+        on_one_host=False,
     )
 
 

@@ -32,6 +32,7 @@ _open: dict[str, str] = {}
 """The groups of this process by name, with where each was joined."""
 
 _opening = threading.Lock()
+_CHECK_EVERY = 100
 
 
 def join(
@@ -40,6 +41,7 @@ def join(
     strategy: str | Strategy | None = None,
     device: str | None = None,
     buffers: str = "broadcast",
+    check_every: int | None = None,
     timeout_s: float = 300.0,
     out: str | Path | None = None,
 ) -> Group:
@@ -48,9 +50,11 @@ def join(
     Collective: all workers join groups of the same names in the same order. `strategy` is by default that of the
     launcher, else `mirrored` on one host and `allreduce algorithm=hierarchical` on several. `device` is likewise the
     launcher's, else `cpu`; `cuda` gives each worker of a host a GPU in turn. `buffers` says how batch-norm statistics
-    and the like are kept alike: `broadcast` from worker 0, their `mean`, or `local`. Waiting for another worker longer
-    than `timeout_s` is an error that names it. With `out`, each worker keeps its events in that directory, on a clock
-    that agrees with worker 0's; `manyhands launch` has an option for the same.
+    and the like are kept alike: `broadcast` from worker 0, their `mean`, or `local`. Every `check_every` exchanges the
+    parameters of all workers are compared where each holds its own; by default every 100 on one host and never (0) on
+    several, whose processors may round differently. Waiting for another worker longer than `timeout_s` is an error that
+    names it. With `out`, each worker keeps its events in that directory, on a clock that agrees with worker 0's;
+    `manyhands launch` has an option for the same.
     """
     with ExitStack() as stack:
         _register(name, where=_caller(), stack=stack)
@@ -60,6 +64,7 @@ def join(
             strategy=strategy,
             device=device,
             buffers=buffers,
+            check_every=check_every,
             timeout_s=timeout_s,
             out=Path(out) if out is not None else None,
         )
@@ -74,6 +79,7 @@ def open_group(
     strategy: str | Strategy | None = None,
     device: str | None = None,
     buffers: str = "broadcast",
+    check_every: int | None = None,
     timeout_s: float = 300.0,
     out: Path | None = None,
 ) -> Group:
@@ -81,6 +87,8 @@ def open_group(
     check_mode(buffers)
     if not timeout_s > 0:
         raise UserError(f"timeout_s={timeout_s} must be above 0")
+    if check_every is not None and check_every < 0:
+        raise UserError(f"check_every={check_every} must be at least 1, or 0 to compare nothing")
     launched = place.launched
     parsed = Strategy.parse(strategy) if strategy is not None else None
     asked = _said_once("strategy", parsed, launched.strategy if launched is not None else None)
@@ -95,7 +103,9 @@ def open_group(
         if ring is not None:
             around = Recorded(ring)
         connection = connect(place, name, asked, timeout_s)
-        rounds = Rounds(connection.words, connection.exchange, around)
+        if check_every is None:
+            check_every = _CHECK_EVERY if connection.on_one_host else 0
+        rounds = Rounds(connection.words, connection.exchange, around, check_every)
         stack.callback(rounds.close)
         stack.callback(connection.close)
         if ring is not None and out is not None:

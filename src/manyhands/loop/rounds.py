@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.allreduce.agreement import Agreement
 from manyhands.errors import UserError
 from manyhands.exchange import Exchange, LocalStep
 from manyhands.loop.buffers import BufferKeeper
@@ -37,7 +38,8 @@ __all__ = ["Rounds"]
 class Rounds:
     """One worker's part in all rounds of a group, from `attach` to `leave`; owns the words and the exchange."""
 
-    def __init__(self, words: Words, exchange: Exchange, around: Surroundings) -> None:
+    def __init__(self, words: Words, exchange: Exchange, around: Surroundings, check_every: int = 0) -> None:
+        """Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never."""
         self.rank = words.rank
         self.world = words.world
         self.words = words
@@ -51,6 +53,8 @@ class Rounds:
         """All have agreed to."""
 
         self._around = around
+        self._check_every = check_every if exchange.holds_copies else 0
+        self._agreement: Agreement | None = None
         self._says_stop = False
         self._holding = 0
         self._stepping = False
@@ -80,6 +84,8 @@ class Rounds:
         self.exchange.attach(model, optimizer)
         self._model = model
         self._buffers = BufferKeeper(model, buffers, self.words)
+        if self._check_every and self.world > 1:
+            self._agreement = Agreement(model, rank=self.rank, world=self.world, total=self.words.total)
         self._weigh(self.readings.part.share)
         self.exchange.on_next_gradient(self._begin_backward)
         for one in models:
@@ -229,11 +235,19 @@ class Rounds:
         words = self.words.hear()
         self._require_alike(words)
         self._exchange(words, part.share)
+        self._check_agreement(words)
         if any(word.stop for word in words):
             self._stop()
         elif any(word.last for word in words):
             self.readings.end_stream()
         self.clock.exchanged(part.samples)
+
+    def _check_agreement(self, words: Sequence[Word]) -> None:
+        """After the steps of all rounds so far; who has left takes no steps, and differs in peace."""
+        rounds = self.clock.rounds
+        is_due = rounds and self._check_every and rounds % self._check_every == 0
+        if is_due and self._agreement is not None and all(word.call is Call.BACKWARD for word in words):
+            self._agreement.check(rounds)
 
     def _exchange(self, words: Sequence[Word], share: float) -> None:
         assert self._buffers is not None

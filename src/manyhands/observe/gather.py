@@ -138,6 +138,12 @@ class Gather:
         """When the newest event ended; 0 before the first."""
         return self._seen.last_ns
 
+    @property
+    def training_began_s(self) -> float:
+        """When the clock of the history began, in seconds since the first event."""
+        began = self._seen.first_step_ns
+        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
+
     def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
         """The run as of `now_ns`; `held` says whether a live process holds it, None where that is not known."""
         snapshot = self._totals.snapshot(now_ns)
@@ -147,7 +153,7 @@ class Gather:
         servers = self._server_views(now_ns)
         rate = self._rate_of(snapshot, phase)
         running = phase is Phase.RUNNING and snapshot.steps_per_s > 0
-        loss, *metrics = self._history.curves(self._training_began_s())
+        loss, *metrics = self._history.curves(self.training_began_s)
         roles = [worker.role for worker in workers]
         return RunView(
             task=self._task,
@@ -192,11 +198,6 @@ class Gather:
         if phase is Phase.ENDED and self._summary is not None:
             return float(self._summary.get("samples_per_s", snapshot.samples_per_s))
         return snapshot.samples_per_s
-
-    def _training_began_s(self) -> float:
-        """When the clock of the history began, in seconds since the first event."""
-        began = self._seen.first_step_ns
-        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
 
     def _shown(self, snapshot: Snapshot) -> list[WorkerTotals]:
         """The workers that were asked for, and those that came; not the room for more."""

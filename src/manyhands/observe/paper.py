@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["STYLE", "document", "quiet", "section"]
+__all__ = ["NUM_COLOURS", "NUM_DASHES", "NUM_HEATS", "STYLE", "document", "quiet", "section"]
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #f6f7f9; --card: #ffffff; --ink: #1f2328; --faint: #57606a;
@@ -38,7 +38,7 @@ main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); 
   border-radius: .5rem; display: flex; flex-direction: column; }
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
 @media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
-p { margin: 0 0 .5rem; max-width: 75ch; } ul { margin: 0; padding-left: 1.1rem; }
+p { margin: 0 0 .5rem; max-width: 90ch; } ul { margin: 0; padding-left: 1.1rem; }
 .quiet { color: var(--faint); } .bad { color: var(--bad); } .good { color: var(--good); }
 figure { margin: 0 0 .5rem; min-width: 0; }
 figcaption { color: var(--faint); font-size: .85rem; margin-bottom: .15rem; }
@@ -63,16 +63,19 @@ tbody th { white-space: nowrap; position: sticky; left: 0; } .number { text-alig
 .heat thead th.corner { text-align: left; }
 """
 
-_COLOURS = 8
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2")
-_SERIES = "\n".join(
-    [f".s{n} {{ stroke: var(--c{n}); }} .f{n} {{ fill: var(--c{n}); }}" for n in range(_COLOURS)]
-    + [f".d{n} {{ stroke-dasharray: {dash}; }}" for n, dash in enumerate(_DASHES)]
-    + [f".h{n} {{ background: color-mix(in srgb, var(--heat) {6 * n}%, transparent); }}" for n in range(10)]
-)
-STYLE += _SERIES + "\n"
+NUM_COLOURS, NUM_DASHES, NUM_HEATS = 8, len(_DASHES), 10
+"""Classes s0, f0, ... (strokes and fills), d0, ... (dashes; no two of 40 series look alike) and h0, ... (heat)."""
 
-NUM_COLOURS, NUM_DASHES, NUM_HEATS = _COLOURS, len(_DASHES), 10
+STYLE += "\n".join(
+    [f".s{n} {{ stroke: var(--c{n}); }} .f{n} {{ fill: var(--c{n}); }}" for n in range(NUM_COLOURS)]
+    + [f".d{n} {{ stroke-dasharray: {dash}; }}" for n, dash in enumerate(_DASHES)]
+    + [
+        f".h{n} {{ background: color-mix(in srgb, var(--heat) {6 * n}%, transparent); }}"
+        for n in range(NUM_HEATS)
+    ]
+    + [""]
+)
 
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 

@@ -1,8 +1,8 @@
 """Follow a run by its directory: while it is written, and after its end; only what is new is read.
 
 Nothing is asked of the run itself, so a viewer may come and go. What is damaged is left out with a note: a
-view must show what there is. Time is that of the run's first part; files of a resumed run are moved onto it by
-the difference of their offsets to the time of day.
+view must show what there is. Time is that of the run's first file; files of a resumed run, and those of other
+hosts, are moved onto it by the difference of their offsets to the time of day.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import DataError, UserError
-from manyhands.observe.events import RECORD, Records
+from manyhands.observe.events import RECORD, EventKind, Records
 from manyhands.observe.files import has_header, read_events, read_header
 from manyhands.observe.gather import Gather
-from manyhands.observe.recorded import part_of
+from manyhands.observe.recorded import part_of, read_run_events
 from manyhands.observe.view import RunView
 from manyhands.store.rundir import RunDirectory
 
-__all__ = ["RunFollower"]
+__all__ = ["RunFollower", "read_interleaved"]
 
 _PORTION = 1 << 14  # events that are gathered at once
+_MAX_STEPS = 1 << 20
 
 
 class RunFollower:
@@ -38,16 +39,28 @@ class RunFollower:
         self._directory: RunDirectory | None = None
         self._gather = Gather()
         self._files: dict[Path, _EventTail] = {}
-        self._offset_by_part: dict[int, int] = {}
+        self._offsets: dict[tuple[int, int], int] = {}  # to the time of day, by part and clock
+        self._first_offset_ns = 0
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
+        self._step_ends = _StepEnds()
+        self.new_rows: list[dict[str, Any]] = []
+        """Rows of the history that the last poll found."""
 
-    @property
-    def wall_begin_s(self) -> float | None:
-        """The time of day, in seconds since 1970, of the moment from which the view's seconds count."""
-        if not self._offset_by_part or not self._gather.first_ns:
+    def wall_s(self, seconds: float) -> float | None:
+        """A moment of the run, in its view's seconds, as seconds since 1970; None before the first event."""
+        if not self._offsets or not self._gather.first_ns:
             return None
-        return (self._gather.first_ns + self._first_offset_ns) / 1e9
+        return (self._gather.first_ns + self._first_offset_ns) / 1e9 + seconds
+
+    def wall_of_step(self, step: int) -> float | None:
+        """When this global batch (from 0) was done, in seconds since 1970; None where no event tells."""
+        end_ns = self._step_ends.get(step)
+        return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
+
+    def wall_of_training(self, at_s: float) -> float | None:
+        """The same for seconds since training began, as rows of the history count."""
+        return self.wall_s(self._gather.training_began_s + at_s)
 
     def poll(self) -> RunView:
         """Read what is new, and show the run as of now.
@@ -66,14 +79,10 @@ class RunFollower:
         if summary is not None and not self._is_of_the_end(summary, held):
             summary = None
         self._gather.end(summary)
-        if summary is not None or not self._offset_by_part:
+        if summary is not None or not self._offsets:
             return self._gather.view(self._gather.last_ns)
         now_ns = self._gather.last_ns if held is False else time.time_ns() - self._first_offset_ns
         return self._gather.view(now_ns, held=held)
-
-    @property
-    def _first_offset_ns(self) -> int:
-        return self._offset_by_part[min(self._offset_by_part)]
 
     def _open(self) -> bool:
         if not self.path.is_dir():
@@ -111,22 +120,23 @@ class RunFollower:
         return not held and _whole(summary.get("steps")) >= self._gather.step
 
     def _read_events(self, directory: RunDirectory) -> None:
-        for path in sorted(directory.events_path.glob("*.bin")):
-            part = part_of(path)
-            if part is not None and path not in self._files and has_header(path):
+        found = ((part_of(path), path) for path in directory.events_path.glob("*.bin"))
+        for part, path in sorted((part, path) for part, path in found if part is not None):
+            if path not in self._files and has_header(path):
                 self._meet(path, part)
         pieces = []
         for tail in self._files.values():
             if tail.is_damaged:
                 continue
             try:
-                pieces.append(tail.read(self._offset_by_part[tail.part] - self._first_offset_ns))
+                pieces.append(tail.read(self._offsets[tail.clock] - self._first_offset_ns))
             except DataError as error:
                 self._gather.note(f"{error}; what follows there is left out")
                 tail.is_damaged = True
             if tail.note:
                 self._gather.note(tail.note)
         records = _interleaved(pieces)
+        self._step_ends.add(records)
         for begin in range(0, len(records), _PORTION):
             self._gather.add_events(records[begin : begin + _PORTION])
 
@@ -135,10 +145,13 @@ class RunFollower:
             header = read_header(path)
         except DataError as error:
             self._gather.note(str(error))
-            self._files[path] = _EventTail(path=path, part=part, is_damaged=True)
+            self._files[path] = _EventTail(path=path, clock=(part, 0), is_damaged=True)
             return
-        self._offset_by_part.setdefault(part, header.wall_offset_ns)
-        self._files[path] = _EventTail(path=path, part=part)
+        clock = (part, header.clock)
+        if not self._offsets:
+            self._first_offset_ns = header.wall_offset_ns
+        self._offsets.setdefault(clock, header.wall_offset_ns)
+        self._files[path] = _EventTail(path=path, clock=clock)
         self._gather.meet(header.role, header.name)
 
     def _read_lines(self) -> None:
@@ -147,7 +160,8 @@ class RunFollower:
         rows, anew = self._metrics.read()
         if anew:
             self._gather.forget_rows()
-        self._gather.add_rows(row for row in rows if isinstance(row.get("step"), int))
+        self.new_rows = [row for row in rows if isinstance(row.get("step"), int)]
+        self._gather.add_rows(self.new_rows)
         self._gather.add_members(self._members.read()[0])
         for tail in (self._metrics, self._members):
             if tail.damaged:
@@ -159,7 +173,8 @@ class _EventTail:
     """An event file, and how many of its records were read."""
 
     path: Path
-    part: int
+    clock: tuple[int, int]
+    """Which part of a resumed run it is of, and whose clock it was written on."""
     num_read: int = 0
     is_damaged: bool = False
     note: str = ""
@@ -212,6 +227,29 @@ class _LineTail:
             return row
         self.damaged = True
         return None
+
+
+class _StepEnds:
+    """When each of the newest million global batches was done: by the last worker, where several share one."""
+
+    def __init__(self) -> None:
+        self._step = np.full(_MAX_STEPS, -1, np.int64)
+        self._end_ns = np.zeros(_MAX_STEPS, np.int64)
+
+    def add(self, records: Records) -> None:
+        steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
+        # Records come by the time they ended, and of several assignments to one place numpy keeps the last.
+        self._step[steps["step"] % _MAX_STEPS] = steps["step"]
+        self._end_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
+
+    def get(self, step: int) -> int | None:
+        return int(self._end_ns[step % _MAX_STEPS]) if self._step[step % _MAX_STEPS] == step else None
+
+
+def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
+    """All events of a run's `events` directory by the time they ended, and the names of their roles."""
+    roles = read_run_events(directory).roles
+    return _interleaved([events.records for events in roles]), {events.role: events.name for events in roles}
 
 
 def _interleaved(pieces: Sequence[Records]) -> Records:

@@ -30,6 +30,7 @@ from manyhands.store.metrics import MetricsLog
 __all__ = ["RunDirectory"]
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
+_HANG = "hang.txt"
 _MEMBERS = "members.jsonl"
 _FORMAT = "manyhands run"
 _VERSION = 1
@@ -121,6 +122,10 @@ class RunDirectory:
     def is_held(self) -> bool | None:
         """Whether a live run has the directory; None where none ever had."""
         return RunLock.is_held(self.path / _LOCK)
+
+    def write_hang(self, text: str) -> None:
+        """Keep what the watchdog found: hang.txt."""
+        (self.path / _HANG).write_text(text)
 
     def append_member(self, event: Mapping[str, Any]) -> None:
         """Add what happened to a process of the run to members.jsonl."""

@@ -158,7 +158,7 @@ class Launcher:
                 case Ended():
                     self._bury(event)
                 case Started(member=process, pid=pid):
-                    self._tell("started", process, name=self._names[process], pid=pid)
+                    self._tell("started", process, pid=pid)
                 case Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
@@ -223,7 +223,9 @@ class Launcher:
 
     def _tell(self, event: str, member: int, **details: Any) -> None:
         at_s = time.monotonic() - self._began if self._began else 0.0
-        self._on_event({"event": event, "at_s": at_s, "member": member, **details})
+        name = self._names.get(self._process_of(member))
+        known = {"name": name} if name is not None else {}
+        self._on_event({"event": event, "at_s": at_s, "member": member, **known, **details})
 
     def _bury(self, ended: Ended) -> None:
         member = self._numbers.get(ended.member, ended.member)

@@ -1,0 +1,98 @@
+"""The stacks of a process, from outside: even one that is stuck in compiled code can be asked where it is.
+
+The child lets Python's `faulthandler` answer one signal by writing all its stacks into a memory file that the launcher
+holds, too. That needs neither the interpreter's lock nor a healthy thread; only a stopped process does not answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import signal
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+__all__ = ["STACK_SIGNAL", "Frame", "answer_with_stacks", "call_of", "main_stack", "split_threads"]
+
+STACK_SIGNAL = signal.SIGRTMIN + 13
+"""Among the signals that nobody uses by habit."""
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_OURS = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple(
+    {_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
+)
+_ROOMS = ("allreduce", "central", "hogwild", "loop", "server")
+"""Packages of ours whose outermost frame is the call of a strategy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One call on a stack."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+    """The line's source, where it can be read."""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither ours nor the standard library's nor that of an installed package."""
+        return not self.file.startswith(("<frozen", *_LIBRARIES))
+
+    @property
+    def place(self) -> str:
+        """`train.py:17`."""
+        return f"{PurePath(self.file).name}:{self.line}"
+
+
+def answer_with_stacks(descriptor: int) -> None:
+    """From now on `STACK_SIGNAL` makes this process write its stacks to `descriptor`, whatever it is doing."""
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def split_threads(dump: str) -> list[str]:
+    """What faulthandler wrote, one text per thread; the main thread, the oldest, is the last."""
+    return [
+        part.strip("\n")
+        for part in re.split(r"^(?:Current thread|Thread) .*\n", dump, flags=re.M)
+        if part.strip()
+    ]
+
+
+def main_stack(dump: str) -> tuple[Frame, ...]:
+    """The calls of the main thread, the innermost first; the sources are read from their files."""
+    threads = split_threads(dump)
+    found = (_FRAME.match(line) for line in (threads[-1].splitlines() if threads else ()))
+    return tuple(
+        Frame(
+            file=match["file"],
+            line=int(match["line"]) if match["line"].isdigit() else 0,
+            function=match["function"],
+            text=_source(match["file"], int(match["line"]) if match["line"].isdigit() else 0),
+        )
+        for match in found
+        if match is not None
+    )
+
+
+def call_of(stack: Sequence[Frame]) -> str:
+    """Where a role is, for one line: the user's own line where there is one, else the strategy's call."""
+    for frame in stack:
+        if frame.is_users:
+            return f"in {frame.text or frame.function} ({frame.place})"
+    for frame in reversed(stack):
+        if frame.file.startswith(_OURS) and PurePath(frame.file).relative_to(_OURS).parts[0] in _ROOMS:
+            return f"in {frame.function}() ({PurePath(frame.file).relative_to(_OURS)}:{frame.line})"
+    return f"in {stack[0].function}() ({stack[0].place})" if stack else "in a place that it did not tell"
+
+
+def _source(file: str, line: int) -> str:
+    try:
+        lines = Path(file).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""

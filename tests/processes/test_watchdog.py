@@ -1,0 +1,118 @@
+"""Deadlocks made on purpose, in real processes: one page names the worker and the call, and nobody is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.errors import Hang
+
+pytestmark = pytest.mark.timeout(180)
+
+MANYHANDS = str(Path(sys.executable).parent / "manyhands")
+SCRIPT = Path(__file__).with_name("hang_script.py")
+
+
+def launch(how: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [MANYHANDS, "launch", "--watchdog", "3", *options, str(SCRIPT), how],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_worker_that_never_comes_is_named_with_its_line_and_the_others_call() -> None:
+    done = launch("sleeps")
+    assert done.returncode == 1
+    first, _, page = done.stderr.partition("\n\n")
+    assert "worker 1 holds up the run" in first
+    assert "in time.sleep(1e9) (hang_script.py:14) at step 6" in first
+    assert "worker 0 in model(torch.ones(2, 4)).sum().backward() (hang_script.py:" in first
+    assert page.startswith("No progress for")
+    assert "  worker 0  exchanging step 6    waits for worker 1 since" in page
+    assert "> worker 1  computing step 6     waits for nobody" in page
+    assert "hang_script.py:14 in go_astray:  time.sleep(1e9)" in page
+    assert "Its last events" in page
+
+
+def test_a_worker_in_another_collective_is_named_without_waiting() -> None:
+    done = launch("other call")
+    assert done.returncode == 2
+    assert "worker 0 is in backward(), worker 1 is in barrier()" in done.stderr
+
+
+@pytest.mark.soak
+def test_a_worker_that_never_joins_is_named() -> None:
+    done = launch("never joins")
+    assert done.returncode == 1
+    assert "worker 1 holds up the run" in done.stderr
+    assert "waits for worker 1 since" in done.stderr
+    assert "mh.join()" in done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["central", "allreduce algorithm=ring"])
+def test_every_strategy_of_an_own_loop_names_it(strategy: str) -> None:
+    done = launch("sleeps", "--strategy", strategy, "--workers", "3")
+    assert done.returncode == 1
+    assert "worker 1 holds up the run" in done.stderr
+    assert "waits for worker 1 since" in done.stderr
+
+
+def blocking_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    blocking_loss.calls += 1  # type: ignore[attr-defined]
+    if sys.orig_argv[-1] == "worker 1" and blocking_loss.calls == 4:  # type: ignore[attr-defined]
+        time.sleep(1e9)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+blocking_loss.calls = 0  # type: ignore[attr-defined]
+
+
+def blocking_task() -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Linear(3, 1),
+        loss=blocking_loss,
+        data=(torch.ones(64, 3), torch.ones(64, 1)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=8,
+    )
+
+
+def require_named(strategy: str, path: Path) -> str:
+    options = mh.Options(watchdog_s=3)
+    with pytest.raises(Hang) as caught:
+        mh.fit(blocking_task(), strategy, workers=2, steps=8, out=path, options=options)
+    first = str(caught.value).splitlines()[0]
+    assert caught.value.worker_rank == 1
+    assert "worker 1 holds up the run" in first
+    assert "in time.sleep(1e9) (test_watchdog.py:" in first
+    kept = (path / "hang.txt").read_text()
+    assert kept.startswith(str(caught.value))
+    assert "── worker 0 (pid" in kept
+    return first
+
+
+def test_a_loss_that_blocks_on_one_worker_ends_fit_with_its_line(tmp_path: Path) -> None:
+    first = require_named("mirrored", tmp_path / "run")
+    assert "at step 4" in first
+    assert "worker 0 in agree() (allreduce/exchange.py:" in first
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["central", "allreduce algorithm=tree", "hogwild order=turns"])
+def test_every_strategy_of_processes_names_it(strategy: str, tmp_path: Path) -> None:
+    require_named(strategy, tmp_path / "run")
