@@ -132,13 +132,13 @@ def test_an_interrupt_leaves_the_figures_of_what_was_done(tmp_path: Path) -> Non
 
 @pytest.mark.soak
 def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
-    rate = Rate.parse("20Mbit")
+    rate = Rate.parse("8Mbit")
     reason = why_not(rate)
     if reason is not None:
         pytest.skip(f"this machine can not shape its loopback: {reason}")
     command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "ps link=tcp; ps"]
     done = subprocess.run(
-        [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "20Mbit"],
+        [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],
         cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -152,5 +152,5 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "c/figures.json").read_text())["strategies"]
     assert figures[0]["bytes_per_step"]["median"] == pytest.approx(2 * 2 * num_bytes, rel=0.1)
     said = " ".join(done.stdout.split())
-    assert "TCP was held to 20 Mbit/s" in said
+    assert "TCP was held to 8 Mbit/s" in said
     assert "ps does not use the network on one host, so --bandwidth did not touch it." in said

@@ -177,9 +177,7 @@ def _quality(found: Figures, rows: Sequence[Row]) -> list[str]:
     if high.median == low.median:
         return [f"All ended at {metric} {high.median:.4g}."]
     bests, worsts = ([row for row in ranked if row.final[metric].median == end.median] for end in (high, low))
-    said = (
-        f"{_names(bests)} ended best, at {metric} {high.median:.4g}, and {_names(worsts)} worst, at {low.median:.4g}"
-    )
+    said = f"{_names(bests)} ended best, at {metric} {high.median:.4g}, and {_names(worsts)} worst, at {low.median:.4g}"
     return [f"{said}. {_certainty(best, worst, high, low)}"]
 
 
