@@ -3,17 +3,18 @@
     allreduce algorithm=ring buckets=25MiB
 
 The first word says who holds the truth, the rest are settings of that choice. Only settings that differ from their
-default are printed, in the order of the fields, so equal strategies have equal texts. To add a strategy: one class here
-and one line in `STRATEGIES`; to add a setting: one field.
+default are printed, in the order of the fields, so equal strategies have equal texts. To add a strategy: one class
+here, which states what it promises, and one line in `STRATEGIES`; to add a setting: one field.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, unique
 from typing import Any, ClassVar
 
 from manyhands.allreduce.algorithms import ALGORITHMS
@@ -25,9 +26,12 @@ from manyhands.errors import UserError, nearest
 __all__ = [
     "STRATEGIES",
     "AllReduce",
+    "Answer",
     "Central",
     "Hogwild",
     "Mirrored",
+    "Promise",
+    "Promises",
     "Ps",
     "Single",
     "Strategy",
@@ -40,6 +44,56 @@ MIB = 1024 * 1024
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
+@unique
+class Answer(Enum):
+    """The short answer to whether a strategy promises something."""
+
+    YES = "yes"
+    """It does, nothing is lost."""
+    PARTLY = "partly"
+    """It does, and something is lost or must be given for it: the promise's words say what."""
+    NO = "no"
+    """It does not."""
+    NONE = "–"
+    """The question does not arise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """One answer, and the sentence behind it."""
+
+    answer: Answer
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promises:
+    """What users of a strategy may rely on."""
+
+    worker_dies: Promise
+    """Does the run go on when a worker is killed?"""
+    server_dies: Promise
+    """Does it when a server is?"""
+    workers_join: Promise
+    """May workers come and go while it runs?"""
+    same_numbers: Promise
+    """Are the weights at the end those of one process on the same batches?"""
+
+
+_ENDS = Promise(
+    answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
+)
+_NO_SERVERS = Promise(answer=Answer.NONE, words="it has no servers")
+_NOBODY_JOINS = Promise(
+    answer=Answer.NO, words="a run keeps its workers; resume from a checkpoint with another number"
+)
+_TO_ROUNDING = Promise(answer=Answer.YES, words="those of one process on the same batches, but for rounding")
+_BY_CHANCE = Promise(answer=Answer.NO, words="they depend on who comes when; no two runs are alike")
+_IN_STEP = Promises(
+    worker_dies=_ENDS, server_dies=_NO_SERVERS, workers_join=_NOBODY_JOINS, same_numbers=_TO_ROUNDING
+)
+
+
 class Strategy(ABC):
     """One way for many workers to train one model; see `Strategy.parse` for the text form."""
 
@@ -48,6 +102,11 @@ class Strategy(ABC):
 
     about: ClassVar[str]
     """One sentence for help texts and tables."""
+
+    @property
+    @abstractmethod
+    def promises(self) -> Promises:
+        """What its users may rely on, with these settings."""
 
     @staticmethod
     def parse(text: str | Strategy) -> Strategy:
@@ -146,6 +205,14 @@ class Single(Strategy):
     word: ClassVar[str] = "single"
     about: ClassVar[str] = "the plain loop in one process; the reference"
 
+    @property
+    def promises(self) -> Promises:
+        """It is what the others are held against."""
+        same = Promise(answer=Answer.YES, words="it is the one process")
+        return Promises(
+            worker_dies=_ENDS, server_dies=_NO_SERVERS, workers_join=_NOBODY_JOINS, same_numbers=same
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mirrored(Strategy):
@@ -158,6 +225,11 @@ class Mirrored(Strategy):
 
     def __post_init__(self) -> None:
         _check_buckets(self.buckets)
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return _IN_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +260,11 @@ class AllReduce(Strategy):
         if self.group < 0:
             raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
 
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return _IN_STEP
+
 
 @dataclass(frozen=True, kw_only=True)
 class Central(Strategy):
@@ -200,6 +277,11 @@ class Central(Strategy):
 
     def __post_init__(self) -> None:
         _check_buckets(self.buckets)
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return _IN_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +313,26 @@ class Ps(Strategy):
         """One per shard, and at least two where each shard is kept twice."""
         return max(self.servers, self.replicas + 1)
 
+    @property
+    def promises(self) -> Promises:
+        """Nothing ends with a worker; what is left of a server depends on `replicas`."""
+        return Promises(
+            worker_dies=Promise(
+                answer=Answer.YES,
+                words="the others go on; a successor takes its place, and no update is applied twice",
+            ),
+            server_dies=Promise(
+                answer=Answer.YES, words="its shards are kept by a second server, which takes over"
+            )
+            if self.replicas
+            else Promise(
+                answer=Answer.PARTLY,
+                words="in a run with a directory a new server goes on from the last snapshot; later updates are lost",
+            ),
+            workers_join=Promise(answer=Answer.YES, words="they may come and go while it runs (mh.start)"),
+            same_numbers=_TO_ROUNDING if self.consistency == Sync() else _BY_CHANCE,
+        )
+
 
 _PS_LINKS = ("shared", "tcp")
 
@@ -256,6 +358,26 @@ class Hogwild(Strategy):
         if self.hands not in _HOGWILD_HANDS:
             raise UserError(f"unknown hands {self.hands!r}; {nearest(self.hands, _HOGWILD_HANDS)}")
 
+    @property
+    def promises(self) -> Promises:
+        """A step may be half written when its worker dies, so nobody goes on from that memory."""
+        same = {
+            "turns": Promise(
+                answer=Answer.YES,
+                words="those of one process; of tables, as far as lazy rows are dense ones",
+            ),
+            "locked": Promise(
+                answer=Answer.NO, words="those of one process on the same batches in some other order"
+            ),
+            "free": _BY_CHANCE,
+        }
+        return Promises(
+            worker_dies=_ENDS,
+            server_dies=_NO_SERVERS,
+            workers_join=_NOBODY_JOINS,
+            same_numbers=same[self.order],
+        )
+
 
 _HOGWILD_ORDERS = ("free", "locked", "turns")
 _HOGWILD_HANDS = ("auto", "threads", "processes")
@@ -267,6 +389,15 @@ class Tensor(Strategy):
 
     word: ClassVar[str] = "tensor"
     about: ClassVar[str] = "the dimensions of every vector split over the workers; glove only, today"
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed; glove keeps no checkpoints to resume from."""
+        return dataclasses.replace(
+            _IN_STEP,
+            worker_dies=Promise(answer=Answer.NO, words="the run ends with an error that names it"),
+            workers_join=Promise(answer=Answer.NO, words="a run keeps its workers"),
+        )
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -303,3 +303,13 @@ def test_the_command_names_the_slow_worker(tmp_path: Path, strategy: str, synchr
     assert found["slow"][0]["since_step"] == 20
     assert math.isclose(found["parts"]["step_ms"], 31.0)
     assert found["paragraph"] in said
+
+
+@pytest.mark.parametrize("usual_ms", [5.0, 50.0, 300.0])
+def test_a_worker_that_slowed_five_seconds_ago_is_named(usual_ms: float) -> None:
+    """However long the run was before: 60 s, and five more with one of four three times as slow."""
+    since = round(60_000 / usual_ms)
+    steps = since + int(5000 / (3 * usual_ms + 1))
+    roles = barrier_run(lambda worker, step: usual_ms * (3 if worker == 2 and step >= since else 1), 4, steps)
+    (slow,) = explain(roles, synchronous=True).slow
+    assert (slow.worker, slow.since_step, slow.until_step) == (2, since, None)

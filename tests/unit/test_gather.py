@@ -111,6 +111,9 @@ def test_a_worker_that_slows_in_mid_run_is_in_the_warnings_within_five_seconds()
     ended = records["start_ns"] + records["duration_ns"]
     before = gathered(records[ended <= BEGIN + 12 * S], 3)
     assert at(before, 12).warnings == ()
+    for at_s in (12.5, 13, 13.5, 14):  # and nothing else is said of it before
+        for sentence in at(gathered(records[ended <= BEGIN + at_s * S], 3), at_s).warnings:
+            assert sentence.startswith("worker 1 is")
     (sentence,) = at(gathered(records[ended <= BEGIN + 17 * S], 3), 17).warnings
     step = int(
         records["step"][(records["kind"] == EventKind.COMPUTE) & (records["duration_ns"] > 50 * MS)].min()
@@ -262,6 +265,7 @@ def members(gather: Gather) -> None:
         [
             {"event": "layout", "shards": [{"shard": 0, "bytes": 1000}, {"shard": 1, "bytes": 24}]},
             {"event": "started", "at_s": 0.0, "member": 5, "name": "server 1"},
+            {"event": "joined", "at_s": 0.0, "member": 5},
             {
                 "event": "view",
                 "at_s": 0.1,
@@ -306,7 +310,8 @@ def test_members_say_who_keeps_what_and_what_happened() -> None:
     assert (first.present, second.present) == (True, False)
     assert [worker.present for worker in view.workers] == [True, False]
     assert view.epoch == 3
-    started, died = view.happenings
+    started, joined_, died = view.happenings
+    assert joined_.who == "server 1"
     assert (started.what, started.who, started.epoch) == ("started", "server 1", 0)
     assert (died.what, died.who, died.epoch, died.at_s) == ("died", "server 1", 3, 2.0)
     assert died.sentence == "server 1 was killed by SIGKILL"

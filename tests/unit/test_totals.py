@@ -239,8 +239,7 @@ def test_steps_longer_than_the_window_still_have_a_pace() -> None:
 
 
 def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
-    snapshot = totals.snapshot(S)
-    return about_workers(snapshot.workers, snapshot.slow, strategy)
+    return about_workers(totals.snapshot(S).workers, totals.slow_ever(), strategy)
 
 
 ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
@@ -308,6 +307,11 @@ def test_worker_held_up_outside_its_compute_is_named_with_where_to_look() -> Non
 @pytest.mark.parametrize("compute_ms", [[10], [10, 10, 10, 10], [10, 12, 11, 13], [10, 0], [0, 0]])
 def test_nobody_is_blamed_without_reason(compute_ms: list[int]) -> None:
     assert said(synchronous_run(compute_ms)) == []
+
+
+def test_a_live_run_blames_nobody_before_it_has_lasted() -> None:
+    assert synchronous_run([10, 30], steps=40).snapshot(S).slow == ()
+    assert [slow.worker for slow in synchronous_run([10, 30], steps=80).snapshot(S).slow] == [1]
 
 
 def test_first_steps_blame_nobody() -> None:

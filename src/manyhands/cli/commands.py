@@ -5,40 +5,101 @@ from __future__ import annotations
 import inspect
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["add_command", "check_writable", "fresh_directory", "orderly_end", "write_json"]
+if TYPE_CHECKING:
+    from manyhands.tasks.builtin import BuiltinTask, Option
+
+__all__ = [
+    "add_command",
+    "add_task_command",
+    "check_writable",
+    "fresh_directory",
+    "option_parameters",
+    "orderly_end",
+    "parameter",
+    "write_json",
+]
 
 Asked = TypeVar("Asked")
 
 
 def add_command(app: typer.Typer, name: str, options: type[Asked], run: Callable[[Asked], None]) -> None:
     """Offer `name`, with one option for each field of the dataclass `options`; the help text is that of `run`."""
-    kinds = get_type_hints(options, include_extras=True)
 
     def command(**values: Any) -> None:
         run(options(**values))
 
-    parameters = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=kinds[one.name],
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+    _offer(app, name, command, option_parameters(options), run.__doc__)
+
+
+def add_task_command(
+    app: typer.Typer,
+    entry: BuiltinTask[Any],
+    common: Sequence[inspect.Parameter],
+    run: Callable[[BuiltinTask[Any], dict[str, Any], dict[str, Any]], None],
+    help_text: str,
+) -> None:
+    """Offer the task's name as a command, with the task's own options before those that all tasks have.
+
+    `run` gets the task, its own options that were given, parsed, and the values of the `common` ones.
+    """
+    own = {option.name: option for option in entry.options}
+
+    def command(**values: Any) -> None:
+        shared = {one.name: values.pop(one.name) for one in common}
+        given = {name: own[name].parse(text) for name, text in values.items() if text is not None}
+        run(entry, given, shared)
+
+    _offer(app, entry.name, command, [*map(_own_parameter, own.values()), *common], help_text)
+
+
+def option_parameters(options: type) -> list[inspect.Parameter]:
+    """The fields of an options dataclass as parameters of a command."""
+    kinds = get_type_hints(options, include_extras=True)
+    return [
+        parameter(
+            one.name, kinds[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
         )
-        for one in fields(options)  # type: ignore[arg-type]
+        for one in fields(options)
     ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = kinds
-    command.__doc__ = run.__doc__
+
+
+def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """One option of a command."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+def _offer(
+    app: typer.Typer,
+    name: str,
+    command: Callable[..., None],
+    parameters: Sequence[inspect.Parameter],
+    help_text: str | None,
+) -> None:
+    """Add a command whose signature, which Typer reads, is made of these parameters."""
+    command.__signature__ = inspect.Signature(list(parameters))  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__doc__ = help_text
     app.command(name)(command)
+
+
+def _own_parameter(option: Option) -> inspect.Parameter:
+    """A task's own option; its text is parsed by the task, which knows what is allowed."""
+    shown = "required" if option.required else "none" if option.default is None else str(option.default)
+    flag = f"--{option.name.replace('_', '-')}"
+    kind = Annotated[
+        str | None,
+        typer.Option(flag, help=f"{option.help}.", metavar=option.kind.__name__.upper(), show_default=shown),
+    ]
+    return parameter(option.name, kind, None)
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:

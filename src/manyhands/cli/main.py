@@ -14,6 +14,7 @@ from rich.table import Table
 from manyhands import __version__
 from manyhands.cli.audit import audit_command
 from manyhands.cli.bench import bench_app
+from manyhands.cli.compare import compare_app
 from manyhands.cli.explain import explain_command
 from manyhands.cli.glove import add_train_glove, glove_app
 from manyhands.cli.launch import launch_command
@@ -40,6 +41,7 @@ add_train_logreg(train_app)
 app.add_typer(train_app, name="train")
 app.add_typer(glove_app, name="glove")
 app.add_typer(bench_app, name="bench")
+app.add_typer(compare_app, name="compare")
 app.command("audit")(audit_command)
 app.command("replay")(replay_command)
 app.command("timeline")(timeline_command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +13,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from manyhands.cli.commands import check_writable, fresh_directory, write_json
+from manyhands.cli.commands import (
+    add_task_command,
+    check_writable,
+    fresh_directory,
+    parameter,
+    write_json,
+)
 from manyhands.tasks import TASKS
-from manyhands.tasks.builtin import BuiltinTask, Option
+from manyhands.tasks.builtin import BuiltinTask
 
 __all__ = ["train_app"]
 
@@ -102,39 +107,7 @@ class _Common:
     tensorboard: Path | None
 
 
-def _add_command(entry: BuiltinTask[Any]) -> None:
-    """Offer `train NAME`, with a signature made from the task's own options and the common ones."""
-    own = {option.name: option for option in entry.options}
-
-    def command(**values: Any) -> None:
-        common = _Common(**{name: values.pop(name) for name in _COMMON})
-        _train(
-            entry, common, {name: own[name].parse(text) for name, text in values.items() if text is not None}
-        )
-
-    parameters = [_own_parameter(option) for option in own.values()]
-    parameters += [_parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = f"Train {entry.help}."
-    train_app.command(entry.name)(command)
-
-
-def _own_parameter(option: Option) -> inspect.Parameter:
-    shown = "required" if option.required else "none" if option.default is None else str(option.default)
-    flag = f"--{option.name.replace('_', '-')}"
-    kind = Annotated[
-        str | None,
-        typer.Option(flag, help=f"{option.help}.", metavar=option.kind.__name__.upper(), show_default=shown),
-    ]
-    return _parameter(option.name, kind, None)
-
-
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-
-
-def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any]) -> None:
+def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
@@ -142,6 +115,7 @@ def _train(entry: BuiltinTask[Any], common: _Common, task_options: dict[str, Any
     from manyhands.observe.table import end_table
     from manyhands.slowdown import Slowdown
 
+    common = _Common(**shared)
     if common.resume and common.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
     task = entry.build(**task_options)
@@ -251,5 +225,6 @@ def _report(out: Path) -> None:
         print(f"manyhands: there is no report: {error}", file=sys.stderr)
 
 
+_PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
 for _entry in TASKS.values():
-    _add_command(_entry)
+    add_task_command(train_app, _entry, _PARAMETERS, _train, f"Train {_entry.help}.")

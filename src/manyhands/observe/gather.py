@@ -336,7 +336,10 @@ class Gather:
         if phase is Phase.ENDED:
             warnings += about_workers(self._shown(snapshot), self._totals.slow_ever(), self._strategy)
         else:
-            warnings += about_workers(self._recent_workers(snapshot, now_ns), snapshot.slow, self._strategy)
+            # The first steps of a run are late for reasons of their own.
+            is_warm = self._window_s(now_ns) * _NS_PER_S >= WINDOW_NS
+            recent = self._recent_workers(snapshot, now_ns) if is_warm else []
+            warnings += about_workers(recent, snapshot.slow, self._strategy, snapshot.suspects)
             warnings += self._imbalance(now_ns)
         if phase is Phase.QUIET and held is False:
             warnings.append(

@@ -30,7 +30,8 @@ class Members:
         self.epoch = 0
         self.is_known = False
         """Whether a view of the membership was ever told."""
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # as the newest views have them
+        self._started: dict[int, str] = {}  # as they were when their processes began
         self._gone: set[str] = set()
         self._bytes_by_shard: dict[int, int] = {}
         self._shards: tuple[Mapping[str, Any], ...] = ()
@@ -84,7 +85,10 @@ class Members:
 
     def _happened(self, what: str, row: Mapping[str, Any]) -> None:
         member = row.get("member")
-        who = str(row.get("name") or self._names.get(member if isinstance(member, int) else -1, ""))
+        number = member if isinstance(member, int) else -1
+        if row.get("name"):
+            self._started[number] = str(row["name"])
+        who = self._names.get(number) or self._started.get(number) or ""
         if not who and member is not None:
             who = f"member {member}"
         if what in ("died", "silent", "left"):

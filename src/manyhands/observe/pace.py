@@ -38,7 +38,7 @@ _FIRST_STEPS = 3  # warm caches up: who is slow since then is slow from the star
 _LONGER = (SLOW_FACTOR, SLOW_FACTOR**2, SLOW_FACTOR**3)  # the longer the steps, the fewer are needed
 _FEWEST_STEPS = 4
 _LASTING_NS = 2_000_000_000  # what is over sooner is no trouble,
-_LASTING_SHARE = 0.25  # except in a run that is itself short
+_LASTING_SHARE = 0.25  # except in a run that was itself short
 _DOUBTFUL, _DOUBTFUL_SHARE = 5, 0.1  # steps against a stretch, and of those for it, that end it
 _Floats = npt.NDArray[np.float64]
 
@@ -91,12 +91,17 @@ def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tup
         if slow.ratio > SLOW_FACTOR and _is_no_chance(is_long, index, stretch, len(medians) ** 2):
             found.append(slow)
     named = {slow.worker for slow in found}
-    found += [slow for slow in slow_now(paces, step_ms) if slow.worker not in named]
+    found += [slow for slow in slow_now(paces, step_ms, is_all=True) if slow.worker not in named]
     return tuple(sorted(found, key=lambda slow: -slow.ratio))
 
 
-def slow_now(paces: Sequence[Pace], step_ms: Mapping[int, float] | None = None) -> tuple[Slow, ...]:
-    """Every worker that is slow as of its newest step, the slowest first."""
+def slow_now(
+    paces: Sequence[Pace], step_ms: Mapping[int, float] | None = None, *, is_all: bool = False
+) -> tuple[Slow, ...]:
+    """Every worker that is slow as of its newest step, the slowest first.
+
+    Two seconds are a while; where `is_all` there will be, a quarter of a shorter run is one, too.
+    """
     paces = [_by_start(pace) for pace in paces if len(pace.start) >= _FIRST_STEPS]
     if len(paces) < 2:
         return ()
@@ -111,7 +116,7 @@ def slow_now(paces: Sequence[Pace], step_ms: Mapping[int, float] | None = None) 
     found = []
     for index, pace in enumerate(paces):
         stretch = _until_now(times[index] > SLOW_FACTOR)
-        if len(stretch) < _FEWEST_STEPS or not _is_lasting(pace, stretch, began_ns):
+        if len(stretch) < _FEWEST_STEPS or not _is_lasting(pace, stretch, began_ns if is_all else None):
             continue
         slow = _slow(pace, stretch, float(np.median(theirs[index][stretch.start :])), step_ms)
         is_real = any(
@@ -134,9 +139,12 @@ def _until_now(is_long: npt.NDArray[np.bool_]) -> range:
     return range(len(is_long) - 1 - int(gained.argmax()), len(is_long))
 
 
-def _is_lasting(pace: Pace, stretch: range, began_ns: int) -> bool:
+def _is_lasting(pace: Pace, stretch: range, began_ns: int | None) -> bool:
     now_ns = int(pace.start[-1] + pace.compute[-1])
-    return now_ns - int(pace.start[stretch.start]) >= min(_LASTING_NS, _LASTING_SHARE * (now_ns - began_ns))
+    lasted_ns = now_ns - int(pace.start[stretch.start])
+    return lasted_ns >= _LASTING_NS or (
+        began_ns is not None and lasted_ns >= _LASTING_SHARE * (now_ns - began_ns)
+    )
 
 
 def _by_start(pace: Pace) -> Pace:

@@ -6,7 +6,7 @@ A sentence names who, since when, what it costs the others and, where one fits t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum, unique
 
 from manyhands.observe.slowness import Straggler
@@ -59,12 +59,18 @@ def straggler_advice(strategy: str) -> str:
 
 
 def about_workers(
-    workers: Sequence[WorkerTotals], slow: Sequence[Straggler], strategy: str = ""
+    workers: Sequence[WorkerTotals],
+    slow: Sequence[Straggler],
+    strategy: str = "",
+    suspects: Collection[int] = (),
 ) -> list[str]:
-    """Who holds the others up, the worst first: by computing longer (`slow`) or, else, in some other way."""
+    """Who holds the others up, the worst first: by computing longer (`slow`) or, else, in some other way.
+
+    Of one of the `suspects`, which may just have begun to compute longer, the latter is not said.
+    """
     if slow:
         return [_about_straggler(straggler, strategy) for straggler in slow[:_MAX_NAMED]]
-    late = _about_late(workers)
+    late = _about_late(workers, suspects)
     return [late] if late else []
 
 
@@ -109,7 +115,7 @@ def _about_straggler(straggler: Straggler, strategy: str) -> str:
     return "; ".join(part for part in (sentence, straggler_advice(strategy)) if part)
 
 
-def _about_late(workers: Sequence[WorkerTotals]) -> str | None:
+def _about_late(workers: Sequence[WorkerTotals], suspects: Collection[int]) -> str | None:
     """One that computes as fast as the others and is waited for all the same spends its time elsewhere."""
     workers = [worker for worker in workers if worker.steps]
     if len(workers) < 2 or min(worker.steps for worker in workers) < _MIN_STEPS:
@@ -119,7 +125,7 @@ def _about_late(workers: Sequence[WorkerTotals]) -> str | None:
     alone = awaited[latest] >= 2 * sorted(awaited)[-2]
     pace = [worker.compute_s / worker.steps for worker in workers]
     slowness = _ratio(pace[latest], statistics.median(pace[:latest] + pace[latest + 1 :]))
-    if awaited[latest] < _LATE_SHARE or not alone or slowness == 0:
+    if awaited[latest] < _LATE_SHARE or not alone or slowness == 0 or workers[latest].worker in suspects:
         return None
     return (
         f"the others wait {_percent(awaited[latest])} of their time for worker {workers[latest].worker}, "

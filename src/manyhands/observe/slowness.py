@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.observe.events import EventKind, Records
-from manyhands.observe.pace import Pace, Slow, find_slow, slow_now
+from manyhands.observe.pace import SLOW_FACTOR, Pace, Slow, find_slow, slow_now
 
 __all__ = ["Slowness", "Straggler"]
 
@@ -30,9 +30,12 @@ _ROW = np.dtype(
     ]
 )
 _Rows = npt.NDArray[np.void]
+_TELLS = np.zeros(256, np.bool_)  # by the number of a kind
+_TELLS[[EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT]] = True
 _MAX_ROWS = 4096  # of one worker
 _IN_FULL = 1536  # of these, the newest that are not thinned: more than 5 s of steps of 5 ms
 _PORTION = _MAX_ROWS - _IN_FULL  # rows that are added before it is looked whether to thin
+_FEW = 5  # steps
 _NAMED_FACTOR = 1.5  # computing this much longer per step than the others is worth a word
 
 
@@ -69,13 +72,12 @@ class Slowness:
 
     def add(self, records: Records) -> None:
         """Take in events of any workers; those of one worker in the order they were recorded."""
-        told = records[np.isin(records["kind"], (EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT))]
-        told = told[told["step"] >= 0]
-        if not len(told):
+        tells = _TELLS[records["kind"]] & (records["step"] >= 0)
+        if not tells.any():
             return
         self._found = None
-        for role in np.unique(told["role"]).tolist():
-            rows = _rows_of(told[told["role"] == role])
+        for role in np.unique(records["role"][tells]).tolist():
+            rows = _rows_of(records, np.flatnonzero(tells & (records["role"] == role)))
             steps = self._steps.setdefault(role, _Steps())
             for begin in range(0, len(rows), _PORTION):
                 steps.add(rows[begin : begin + _PORTION])
@@ -86,6 +88,20 @@ class Slowness:
         if self._found is None:
             self._found = self._named(slow_now(self._paces()))
         return self._found
+
+    def suspects(self) -> frozenset[int]:
+        """The workers whose newest few steps are long: too early to name, and too late to look elsewhere."""
+        newest = {
+            role: float(np.median(steps.rows["compute_ns"][-_FEW:]))
+            for role, steps in self._steps.items()
+            if len(steps.rows)
+        }
+        return frozenset(
+            role
+            for role, own in newest.items()
+            if len(newest) > 1
+            and own > SLOW_FACTOR * np.median([other for who, other in newest.items() if who != role])
+        )
 
     def ever(self) -> tuple[Straggler, ...]:
         """Those, and the workers that were slow for a while."""
@@ -158,14 +174,15 @@ class _Steps:
         self.rows = np.concatenate([self.rows[keep], self.rows[self.rows["start_ns"] >= before_ns]])
 
 
-def _rows_of(records: Records) -> _Rows:
-    """One row for the events of one worker that follow one another and belong to one step."""
-    durations = records["duration_ns"].astype(np.int64)
-    begins = np.flatnonzero(np.diff(records["step"], prepend=-1))
+def _rows_of(records: Records, chosen: npt.NDArray[np.intp]) -> _Rows:
+    """One row for those of one worker that follow one another and belong to one step."""
+    steps, kinds = records["step"][chosen], records["kind"][chosen]
+    durations = records["duration_ns"][chosen].astype(np.int64)
+    begins = np.flatnonzero(np.diff(steps, prepend=-1))
     rows = np.zeros(len(begins), _ROW)
-    rows["step"] = records["step"][begins]
-    rows["start_ns"] = np.minimum.reduceat(records["start_ns"].astype(np.int64), begins)
+    rows["step"] = steps[begins]
+    rows["start_ns"] = np.minimum.reduceat(records["start_ns"][chosen].astype(np.int64), begins)
     for name, kind in (("compute_ns", EventKind.COMPUTE), ("wait_ns", EventKind.WAIT)):
-        rows[name] = np.add.reduceat(np.where(records["kind"] == kind, durations, 0), begins)
+        rows[name] = np.add.reduceat(np.where(kinds == kind, durations, 0), begins)
     rows["accounted_ns"] = np.add.reduceat(durations, begins)
     return rows

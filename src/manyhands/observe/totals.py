@@ -85,6 +85,7 @@ class Snapshot:
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
     slow: tuple[Straggler, ...] = ()  # now, the slowest first
+    suspects: frozenset[int] = frozenset()  # who may be, too early to say
 
 
 class Totals:
@@ -184,6 +185,7 @@ class Totals:
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
             slow=self._slowness.now(),
+            suspects=self._slowness.suspects(),
         )
 
     def slow_ever(self) -> tuple[Straggler, ...]:

@@ -233,17 +233,19 @@ class _StepEnds:
     """When each of the newest million global batches was done: by the last worker, where several share one."""
 
     def __init__(self) -> None:
-        self._step = np.full(_MAX_STEPS, -1, np.int64)
+        self._done = np.zeros(
+            _MAX_STEPS, np.int64
+        )  # the step and 1; memory that is never written is never taken
         self._end_ns = np.zeros(_MAX_STEPS, np.int64)
 
     def add(self, records: Records) -> None:
         steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
         # Records come by the time they ended, and of several assignments to one place numpy keeps the last.
-        self._step[steps["step"] % _MAX_STEPS] = steps["step"]
+        self._done[steps["step"] % _MAX_STEPS] = steps["step"] + 1
         self._end_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
 
     def get(self, step: int) -> int | None:
-        return int(self._end_ns[step % _MAX_STEPS]) if self._step[step % _MAX_STEPS] == step else None
+        return int(self._end_ns[step % _MAX_STEPS]) if self._done[step % _MAX_STEPS] == step + 1 else None
 
 
 def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:

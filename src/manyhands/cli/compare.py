@@ -1,0 +1,176 @@
+"""`manyhands compare TASK`: one task under several strategies, as a table, a paragraph and a report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from manyhands.cli.commands import (
+    add_task_command,
+    check_writable,
+    fresh_directory,
+    option_parameters,
+    write_json,
+)
+from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
+from manyhands.tasks import TASKS
+from manyhands.tasks.builtin import BuiltinTask
+
+if TYPE_CHECKING:
+    from manyhands.compare.narrate import Conditions
+    from manyhands.compare.run import Comparison, Tell
+
+__all__ = ["compare_app"]
+
+compare_app = typer.Typer(
+    help="Train a built-in task under several strategies, side by side.", no_args_is_help=True
+)
+
+_REPORT = "report.html"
+_WIDTH = 100  # of the tables in a file or a pipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """The options that every task has."""
+
+    strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
+        DEFAULT_STRATEGIES
+    )
+    workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2
+    steps: Annotated[int | None, typer.Option(help="Global batches of each run.")] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data, instead of --steps.", show_default="half of train's"),
+    ] = None
+    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved.")] = 2
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="What to measure the time to, as in accuracy=0.95.",
+            show_default="the worst value that any run ends with",
+        ),
+    ] = None
+    slow: Annotated[
+        str | None,
+        typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
+    ] = None
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs.", show_default="runs/compare-TASK-TIME")
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
+
+
+def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+    # Imported here so that help texts do not wait for torch.
+    from manyhands.compare.bandwidth import Rate, enter, inside
+    from manyhands.compare.narrate import Conditions
+    from manyhands.compare.run import Settings, compare
+    from manyhands.slowdown import Slowdown
+
+    common = _Common(**shared)
+    check_writable(common.json)
+    parse_strategies(common.strategies)
+    rate = Rate.parse(common.bandwidth) if common.bandwidth is not None else None
+    steps, epochs = common.steps, common.epochs
+    if steps is None and epochs is None:
+        steps, epochs = _half(entry.steps), _half(entry.epochs)
+    settings = Settings(
+        workers=common.workers,
+        steps=steps,
+        epochs=epochs,
+        seed=common.seed,
+        repeats=common.repeats,
+        slow=Slowdown.parse(common.slow) if common.slow is not None else None,
+        target=Target.parse(common.target) if common.target is not None else None,
+    )
+    if rate is not None and not inside():
+        enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
+    out = common.out or fresh_directory(f"compare-{entry.name}")
+    with _told() as tell:
+        found = compare(entry.build(**task_options), common.strategies, out=out, settings=settings, tell=tell)
+    conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
+    _leave(found, conditions, entry.name, out, common.json)
+    if found.interrupted:
+        print("manyhands: interrupted; the figures are those of the runs that had ended", file=sys.stderr)
+        raise typer.Exit(130)
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json_file: Path | None) -> None:
+    """Write report and JSON, print the tables, the paragraph and the report's path."""
+    from manyhands.compare.machine import machine
+    from manyhands.compare.narrate import paragraph
+    from manyhands.compare.report import Made, report
+    from manyhands.compare.table import measures_table, promises_table
+
+    sentences = paragraph(found.figures, conditions)
+    made = Made(
+        title=f"{task} under {len(found.figures.rows)} strategies",
+        command=shlex.join(["manyhands", *sys.argv[1:]]),
+        facts=machine(),
+        notes=found.notes,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / _REPORT
+    path.write_text(report(found.figures, sentences, made))
+    figures = {
+        "task": task,
+        "command": made.command,
+        "machine": made.facts,
+        **found.figures.to_dict(),
+        "paragraph": sentences,
+        "notes": found.notes,
+    }
+    write_json(out / "figures.json", figures)
+    write_json(json_file, figures)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(measures_table(found.figures), highlight=False)
+    console.print(promises_table(found.figures), highlight=False)
+    console.print(" ".join(sentences), highlight=False, markup=False)
+    console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _told() -> Iterator[Tell]:
+    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere."""
+    console = Console(stderr=True)
+    status = console.status("starting")
+
+    def tell(progress: Any) -> None:
+        left = progress.seconds_left
+        when = "" if left is None else f" · about {left:.0f} s left"
+        line = f"run {progress.done + 1} of {progress.runs} · {progress.strategy}{when}"
+        if console.is_terminal:
+            status.update(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    with status:
+        yield tell
+
+
+def _half(usual: int | None) -> int | None:
+    return None if usual is None else max(1, usual // 2)
+
+
+for _entry in TASKS.values():
+    add_task_command(
+        compare_app, _entry, option_parameters(_Common), _compare, f"Compare strategies on {_entry.help}."
+    )

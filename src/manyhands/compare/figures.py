@@ -1,0 +1,240 @@
+"""What a comparison measured, strategy by strategy: medians over its repeats, and how far the repeats lie apart.
+
+Pure: what each run left goes in as `Measured`, a table's worth of numbers comes out. Seconds are those of training:
+starting processes does not count, and the clock stands still while a model is evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.compare.plan import Target, default_target
+from manyhands.strategy import Strategy
+
+__all__ = ["Failed", "Figures", "Measured", "Point", "Row", "Spread", "figures"]
+
+_LAST = 10  # the last loss is the mean over this part of the steps: 1 / _LAST of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """What was known after `step` global batches and `at_s` seconds of training."""
+
+    step: int
+    at_s: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What one run left; `place` is that of its strategy in the list."""
+
+    place: int
+    repeat: int
+    steps: int
+    samples: int
+    seconds: float
+    losses: tuple[Point, ...]
+    """One a step, `loss` alone: the mean over the global batch."""
+    evaluations: tuple[Point, ...]
+    """The metrics on the evaluation data, in the order of the steps."""
+    accounted_s: float
+    """Computing, exchanging and waiting, of all workers together."""
+    waited_s: float
+    """The waiting in it."""
+    waited_for_s: Mapping[int, float]
+    """By the worker waited for."""
+    messages: int
+    num_bytes: int
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def final(self) -> dict[str, float]:
+        """The metrics at the end, and as `loss` the mean over the last tenth of the steps."""
+        last = [point.values["loss"] for point in self.losses[-max(1, len(self.losses) // _LAST) :]]
+        loss = {"loss": statistics.fmean(last)} if last else {}
+        return loss | (dict(self.evaluations[-1].values) if self.evaluations else {})
+
+    def reached(self, target: Target) -> Point | None:
+        """Where the target was first seen to be reached, if it was."""
+        return next(
+            (
+                point
+                for point in self.evaluations
+                if target.metric in point.values and target.reached_by(point.values[target.metric])
+            ),
+            None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """A run that came to nothing, and the sentence that says why."""
+
+    place: int
+    repeat: int
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """One number over the repeats: their median, the least and the greatest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(median=statistics.median(values), low=min(values), high=max(values))
+
+    def apart_from(self, other: Spread) -> bool:
+        """Whether every one of these values is on the same side of every one of the other's."""
+        return self.high < other.low or other.high < self.low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One strategy."""
+
+    strategy: Strategy
+    workers: int
+    runs: tuple[Measured, ...]
+    failures: tuple[str, ...]
+    reached: int
+    """How many of the runs reached the target."""
+    target_s: Spread | None
+    """Over the runs that reached it; None where none did."""
+    target_steps: Spread | None
+    samples_per_s: Spread | None
+    waiting: Spread | None
+    """The share of the workers' time."""
+    messages_per_step: Spread | None
+    bytes_per_step: Spread | None
+    staleness_mean: Spread | None
+    staleness_max: int
+    final: Mapping[str, Spread] = field(default_factory=dict)
+    waits_mostly_for: int | None = None
+    """The worker that most of the waiting was for."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's text form."""
+        return str(self.strategy)
+
+    @property
+    def always_reached(self) -> bool:
+        """Whether there were runs and all of them reached the target."""
+        return bool(self.runs) and self.reached == len(self.runs)
+
+    def waiting_for(self, worker: int) -> float:
+        """The median share of the time of all workers together that went into waiting for this one."""
+        shares = [_ratio(run.waited_for_s.get(worker, 0.0), run.accounted_s) for run in self.runs]
+        return statistics.median(shares) if shares else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """A whole comparison; rows in the order of the strategies."""
+
+    target: Target | None
+    """None where nothing was evaluated."""
+    evaluate_every: int
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "target": dataclasses.asdict(self.target) if self.target else None,
+            "evaluate_every": self.evaluate_every,
+            "strategies": [_row_dict(row) for row in self.rows],
+        }
+
+
+def figures(
+    strategies: Sequence[tuple[Strategy, int]],
+    runs: Sequence[Measured | Failed],
+    target: Target | None,
+    evaluate_every: int,
+) -> Figures:
+    """All rows, from each strategy with its number of workers; where no target was asked for one is chosen."""
+    measured = [run for run in runs if isinstance(run, Measured)]
+    target = target or default_target([run.final for run in measured])
+    rows = [
+        _row(
+            strategy,
+            workers,
+            [run for run in measured if run.place == place],
+            [run.sentence for run in runs if isinstance(run, Failed) and run.place == place],
+            target,
+        )
+        for place, (strategy, workers) in enumerate(strategies)
+    ]
+    return Figures(target=target, evaluate_every=evaluate_every, rows=tuple(rows))
+
+
+def _row(
+    strategy: Strategy, workers: int, runs: list[Measured], failures: list[str], target: Target | None
+) -> Row:
+    reached = [point for run in runs if target is not None and (point := run.reached(target)) is not None]
+    names = [name for name in runs[0].final if all(name in run.final for run in runs)] if runs else []
+    waited_for: dict[int, float] = {}
+    for run in runs:
+        for worker, seconds in run.waited_for_s.items():
+            waited_for[worker] = waited_for.get(worker, 0.0) + seconds
+    mostly = max(waited_for, key=waited_for.__getitem__, default=None)
+    return Row(
+        strategy=strategy,
+        workers=workers,
+        runs=tuple(runs),
+        failures=tuple(dict.fromkeys(failures)),
+        reached=len(reached),
+        target_s=_spread([point.at_s for point in reached]),
+        target_steps=_spread([point.step for point in reached]),
+        samples_per_s=_spread([_ratio(run.samples, run.seconds) for run in runs]),
+        waiting=_spread([_ratio(run.waited_s, run.accounted_s) for run in runs]),
+        messages_per_step=_spread([_ratio(run.messages, run.steps) for run in runs]),
+        bytes_per_step=_spread([_ratio(run.num_bytes, run.steps) for run in runs]),
+        staleness_mean=_spread([run.staleness_mean for run in runs]),
+        staleness_max=max((run.staleness_max for run in runs), default=0),
+        final={name: Spread.of([run.final[name] for run in runs]) for name in names},
+        waits_mostly_for=mostly if mostly is not None and waited_for[mostly] > 0 else None,
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread.of(values) if values and all(math.isfinite(value) for value in values) else None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    """The numbers of a row, without its curves."""
+    numbers = {
+        name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value
+        for name in (
+            "workers", "reached", "target_s", "target_steps", "samples_per_s", "waiting", "waits_mostly_for",
+            "messages_per_step", "bytes_per_step", "staleness_mean", "staleness_max",
+        )
+    }  # fmt: skip
+    promises = row.strategy.promises
+    return {
+        "strategy": row.name,
+        "runs": len(row.runs),
+        "failures": list(row.failures),
+        **numbers,
+        "final": {name: dataclasses.asdict(spread) for name, spread in row.final.items()},
+        "promises": {
+            one.name: getattr(promises, one.name).answer.value for one in dataclasses.fields(promises)
+        },
+    }

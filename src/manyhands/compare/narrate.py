@@ -1,0 +1,252 @@
+"""What the figures of a comparison show, in sentences: rules over medians and spreads, nothing that is not in them.
+
+A difference is called one only where the repeats do not overlap: every run of the one strategy on the same side of
+every run of the other. With a single run each, nothing is said about chance but that it was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from manyhands.compare.figures import Figures, Row, Spread
+from manyhands.slowdown import Slowdown
+from manyhands.strategy import Ps, Strategy
+
+__all__ = ["Conditions", "paragraph", "uses_network"]
+
+_ALIKE = 1.05  # medians this near are called alike
+_WAITS = 0.10  # a share of waiting worth a word
+_FREE = 0.05  # and one that is none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What was made harder on purpose."""
+
+    slow: Slowdown | None = None
+    bandwidth: str | None = None
+
+
+def uses_network(strategy: Strategy) -> bool:
+    """Whether workers of one host talk by TCP under this strategy; every other way is through memory."""
+    return isinstance(strategy, Ps) and strategy.link == "tcp"
+
+
+def paragraph(found: Figures, conditions: Conditions) -> list[str]:
+    """The sentences, the most important first."""
+    rows = [row for row in found.rows if row.runs]
+    waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
+    sentences = [*_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
+    sentences += _quality(found, rows)
+    sentences += _network(rows, conditions.bandwidth)
+    for row in found.rows:
+        sentences += [f"{row.name} failed: {sentence}." for sentence in row.failures]
+    if not rows:
+        return ["No run came to its end.", *sentences]
+    return sentences
+
+
+def _target(found: Figures, rows: Sequence[Row]) -> list[str]:
+    """Who reached it, and who did so first."""
+    target = found.target
+    if target is None or not rows:
+        return []
+    there = sorted((row for row in rows if row.always_reached), key=_seconds)
+    why = ", the worst value that any run ended with" if target.chosen else ""
+    if not there:
+        return [f"No strategy reached {target} in every run."]
+    missed = [row for row in rows if not row.always_reached]
+    who = "Every strategy" if not missed else _names(there)
+    said = [f"{who} reached {target}{why}{' in every run' if missed else ''}."]
+    said += [f"{row.name} reached it in {row.reached} of {len(row.runs)} runs." for row in missed]
+    if len(there) > 1:
+        said += _first(there, found.evaluate_every)
+    late = [row for row in there if all(len(run.evaluations) == 1 for run in row.runs)]
+    if late and len(late) < len(rows):
+        said.append(
+            f"{_names(late)} could be measured at the end alone, so {_their(late)} time to it is an upper bound."
+        )
+    return said
+
+
+def _first(there: Sequence[Row], every: int) -> list[str]:
+    first, second = there[0], there[1]
+    assert first.target_s is not None
+    assert second.target_s is not None
+    ratio = second.target_s.median / first.target_s.median if first.target_s.median > 0 else 1.0
+    if ratio < _ALIKE:
+        alike = [
+            row for row in there if row.target_s and row.target_s.median < _ALIKE * first.target_s.median
+        ]
+        said = [f"{_names(alike)} took equally long to it: {_s(first.target_s)}."]
+    else:
+        said = [
+            f"{first.name} was there first, after {_s(first.target_s)}: {ratio:.1f} times as fast as {second.name} "
+            f"({_s(second.target_s)}). {_certainty(first, second, first.target_s, second.target_s)}"
+            f"{_resolution(first, second, every)}"
+        ]
+    last = there[-1]
+    assert last.target_s is not None
+    if last not in (first, second) and last.target_s.median > _ALIKE * second.target_s.median:
+        said.append(f"{last.name} took longest, {_s(last.target_s)}.")
+    return said + _fewest_steps(there, every)
+
+
+def _fewest_steps(there: Sequence[Row], every: int) -> list[str]:
+    """Said where the difference is more than one evaluation: in between nobody looked."""
+    fewest, most = (pick(_steps(row) for row in there) for pick in (min, max))
+    if most - fewest <= every:
+        return ["Counted in steps, all were there at the same evaluation or the next."]
+    few, many = ([row for row in there if _steps(row) == steps] for steps in (fewest, most))
+    return [
+        f"Counted in steps, {_names(few)} needed fewest ({fewest:,.0f}) and {_names(many)} most ({most:,.0f})."
+    ]
+
+
+def _speed(rows: Sequence[Row]) -> list[str]:
+    """Samples per second, whatever they were worth."""
+    known = [row for row in rows if row.samples_per_s]
+    if len(known) < 2:
+        return []
+    slowest, fastest = (pick(known, key=_pace) for pick in (min, max))
+    if _pace(fastest) < _ALIKE * _pace(slowest):
+        return [f"All went through about {_pace(fastest):,.0f} samples a second."]
+    assert slowest.samples_per_s is not None
+    assert fastest.samples_per_s is not None
+    apart = fastest.samples_per_s.apart_from(slowest.samples_per_s)
+    overlap = ", within the spread of the repeats" if _repeated(slowest, fastest) and not apart else ""
+    return [
+        f"{fastest.name} went through most samples, {_pace(fastest):,.0f} a second, and {slowest.name} through fewest, "
+        f"{_pace(slowest):,.0f}{overlap}."
+    ]
+
+
+def _slowed(rows: Sequence[Row], slow: Slowdown) -> list[str]:
+    """What the slowed worker did to the others."""
+    how = f"{slow.factor:g} times"
+    how += f" in {100 * slow.probability:.0f} % of steps" if slow.probability < 1 else ""
+    how += f" from step {slow.from_step + 1} on" if slow.from_step else ""
+    held = [row for row in rows if row.waiting_for(slow.worker) >= _WAITS]
+    free = [row for row in rows if row.workers > slow.worker and _wait(row) < _FREE]
+    shares = ", ".join(f"{_percent(row.waiting_for(slow.worker))} under {row.name}" for row in held)
+    effects = [f"of all workers' time, waiting for it took {shares}"] if held else []
+    effects += [f"under {_names(free)} workers waited less than {_percent(_FREE)}"] if free else []
+    return [
+        f"Worker {slow.worker} was slowed on purpose, {how}{': ' if effects else ''}{'; '.join(effects)}."
+    ]
+
+
+def _waiting(rows: Sequence[Row]) -> list[str]:
+    """Who waited, for whom."""
+    waits = sorted((row for row in rows if _wait(row) >= _WAITS), key=_wait, reverse=True)
+    if not waits:
+        most = _percent(max(map(_wait, rows), default=0.0))
+        return [f"Nowhere did workers wait for more than {most} of their time."] if rows else []
+    each = ", ".join(
+        f"{_percent(_wait(row))} under {row.name}"
+        + ("" if row.waits_mostly_for is None else f" (mostly for worker {row.waits_mostly_for})")
+        for row in waits
+    )
+    return [f"Workers spent {each} of their time waiting."]
+
+
+def _staleness(rows: Sequence[Row]) -> list[str]:
+    stale = [row for row in rows if row.staleness_max > 0]
+    if not stale:
+        return []
+    each = "; ".join(
+        f"{row.name} {row.staleness_mean.median:.2f} on average and {row.staleness_max} at most"
+        for row in stale
+        if row.staleness_mean is not None
+    )
+    others = "" if len(stale) == len(rows) else "; under the others nothing was stale"
+    return [f"Updates were computed from parameters that had missed steps of others: {each}{others}."]
+
+
+def _quality(found: Figures, rows: Sequence[Row]) -> list[str]:
+    """The metric at the end."""
+    target = found.target
+    known = [row for row in rows if target is not None and target.metric in row.final]
+    if target is None or len(known) < 2:
+        return []
+    metric = target.metric
+    ranked = sorted(known, key=lambda row: row.final[metric].median, reverse=not target.lower)
+    best, worst = ranked[0], ranked[-1]
+    high, low = best.final[metric], worst.final[metric]
+    if high.median == low.median:
+        return [f"All ended at {metric} {high.median:.4g}."]
+    bests, worsts = ([row for row in ranked if row.final[metric].median == end.median] for end in (high, low))
+    said = f"{_names(bests)} ended best, at {metric} {high.median:.4g}, and {_names(worsts)} worst, at {low.median:.4g}"
+    return [f"{said}. {_certainty(best, worst, high, low)}"]
+
+
+def _network(rows: Sequence[Row], bandwidth: str | None) -> list[str]:
+    if bandwidth is None:
+        return []
+    touched = [row for row in rows if uses_network(row.strategy)]
+    not_touched = [row for row in rows if not uses_network(row.strategy)]
+    said = [f"TCP was held to {bandwidth}, all of it together."] if touched else []
+    if not_touched:
+        do, them = ("do", "them") if len(not_touched) > 1 else ("does", "it")
+        said.append(
+            f"{_names(not_touched)} {do} not use the network on one host, so --bandwidth did not touch {them}."
+        )
+    return said
+
+
+def _certainty(one: Row, other: Row, first: Spread, second: Spread) -> str:
+    """Whether a difference is more than chance, as far as repeats can tell."""
+    if not _repeated(one, other):
+        return "With one run each, how much of that is chance was not measured."
+    if first.apart_from(second):
+        runs = min(len(one.runs), len(other.runs))
+        return f"That is more than the repeats differ: each of {runs} runs of the one beat each of the other."
+    return "That is no more than the repeats differ among themselves."
+
+
+def _resolution(first: Row, second: Row, every: int) -> str:
+    """A caveat where two are apart by less than the time between evaluations; none where they took as many steps."""
+    if _steps(first) == _steps(second):
+        return ""
+    between_s = max(
+        run.seconds / run.steps * every for row in (first, second) for run in row.runs if run.steps
+    )
+    if _seconds(second) - _seconds(first) >= between_s:
+        return ""
+    return f" It is less than the time between two evaluations, {between_s:.2f} s."
+
+
+def _repeated(one: Row, other: Row) -> bool:
+    return min(len(one.runs), len(other.runs)) > 1
+
+
+def _median(pick: Callable[[Row], Spread | None]) -> Callable[[Row], float]:
+    def median(row: Row) -> float:
+        spread = pick(row)
+        return spread.median if spread is not None else 0.0
+
+    return median
+
+
+_seconds = _median(lambda row: row.target_s)
+_steps = _median(lambda row: row.target_steps)
+_pace = _median(lambda row: row.samples_per_s)
+_wait = _median(lambda row: row.waiting)
+
+
+def _names(rows: Sequence[Row]) -> str:
+    *others, last = [row.name for row in rows]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _their(rows: Sequence[Row]) -> str:
+    return "their" if len(rows) > 1 else "its"
+
+
+def _s(spread: Spread) -> str:
+    return f"{spread.median:.2f} s" if spread.median < 100 else f"{spread.median:.0f} s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,135 @@
+"""One HTML file of a whole comparison: what the data show, curves, the table, the promises, and how it was made."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from manyhands.compare.figures import Figures, Measured, Point, Row
+from manyhands.compare.table import PROMISES, cells, columns, promise_cells
+from manyhands.observe.charts import Series, data_table, document, line_chart, quiet, section, share_bars
+from manyhands.strategy import Hogwild
+
+__all__ = ["Made", "report"]
+
+_SMOOTH = 20  # a loss is drawn as the mean of this part of the steps around it: 1 / _SMOOTH of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """How a comparison was made."""
+
+    title: str
+    command: str
+    facts: Mapping[str, str]
+    """The machine and the settings, by name."""
+    notes: tuple[str, ...] = ()
+    """What else there is to say, in sentences."""
+
+
+def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
+    """The page; it needs nothing from elsewhere."""
+    rows = [row for row in found.rows if row.runs]
+    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
+    table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
+    promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
+    parts = [
+        section("shows", "What the data show", told, "wide"),
+        section("table", "Side by side", table, "wide"),
+        *_curves(found, rows),
+        section("time", "Where the workers' time went", _shares(rows)),
+        section(
+            "promises",
+            "What each promises",
+            data_table(["strategy", *PROMISES], promises, title="Promises", words=range(len(PROMISES) + 1)),
+            "wide",
+        ),
+        section("made", "How this was made", _made(found, made), "wide"),
+    ]
+    return document(made.title, parts)
+
+
+def _caption(found: Figures) -> str:
+    target = f"time and steps to {found.target}; " if found.target is not None else ""
+    return f"Medians over the repeats: {target}messages and bytes of a step, sent by all together"
+
+
+def _curves(found: Figures, rows: Sequence[Row]) -> list[str]:
+    """Loss and metric, against steps and against seconds, of each strategy's middle run."""
+    shown = [(row.name, _middle(row)) for row in rows]
+    axes: list[tuple[str, Callable[[Point], float]]] = [
+        ("steps", lambda point: point.step),
+        ("seconds", lambda point: point.at_s),
+    ]
+    parts = []
+    for label, place in axes:
+        losses = [_series(name, smooth(run.losses, "loss"), "loss", place) for name, run in shown]
+        chart = line_chart(
+            losses, title=f"Training loss, smoothed, over {label}", x_label=label, y_label="loss", log_y=True
+        )
+        parts.append(section(f"loss-{label}", f"Loss against {label}", chart))
+    if found.target is None:
+        return parts
+    metric = found.target.metric
+    for label, place in axes:
+        curves = [_series(name, run.evaluations, metric, place) for name, run in shown]
+        chart = line_chart(curves, title=f"{metric} over {label}", x_label=label, y_label=metric)
+        parts.append(section(f"metric-{label}", f"{metric} against {label}", chart))
+    return parts
+
+
+def _series(name: str, points: Sequence[Point], value: str, place: Callable[[Point], float]) -> Series:
+    known = sorted((point for point in points if value in point.values), key=place)
+    return Series(
+        name=name, xs=[place(point) for point in known], ys=[point.values[value] for point in known]
+    )
+
+
+def smooth(points: Sequence[Point], value: str) -> list[Point]:
+    """Means over a moving window of a twentieth of the points, which end at the point they stand for."""
+    width = max(1, len(points) // _SMOOTH)
+    return [
+        Point(
+            step=point.step,
+            at_s=point.at_s,
+            values={value: statistics.fmean(one.values[value] for one in points[max(0, end - width) : end])},
+        )
+        for end, point in enumerate(points, start=1)
+    ]
+
+
+def _middle(row: Row) -> Measured:
+    """The run that took the median of the time; the lower one of two."""
+    return sorted(row.runs, key=lambda run: run.seconds)[(len(row.runs) - 1) // 2]
+
+
+def _shares(rows: Sequence[Row]) -> str:
+    if not rows:
+        return quiet("No run came to its end.")
+    shares = [(_short(row.name), [1 - row.waiting.median, row.waiting.median]) for row in rows if row.waiting]
+    names = quiet("Of the time that workers accounted for, medians over the repeats.")
+    return (
+        share_bars(shares, ["computing and exchanging", "waiting"], title="Share of time", colours=[0, 3])
+        + names
+    )
+
+
+def _short(name: str) -> str:
+    """`ps consistency=async` as `ps async`, where there is room for that alone."""
+    return " ".join(part.rpartition("=")[2] for part in name.split())
+
+
+def _made(found: Figures, made: Made) -> str:
+    facts = " · ".join(f"{name} {value}" for name, value in made.facts.items())
+    clock = (
+        "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
+        f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
+        "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
+    )
+    if any(isinstance(row.strategy, Hogwild) for row in found.rows):
+        clock += " Workers of hogwild meet to evaluate, and wait for each other there."
+    notes = "".join(f"<p>{escape(note)}</p>" for note in made.notes)
+    return f"<p><code>{escape(made.command)}</code></p><p>{escape(facts)}</p><p>{escape(clock)}</p>{notes}"

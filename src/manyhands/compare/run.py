@@ -1,0 +1,187 @@
+"""`compare`: the same task under several strategies, one run after the other, and what came out side by side."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manyhands.compare.figures import Failed, Figures, Measured, figures
+from manyhands.compare.measure import measure
+from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.fitting import fit
+from manyhands.request import Options, Request
+from manyhands.slowdown import Slowdown
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+
+__all__ = ["Comparison", "Progress", "Settings", "Tell", "compare"]
+
+_EVALUATIONS = 10  # of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How each run of a comparison is made; all of them alike."""
+
+    workers: int = 2
+    steps: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    repeats: int = 1
+    slow: Slowdown | None = None
+    target: Target | None = None
+    """What the time is measured to; None: the worst value that any run ends with."""
+    evaluate_every: int | None = None
+    """Measure the metrics after every so many steps; None: ten times a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a comparison is, as a run begins."""
+
+    done: int
+    runs: int
+    strategy: str
+    seconds_left: float | None
+    """None before the first run has ended."""
+
+
+Tell = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What came out; of an interrupted one, what was done by then."""
+
+    figures: Figures
+    interrupted: bool
+    notes: tuple[str, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a run came to nothing."""
+        return any(row.failures for row in self.figures.rows)
+
+
+def compare(
+    task: Task,
+    strategies: str,
+    *,
+    out: Path | str,
+    settings: Settings | None = None,
+    tell: Tell | None = None,
+) -> Comparison:
+    """Run `task` under strategies separated by semicolons, each run in a directory of its own under `out`.
+
+    Everything is checked before the first run: a UserError means that nothing ran. A run that fails is a row with its
+    sentence, and the others go on. Ctrl-C ends the run that it meets, and what is done by then comes back.
+    """
+    settings = settings or Settings()
+    chosen = parse_strategies(strategies)
+    order = trials(len(chosen), settings.repeats)
+    requests = _checked(task, chosen, settings)
+    out = Path(out)
+    _require_free(out)
+    runs: list[Measured | Failed] = []
+    interrupted = False
+    try:
+        for run in _all_runs(requests, order, out, tell or _tell_nobody):
+            runs.append(run)
+    except KeyboardInterrupt:
+        interrupted = True
+    pairs = [(request.strategy, request.workers) for request in requests]
+    found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every)
+    notes = [
+        f"{chosen[run.place]}: {note}" for run in runs if isinstance(run, Measured) for note in run.notes
+    ]
+    return Comparison(figures=found, interrupted=interrupted, notes=tuple(dict.fromkeys(notes)))
+
+
+def _checked(task: Task, strategies: Sequence[Strategy], settings: Settings) -> list[Request]:
+    """What each strategy is asked for, complete; UserError for the first that makes no sense."""
+    if settings.target is not None:
+        settings.target.require_known([] if task.evaluation is None else ["evaluation_loss", *task.metrics])
+    if settings.slow is not None and settings.slow.worker >= settings.workers:
+        raise UserError(
+            f"slow: there is no worker {settings.slow.worker} among {settings.workers}; they count from 0"
+        )
+    steps = _request(task, strategies[0], settings, Options()).plan.steps
+    every = settings.evaluate_every or math.ceil(steps / _EVALUATIONS)
+    # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
+    options = Options(evaluate_every=every, checkpoint_every=steps, keep_checkpoints=1)
+    return [_request(task, strategy, settings, options) for strategy in strategies]
+
+
+def _request(task: Task, strategy: Strategy, settings: Settings, options: Options) -> Request:
+    workers = workers_of(strategy, settings.workers)
+    slow = settings.slow if settings.slow is not None and settings.slow.worker < workers else None
+    options = replace(options, slow=slow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said when the run begins
+        length = (settings.steps, settings.epochs)
+        return Request.make(task, strategy, workers, length, settings.seed, options, "cpu")
+
+
+def _all_runs(
+    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell
+) -> Iterator[Measured | Failed]:
+    """What came out of each run, as soon as it has ended."""
+    began = time.monotonic()
+    for done, trial in enumerate(order):
+        request = requests[trial.place]
+        left = (time.monotonic() - began) / done * (len(order) - done) if done else None
+        tell(Progress(done=done, runs=len(order), strategy=str(request.strategy), seconds_left=left))
+        try:
+            yield _run(trial, request, out / trial.folder(request.strategy))
+        except ManyhandsError as error:
+            yield Failed(place=trial.place, repeat=trial.repeat, sentence=str(error))
+
+
+def _run(trial: Trial, request: Request, folder: Path) -> Measured:
+    plan = request.plan
+    with _caught() as said:
+        try:
+            fit(
+                plan.task,
+                request.strategy,
+                workers=request.workers,
+                steps=plan.steps,
+                seed=plan.seed,
+                out=folder,
+                options=request.options,
+            )
+        except ManyhandsError:
+            raise
+        except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
+            raise ManyhandsError(f"{type(error).__name__}: {error}") from error
+    return measure(trial, folder, request.strategy, tuple(said))
+
+
+def _tell_nobody(progress: Progress) -> None:
+    del progress
+
+
+@contextmanager
+def _caught() -> Iterator[list[str]]:
+    """The warnings of the body as sentences, which a report keeps and a terminal would lose."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield said
+    said += [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+def _require_free(out: Path) -> None:
+    """A comparison begins in a new or empty directory."""
+    try:
+        taken = next(out.iterdir(), None) if out.exists() else None
+    except OSError as error:
+        raise UserError(f"--out {out} can not be used: {error.strerror or error}") from error
+    if taken is not None:
+        raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")

@@ -1,0 +1,156 @@
+"""`manyhands compare` as a user meets it, and its figures held against what made them."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from manyhands.cli.main import main
+from manyhands.compare.bandwidth import Rate, why_not
+from manyhands.server.audit import audit
+from manyhands.server.updates import read_logs
+from manyhands.strategy import Ps, Strategy
+from manyhands.tasks import build
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of `manyhands ARGUMENTS`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_two_strategies_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["allreduce algorithm=ring", "ps consistency=async"]
+    status = run(
+        monkeypatch, "compare", "digits", "--strategies", ";".join(names), "--steps", "20", "--repeats", "1",
+        "--slow", "worker=1,factor=10", "--json", "f.json", "--out", "both",
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert printed.out.splitlines()[-1] == "report  both/report.html"
+    assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
+    assert printed.err.splitlines()[0] == f"run 1 of 2 · {names[0]}"
+    figures = json.loads((tmp_path / "f.json").read_text())
+    ring, server = figures["strategies"]
+    assert [ring["strategy"], server["strategy"]] == names
+    text = "".join(
+        ElementTree.fromstring((tmp_path / "both/report.html").read_text().split("\n", 1)[1]).itertext()
+    )
+    assert all(name in text for name in names)
+
+    # A ring of two sends 2 (P - 1) / P of the gradient from each of P workers, and each frame's head and loss.
+    num_bytes = sum(parameter.nbytes for parameter in build("digits").model().parameters())
+    assert 0 <= ring["bytes_per_step"]["median"] - 2 * num_bytes <= 0.02 * 2 * num_bytes
+    assert ring["waits_mostly_for"] == 1
+
+    # Staleness is that which the logs of the run prove.
+    directory = tmp_path / "both/02-ps-1"
+    strategy = Strategy.parse(names[1])
+    assert isinstance(strategy, Ps)
+    histogram = audit(read_logs(directory).files, strategy.consistency, 20).shards[0].staleness
+    mean = sum(value * count for value, count in histogram.items()) / sum(histogram.values())
+    assert server["staleness_mean"]["median"] == pytest.approx(mean)
+    assert server["staleness_max"] == max(histogram)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert server["final"]["accuracy"]["median"] == summary["final"]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--strategies", "single; alreduce"], ["'alreduce'", "did you mean 'allreduce'?"]),
+        (["--strategies", "single; single"], ["'single' twice"]),
+        (["--target", "precision=0.9"], ["precision", "accuracy"]),
+        (["--slow", "worker=7,factor=2"], ["no worker 7"]),
+        (["--bandwidth", "fast"], ["'fast'", "1Gbit"]),
+        (["--batch-size", "zero"], ["batch_size", "'zero'"]),
+        (["--json", "no/such/folder/f.json"], ["no/such/folder"]),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(
+    arguments: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "compare", "digits", *arguments) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert all(part in error for part in parts), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_run_is_shown_and_exit_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = run(
+        monkeypatch, "compare", "digits", "--strategies", "single", "--repeats", "1", "--steps", "30",
+        "--learning-rate", "1e38", "--out", "c",
+    )  # fmt: skip
+    printed = capfd.readouterr().out
+    assert status == 1
+    assert "failed" in printed
+    assert "No run came to its end." in printed
+    assert "single failed: " in (tmp_path / "c/report.html").read_text()
+
+
+@pytest.mark.soak
+def test_an_interrupt_leaves_the_figures_of_what_was_done(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "single; mirrored"]
+    process = subprocess.Popen(
+        [*command, "--steps", "20", "--repeats", "1", "--out", "c"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("run 2 of 2"):
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert "not run" in out
+    assert out.splitlines()[-1] == "report  c/report.html"
+
+
+@pytest.mark.soak
+def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
+    rate = Rate.parse("8Mbit")
+    reason = why_not(rate)
+    if reason is not None:
+        pytest.skip(f"this machine can not shape its loopback: {reason}")
+    command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "ps link=tcp; ps"]
+    done = subprocess.run(
+        [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "c/01-ps-1/summary.json").read_text())
+    most = rate.burst_bytes + rate.bits_per_s / 8 * summary["seconds"]
+    pushed = sum(worker["bytes_sent"] for worker in summary["per_worker"])
+    assert pushed <= most
+    assert 2 * pushed <= most, "what workers push, they have pulled before"
+    # In each step every worker pushes its gradient and pulls the parameters: 2 P n bytes, and one pull more at the end.
+    num_bytes = sum(parameter.nbytes for parameter in build("digits").model().parameters())
+    figures = json.loads((tmp_path / "c/figures.json").read_text())["strategies"]
+    assert figures[0]["bytes_per_step"]["median"] == pytest.approx(2 * 2 * num_bytes, rel=0.1)
+    said = " ".join(done.stdout.split())
+    assert "TCP was held to 8 Mbit/s" in said
+    assert "ps does not use the network on one host, so --bandwidth did not touch it." in said

@@ -1,0 +1,405 @@
+"""Comparisons without running any: what is run, what the numbers are, and what is said of them."""
+
+import dataclasses
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from manyhands.compare.bandwidth import Rate, shaped_command, why_not
+from manyhands.compare.figures import Failed, Figures, Measured, Point, Spread, figures
+from manyhands.compare.measure import Stops, meets
+from manyhands.compare.narrate import Conditions, paragraph, uses_network
+from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
+from manyhands.compare.report import Made, report, smooth
+from manyhands.compare.table import cells, columns, measures_table, promises_table
+from manyhands.errors import UserError
+from manyhands.slowdown import Slowdown
+from manyhands.strategy import STRATEGIES, AllReduce, Answer, Hogwild, Promises, Ps, Single, Strategy
+
+TWO = parse_strategies("allreduce; ps consistency=async")
+
+
+def measured(
+    place: int = 0, repeat: int = 0, *, step_s: float = 0.1, final: float = 0.9, **changes: object
+) -> Measured:
+    """A run of 20 steps, evaluated every 5: accuracy grows evenly to its final value."""
+    values = {
+        "place": place,
+        "repeat": repeat,
+        "steps": 20,
+        "samples": 200,
+        "seconds": 20 * step_s,
+        "losses": tuple(Point(step=n, at_s=n * step_s, values={"loss": 1 / n}) for n in range(1, 21)),
+        "evaluations": tuple(
+            Point(step=n, at_s=n * step_s, values={"evaluation_loss": 2 / n, "accuracy": final * n / 20})
+            for n in (5, 10, 15, 20)
+        ),
+        "accounted_s": 4.0,
+        "waited_s": 0.0,
+        "waited_for_s": {},
+        "messages": 40,
+        "num_bytes": 4000,
+    }
+    return Measured(**{**values, **changes})
+
+
+def found(*runs: Measured | Failed, target: Target | None = None, strategies=TWO) -> Figures:
+    return figures([(strategy, 2) for strategy in strategies], runs, target, 5)
+
+
+def told(one: Figures, **conditions: object) -> str:
+    return " ".join(paragraph(one, Conditions(**conditions)))
+
+
+# ── the plan ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_strategies_are_separated_by_semicolons() -> None:
+    assert [str(one) for one in parse_strategies(" allreduce ; ps consistency=bounded:4;")] == [
+        "allreduce",
+        "ps consistency=bounded:4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("allreduce; sp", ["'sp'", "did you mean 'ps'"]),
+        (" ; ", ["names none", "semicolons"]),
+        ("ps; allreduce; ps consistency=sync", ["'ps' twice", "--repeats"]),
+    ],
+)
+def test_one_bad_strategy_is_one_sentence(text: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_strategies(text)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_repeats_are_interleaved() -> None:
+    assert [(trial.repeat, trial.place) for trial in trials(3, 2)] == [
+        (0, 0), (0, 1), (0, 2),
+        (1, 0), (1, 1), (1, 2),
+    ]  # fmt: skip
+    assert Trial(place=4, repeat=1).folder(Ps()) == "05-ps-2"
+    with pytest.raises(UserError, match="--repeats 0"):
+        trials(3, 0)
+
+
+def test_single_is_one_worker_whatever_the_others_are() -> None:
+    assert (workers_of(Single(), 4), workers_of(AllReduce(), 4)) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "good", "bad"),
+    [
+        ("accuracy=0.95", "accuracy ≥ 0.95", 0.95, 0.94),
+        ("evaluation_loss=0.2", "evaluation_loss ≤ 0.2", 0.2, 0.21),
+        ("reward<=3", "reward ≤ 3", 2, 4),
+        ("perplexity >= 5", "perplexity ≥ 5", 6, 4),
+    ],
+)
+def test_a_target_knows_its_direction(text: str, shown: str, good: float, bad: float) -> None:
+    target = Target.parse(text)
+    assert str(target) == shown
+    assert target.reached_by(good)
+    assert not target.reached_by(bad)
+
+
+@pytest.mark.parametrize("text", ["accuracy", "=0.9", "accuracy=high", "accuracy=nan", ""])
+def test_a_target_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"accuracy=0\.95"):
+        Target.parse(text)
+
+
+def test_a_target_must_be_measured_by_the_task() -> None:
+    with pytest.raises(UserError, match="did you mean 'accuracy'"):
+        Target.parse("acuracy=0.9").require_known(["evaluation_loss", "accuracy"])
+    with pytest.raises(UserError, match="no evaluation data"):
+        Target.parse("accuracy=0.9").require_known([])
+
+
+def test_the_target_nobody_asked_for_is_the_worst_final_value() -> None:
+    finals = [
+        {"loss": 9.0, "evaluation_loss": 0.3, "accuracy": 0.8},
+        {"loss": 1.0, "evaluation_loss": 0.1, "accuracy": 0.9},
+    ]
+    assert default_target(finals) == Target(metric="accuracy", value=0.8, lower=False, chosen=True)
+    losses = [{name: one[name] for name in ("loss", "evaluation_loss")} for one in finals]
+    assert default_target(losses) == Target(metric="evaluation_loss", value=0.3, lower=True, chosen=True)
+    assert default_target([{"loss": 1.0}]) is None
+    assert default_target([]) is None
+
+
+# ── the figures ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_is_medians_over_repeats_with_their_spread() -> None:
+    runs = [
+        measured(repeat=n, step_s=s, waited_s=w)
+        for n, (s, w) in enumerate([(0.1, 1.0), (0.4, 2.0), (0.2, 0.0)])
+    ]
+    row = found(*runs, target=Target.parse("accuracy=0.5")).rows[0]
+    assert row.target_s == Spread(median=15 * 0.2, low=15 * 0.1, high=15 * 0.4)
+    assert row.target_steps == Spread(median=15, low=15, high=15)
+    assert row.samples_per_s is not None
+    assert row.samples_per_s.median == pytest.approx(200 / 4)
+    assert row.waiting == Spread(median=0.25, low=0.0, high=0.5)
+    assert row.messages_per_step is not None
+    assert row.bytes_per_step is not None
+    assert (row.messages_per_step.median, row.bytes_per_step.median) == (2, 200)
+    assert row.final["loss"].median == pytest.approx((1 / 19 + 1 / 20) / 2), "the mean of the last tenth"
+    assert row.always_reached
+
+
+def test_a_target_that_only_some_runs_reach_is_counted() -> None:
+    row = found(measured(), measured(repeat=1, final=0.4), target=Target.parse("accuracy=0.5")).rows[0]
+    assert (row.reached, row.always_reached) == (1, False)
+    assert row.target_s is not None
+    assert row.target_s.median == pytest.approx(1.5)
+
+
+def test_every_run_reaches_the_target_that_is_chosen() -> None:
+    one = found(measured(0, final=0.9), measured(1, final=0.7))
+    assert one.target == Target(metric="accuracy", value=0.7, lower=False, chosen=True)
+    assert all(row.always_reached for row in one.rows)
+
+
+def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
+    one = found(measured(), Failed(place=1, repeat=0, sentence="the disk is full"))
+    assert (one.rows[1].runs, one.rows[1].failures) == ((), ("the disk is full",))
+    assert cells(one, one.rows[1])[0] == "failed"
+    assert one.to_dict()["strategies"][1]["failures"] == ["the disk is full"]
+    nothing = found(Failed(place=0, repeat=0, sentence="no"), Failed(place=1, repeat=0, sentence="no"))
+    assert nothing.target is None
+    assert "No run came to its end." in told(nothing)
+
+
+def test_the_clock_stands_still_for_evaluations() -> None:
+    stops = Stops.of({5: {0: 0.5, 1: 0.4}, 10: {0: 0.25}}, 2, together=True)
+    assert [stops.before_s(step, inclusive=False) for step in (1, 5, 6, 10, 11)] == [0, 0, 0.5, 0.5, 0.75]
+    assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.5, 0.75]
+    assert Stops({}).before_s(7, inclusive=True) == 0
+
+
+def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> None:
+    stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
+    assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
+    assert [meets(Strategy.parse(text)) for text in ("allreduce", "ps", "ps consistency=async", "hogwild")] == [
+        True, True, False, True,
+    ]  # fmt: skip
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_difference_beyond_the_repeats_is_called_one() -> None:
+    runs = [measured(place, n, step_s=s + 0.01 * n) for place, s in ((0, 0.4), (1, 0.1)) for n in range(2)]
+    said = told(found(*runs))
+    assert "Every strategy reached accuracy ≥ 0.9, the worst value that any run ended with." in said
+    assert (
+        "ps consistency=async was there first, after 2.10 s: 3.9 times as fast as allreduce (8.10 s)." in said
+    )
+    assert "That is more than the repeats differ: each of 2 runs" in said
+
+
+def test_a_difference_within_the_repeats_is_not() -> None:
+    runs = [
+        measured(0, 0, step_s=0.1),
+        measured(0, 1, step_s=0.4),
+        measured(1, 0, step_s=0.2),
+        measured(1, 1, step_s=0.5),
+    ]
+    assert "That is no more than the repeats differ among themselves." in told(found(*runs))
+    assert "more than the repeats differ:" not in told(found(*runs))
+
+
+def test_one_run_each_says_nothing_about_chance() -> None:
+    said = told(found(measured(0), measured(1, step_s=0.2)))
+    assert "chance was not measured" in said
+    assert "repeats" not in said
+
+
+def test_equal_times_have_no_winner() -> None:
+    said = told(found(measured(0), measured(1)))
+    assert "allreduce and ps consistency=async took equally long to it: 2.00 s." in said
+    assert "first" not in said
+
+
+def test_less_than_one_evaluation_apart_is_said_to_be_so() -> None:
+    near = measured(1, step_s=0.12, final=1.2)  # there one evaluation earlier, at 15 steps of 0.12 s
+    said = told(found(measured(0), near, target=Target.parse("accuracy=0.9")))
+    assert "less than the time between two evaluations, 0.60 s" in said
+    assert "all were there at the same evaluation or the next" in said
+
+
+def test_who_does_not_reach_the_target_is_named() -> None:
+    said = told(found(measured(0), measured(1, final=0.3), target=Target.parse("accuracy=0.8")))
+    assert (
+        "allreduce reached accuracy ≥ 0.8 in every run. ps consistency=async reached it in 0 of 1 runs."
+        in said
+    )
+    assert "No strategy reached" in told(found(measured(0), target=Target.parse("accuracy=2")))
+
+
+def test_waiting_is_told_with_the_one_waited_for() -> None:
+    said = told(found(measured(0, waited_s=2.0, waited_for_s={0: 0.1, 1: 1.9}), measured(1)))
+    assert "Workers spent 50 % under allreduce (mostly for worker 1) of their time waiting." in said
+    assert "Nowhere did workers wait for more than 0 %" in told(found(measured(0), measured(1)))
+
+
+def test_a_slowed_worker_is_told_with_what_it_did() -> None:
+    one = found(measured(0, waited_s=2.0, waited_for_s={1: 1.6}), measured(1))
+    said = told(one, slow=Slowdown.parse("worker=1,factor=5"))
+    assert (
+        "Worker 1 was slowed on purpose, 5 times: of all workers' time, waiting for it took 40 % under allreduce"
+        in said
+    )
+    assert "under ps consistency=async workers waited less than 5 %" in said
+    said = told(one, slow=Slowdown.parse("worker=1,factor=2,probability=0.1,from=400"))
+    assert "Worker 1 was slowed on purpose, 2 times in 10 % of steps from step 401 on:" in said
+
+
+def test_staleness_is_told_where_there_is_some() -> None:
+    said = told(found(measured(0), measured(1, staleness_mean=0.5, staleness_max=3)))
+    assert "ps consistency=async 0.50 on average and 3 at most; under the others nothing was stale." in said
+    assert "stale" not in told(found(measured(0), measured(1)))
+
+
+def test_bandwidth_names_those_it_did_not_touch() -> None:
+    strategies = parse_strategies("allreduce; ps link=tcp; hogwild")
+    one = found(measured(0), measured(1), measured(2), strategies=strategies)
+    said = told(one, bandwidth="1 Gbit/s")
+    assert "TCP was held to 1 Gbit/s" in said
+    assert (
+        "allreduce and hogwild do not use the network on one host, so --bandwidth did not touch them." in said
+    )
+    assert [uses_network(strategy) for strategy in strategies] == [False, True, False]
+    assert "bandwidth" not in told(one)
+
+
+def test_what_was_measured_at_the_end_alone_is_an_upper_bound() -> None:
+    late = measured(1)
+    said = told(found(measured(0), dataclasses.replace(late, evaluations=late.evaluations[-1:])))
+    assert (
+        "ps consistency=async could be measured at the end alone, so its time to it is an upper bound" in said
+    )
+
+
+def test_all_who_end_alike_are_named() -> None:
+    strategies = parse_strategies("allreduce; central; hogwild")
+    said = told(found(measured(0), measured(1), measured(2, final=0.8), strategies=strategies))
+    assert "allreduce and central ended best, at accuracy 0.9, and hogwild worst, at 0.8." in said
+    assert "All ended at accuracy 0.9." in told(found(measured(0), measured(1)))
+
+
+# ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_table_is_readable_at_a_hundred_columns() -> None:
+    strategies = parse_strategies(
+        "allreduce algorithm=hierarchical; ps servers=2 consistency=bounded:4 replicas=1"
+    )
+    one = found(*(measured(p, n, step_s=0.5 + n) for p in range(2) for n in range(2)), strategies=strategies)
+    console = Console(width=100, color_system=None)
+    for table in (measures_table(one), promises_table(one)):
+        with console.capture() as captured:
+            console.print(table)
+        text = captured.get()
+        assert max(map(len, text.splitlines())) <= 100
+        assert "…" not in text
+    assert len(cells(one, one.rows[0])) == len(columns(one))
+
+
+def test_the_report_is_well_formed_and_has_every_strategy() -> None:
+    strategies = parse_strategies("allreduce; ps consistency=async; hogwild")
+    one = found(
+        measured(0), measured(1), Failed(place=2, repeat=0, sentence="<no> & never"), strategies=strategies
+    )
+    made = Made(title="a < b", command="manyhands compare 'a' & b", facts={"cores": "2"}, notes=("a note",))
+    page = report(one, paragraph(one, Conditions()), made)
+    root = ElementTree.fromstring(page.split("\n", 1)[1])
+    text = "".join(root.itertext())
+    for expected in (*map(str, strategies), "<no> & never", "manyhands compare 'a' & b", "cores 2", "a note"):
+        assert expected in text, expected
+    assert len(root.findall(".//figure")) == 5, (
+        "loss and metric against steps and seconds, and the shares of time"
+    )
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", ""), (
+        "nothing from elsewhere"
+    )
+    assert "<script" not in page
+
+
+def test_smoothing_keeps_the_number_of_points_and_the_mean_of_a_constant() -> None:
+    points = [Point(step=n, at_s=n, values={"loss": 2.0 if n < 50 else 4.0}) for n in range(100)]
+    smoothed = smooth(points, "loss")
+    assert [point.step for point in smoothed] == list(range(100))
+    assert [smoothed[n].values["loss"] for n in (0, 49, 50, 51, 99)] == [2, 2, 2.4, 2.8, 4]
+
+
+# ── promises ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_every_strategy_states_what_it_promises(word: str) -> None:
+    promises = Strategy.parse(word).promises
+    for one in dataclasses.fields(Promises):
+        promise = getattr(promises, one.name)
+        assert isinstance(promise.answer, Answer)
+        assert promise.words
+
+
+def test_promises_depend_on_the_settings() -> None:
+    def answers(text: str) -> str:
+        promises = Strategy.parse(text).promises
+        return " ".join(getattr(promises, one.name).answer.value for one in dataclasses.fields(promises))
+
+    expected = {
+        "allreduce": "no – no yes",
+        "ps": "yes partly yes yes",
+        "ps replicas=1": "yes yes yes yes",
+        "ps consistency=async": "yes partly yes no",
+        "ps consistency=sync:1": "yes partly yes no",
+        "hogwild": "no – no no",
+        "hogwild order=turns": "no – no yes",
+    }
+    assert {text: answers(text) for text in expected} == expected
+    assert Hogwild(order="locked").promises.same_numbers.answer is Answer.NO
+
+
+# ── a slower network ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "shown"),
+    [
+        ("1Gbit", 10**9, "1 Gbit/s"),
+        ("2.5 Mbit/s", 2_500_000, "2.5 Mbit/s"),
+        ("256kbit", 256_000, "256 kbit/s"),
+    ],
+)
+def test_a_rate_is_read_and_shown(text: str, bits: int, shown: str) -> None:
+    rate = Rate.parse(text)
+    assert (rate.bits_per_s, str(rate)) == (bits, shown)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1", "1GB", "0Gbit", "-1Mbit", "1Gbit; rm"])
+def test_a_rate_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="1Gbit, 100Mbit"):
+        Rate.parse(text)
+
+
+def test_the_command_is_passed_on_as_it_is() -> None:
+    command = ["python", "-m", "manyhands", "a b", "$HOME"]
+    line = shaped_command(Rate.parse("1Gbit"), command, as_root=True)
+    assert line[:2] == ["unshare", "--net"]
+    assert line[-5:] == command
+    assert "rate 1000000000bit burst 500000b" in line[4]
+    assert "--map-root-user" in shaped_command(Rate.parse("1Gbit"), command, as_root=False)
+
+
+def test_a_machine_that_can_not_shape_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("manyhands.compare.bandwidth._ADMIN_PATHS", ())
+    assert why_not(Rate.parse("1Gbit")) == "the program 'unshare' is missing; install util-linux"

@@ -1,0 +1,112 @@
+"""Whole comparisons in this process: `single` needs no other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.compare.plan import Target
+from manyhands.compare.run import Progress, Settings, compare
+from manyhands.errors import UserError
+
+FEATURES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def task(
+    loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), **changes: object
+) -> mh.Task:
+    data = (FEATURES, FEATURES.sum(1, keepdim=True))
+    return mh.Task(
+        model=lambda: torch.nn.Linear(4, 1),
+        loss=loss,
+        data=data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=16,
+        **{"evaluation": data, **changes},
+    )
+
+
+class Counted:
+    """A loss that does something else when it is computed for the nth time with a gradient."""
+
+    def __init__(self, nth: int, instead) -> None:
+        self._left = nth
+        self._instead = instead
+
+    def __call__(self, model: torch.nn.Module, batch) -> torch.Tensor:
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        if torch.is_grad_enabled():
+            self._left -= 1
+            if self._left == 0:
+                return self._instead(loss)
+        return loss
+
+
+def test_the_figures_are_those_of_the_runs(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    settings = Settings(steps=20, repeats=2, target=Target.parse("evaluation_loss=0.5"))
+    done = compare(task(), "single", out=tmp_path / "c", settings=settings, tell=seen.append)
+    (row,) = done.figures.rows
+    plain = mh.fit(task(), "single", steps=20, options=mh.Options(evaluate_every=2))
+    first = next(one["step"] for one in plain.history.evaluations if one["metrics"]["evaluation_loss"] <= 0.5)
+    assert row.target_steps is not None
+    assert (row.target_steps.low, row.target_steps.high) == (first, first), "same seed, same numbers"
+    assert row.final["evaluation_loss"].median == plain.summary["final"]["evaluation_loss"]
+    assert [point.values["loss"] for point in row.runs[1].losses] == plain.history.loss
+    assert (done.interrupted, done.failed, row.workers) == (False, False, 1)
+    assert [(one.done, one.runs, one.seconds_left is None) for one in seen] == [(0, 2, True), (1, 2, False)]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["01-single-1", "01-single-2"]
+
+
+def test_a_run_that_fails_is_kept_with_its_sentence(tmp_path: Path) -> None:
+    broken = Counted(14, lambda loss: loss * float("nan"))
+    done = compare(task(broken), "single", out=tmp_path / "c", settings=Settings(steps=10, repeats=3))
+    (row,) = done.figures.rows
+    assert done.failed
+    assert [run.repeat for run in row.runs] == [0, 2]
+    assert len(row.failures) == 1
+    assert "not finite" in row.failures[0] or "nan" in row.failures[0].lower()
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+    def interrupt(loss: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    done = compare(
+        task(Counted(14, interrupt)), "single", out=tmp_path / "c", settings=Settings(steps=10, repeats=3)
+    )
+    assert done.interrupted
+    assert [run.repeat for run in done.figures.rows[0].runs] == [0]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "settings", "part"),
+    [
+        ("single; sinlge", Settings(), "'sinlge'"),
+        ("single; tensor", Settings(), "only glove"),
+        ("single", Settings(repeats=0), "--repeats 0"),
+        ("single", Settings(target=Target.parse("accuracy=0.5")), "measures no such metric"),
+        ("single; ps", Settings(workers=0), "workers=0"),
+        ("single", Settings(steps=5, epochs=5), "give one of them"),
+        ("single", Settings(slow=mh.Slowdown.parse("worker=2,factor=2")), "no worker 2 among 2"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_runs(
+    tmp_path: Path, strategies: str, settings: Settings, part: str
+) -> None:
+    with pytest.raises(UserError, match=part):
+        compare(task(), strategies, out=tmp_path / "c", settings=settings)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_directory_in_use_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        compare(task(), "single", out=tmp_path)
+
+
+def test_a_task_without_evaluation_has_no_target(tmp_path: Path) -> None:
+    done = compare(task(evaluation=None), "single", out=tmp_path / "c", settings=Settings(steps=5))
+    assert done.figures.target is None
+    assert set(done.figures.rows[0].final) == {"loss"}
