@@ -126,7 +126,7 @@ def test_hashes_see_every_bit_whatever_the_type_and_layout() -> None:
 
 
 def own_loop(group: Any, *, skips: bool) -> int:
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))  # every parameter has a gradient
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = group.prepare(model, optimizer)
     for step in range(7):

@@ -34,8 +34,8 @@ def launch(how: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_worker_that_never_comes_is_named_with_its_line_and_the_others_call() -> None:
-    done = launch("sleeps")
+def test_a_worker_that_never_comes_is_named_with_its_line_and_the_others_call(tmp_path: Path) -> None:
+    done = launch("sleeps", "--out", str(tmp_path / "run"))
     assert done.returncode == 1
     first, _, page = done.stderr.partition("\n\n")
     assert "worker 1 holds up the run" in first
@@ -46,6 +46,7 @@ def test_a_worker_that_never_comes_is_named_with_its_line_and_the_others_call() 
     assert "> worker 1  computing step 6     waits for nobody" in page
     assert "hang_script.py:14 in go_astray:  time.sleep(1e9)" in page
     assert "Its last events" in page
+    assert page.strip() in (tmp_path / "run" / "hang.txt").read_text()
 
 
 def test_a_worker_in_another_collective_is_named_without_waiting() -> None:

@@ -186,3 +186,16 @@ def test_slices_cover_everything_once_in_whole_lines(item_bytes: int) -> None:
         assert all(mine.start * item_bytes % 128 == 0 for mine in slices if mine)
         lines = [-(-len(mine) * item_bytes // 128) for mine in slices]
         assert max(lines) - min(lines) <= 1
+
+
+def test_no_two_types_have_compiled_code_of_one_name() -> None:
+    """In the cache, the number that tells such names apart is each process's own."""
+    reducers = (kernels._reduce_float, kernels._reduce_double, kernels._reduce_bfloat, kernels._reduce_half)
+    names = [
+        inner.py_func.__qualname__
+        for reducer in reducers
+        for inner in (reducer, *(cell.cell_contents for cell in reducer.py_func.__closure__))
+        if hasattr(inner, "py_func")
+    ]
+    assert len(names) == 4 * 7
+    assert len(set(names)) == len(names)

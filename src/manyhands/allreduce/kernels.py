@@ -22,6 +22,7 @@ different machines.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -146,25 +147,39 @@ def _combine(one: float, other: float, largest: bool) -> float:
     return larger if largest else one + other
 
 
-def _viewer(item: Any) -> Any:
+def _compiled_for(name: str) -> Callable[[Any], Any]:
+    """njit for a function that is made once for each type, with `name` in its own.
+
+    Compiled code in the cache finds what it calls by name and by a number that each process counts anew. Code that two
+    processes have compiled would otherwise share names, and the sum of one type would run the loop of another.
+    """
+
+    def compiled(function: Any) -> Any:
+        function.__qualname__ = f"{function.__qualname__}_{name}"
+        return njit(nogil=True)(function)
+
+    return compiled
+
+
+def _viewer(item: Any, name: str) -> Any:
     """Compiled code that sees items at an address as an array; a call of its own, so compiled only once."""
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @_compiled_for(name)
     def items_at(address: int, count: int) -> Any:
         return array_at(address, count, item)
 
     return items_at
 
 
-_bytes_at = _viewer(uint8)
+_bytes_at = _viewer(uint8, "bytes")
 
 
-def _reducer(item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
+def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
     """Compiled code that reduces items of type `item`, accumulating in type `wide`."""
-    items_at, totals_at = _viewer(item), _viewer(wide)
+    items_at, totals_at = _viewer(item, name), _viewer(wide, f"{name}_total")
     item_bytes = item.bitwidth // 8
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @_compiled_for(name)
     def reduce_pair(first: Any, second: Any, largest: bool, scale: float) -> None:
         """Two ranks: one pass, no scratch. A multiplication by 1 or by 1/2 is exact."""
         for i in range(first.size):
@@ -172,7 +187,7 @@ def _reducer(item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
             first[i] = result
             second[i] = result
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @_compiled_for(name)
     def reduce_block(parts: Any, shift: int, total: Any, largest: bool, divisor: float) -> None:
         """Three ranks or more, a block at a time: `total` and the block being read stay in the cache."""
         first, second = items_at(parts[0] + shift, total.size), items_at(parts[1] + shift, total.size)
@@ -186,7 +201,7 @@ def _reducer(item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
         for i in range(total.size):
             last[i] = narrow(_combine(total[i], widen(last[i]), largest) / divisor)
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @_compiled_for(name)
     def reduce_pair_to(first: Any, second: Any, target: int, largest: bool, scale: float) -> None:
         """A loop for each target: one that stored to either could alias both and would not be vectorised."""
         if target == 0:
@@ -196,7 +211,7 @@ def _reducer(item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
             for i in range(first.size):
                 second[i] = narrow(_combine(widen(first[i]), widen(second[i]), largest) * scale)
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @_compiled_for(name)
     def reduce_block_to(
         parts: Any, target: int, shift: int, total: Any, largest: bool, divisor: float
     ) -> None:
@@ -211,7 +226,7 @@ def _reducer(item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
         for i in range(total.size):
             result[i] = narrow(total[i] / divisor)
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    @_compiled_for(name)
     def reduce(parts: Any, count: int, operation: int, target: int, scratch: int) -> None:
         divisor = wide(parts.size if operation == MEAN else 1)
         if parts.size == 2:
@@ -244,10 +259,10 @@ def _spread(parts: Any, source: int, shift: int, num_bytes: int) -> None:
                 part[i] = block[i]
 
 
-_reduce_float = _reducer(float32, float32, _same, _same)
-_reduce_double = _reducer(float64, float64, _same, _same)
-_reduce_bfloat = _reducer(uint16, float32, _widen_bfloat, _narrow_bfloat)
-_reduce_half = _reducer(uint16, float32, _widen_half, _narrow_half)
+_reduce_float = _reducer("float32", float32, float32, _same, _same)
+_reduce_double = _reducer("float64", float64, float64, _same, _same)
+_reduce_bfloat = _reducer("bfloat16", uint16, float32, _widen_bfloat, _narrow_bfloat)
+_reduce_half = _reducer("float16", uint16, float32, _widen_half, _narrow_half)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
