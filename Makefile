@@ -51,6 +51,7 @@ bench: setup $(VENV)/.kernels
 	$(BIN)/python benchmarks/regression.py
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py
+	$(BIN)/python benchmarks/desync.py
 
 soak: setup $(VENV)/.kernels
 	$(BIN)/python -m pytest -m soak --timeout 1800

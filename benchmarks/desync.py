@@ -3,13 +3,16 @@
 Run: `python benchmarks/desync.py [--workers 2] [--rounds 30]`. Workers are threads with real shared memory between
 them. The parameters are hashed on every worker, so the share of a step is that of one check divided by `check_every`,
 which is 100 unless a run says otherwise. The step beside it is forward, backward and optimizer of the same model.
+Prints a table and writes benchmarks/results/desync.json.
 """
 
 import argparse
+import json
 import os
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -22,6 +25,7 @@ from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.shared import SharedGroup
 from manyhands.exchange import LocalStep
 
+RESULT = Path(__file__).parent / "results" / "desync.json"
 WIDTHS = (64, 512, 2048)
 EVERY = 100
 
@@ -88,16 +92,21 @@ def main() -> None:
     table = Table(title=f"comparing parameters, {arguments.workers} workers, every {EVERY} steps")
     for column in ("parameters", "step", "one check", "of it hashing", "share of a step"):
         table.add_column(column, justify="right")
+    rows = []
     for width in WIDTHS:
         found = measure(width, arguments.workers, arguments.rounds)
+        found["percent"] = 100 * found["check"] / EVERY / found["step"]
+        rows.append({name: round(value, 4) for name, value in found.items()})
         table.add_row(
             f"{found['MiB']:.2f} MiB",
             f"{found['step']:.2f} ms",
             f"{found['check']:.3f} ms",
             f"{found['hashing']:.3f} ms",
-            f"{100 * found['check'] / EVERY / found['step']:.3f} %",
+            f"{found['percent']:.3f} %",
         )
     Console().print(table)
+    about = {"cores": os.cpu_count(), "workers": arguments.workers, "every": EVERY}
+    RESULT.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -320,6 +320,40 @@ def events_overhead() -> str:
     return f"**{steps}, {result['ns_per_event']:.0f} ns per event**\n\n{markdown(rows)}"
 
 
+def events_cost() -> str:
+    """What one event costs its worker and the parent."""
+    cases = load("events")["cases"]
+    shown = {
+        "`record`": "record",
+        "`record`, with a reader in another process": "record, with a reader in another process",
+        "`record` when the ring is full, dropping": "record, ring full: dropped",
+        "for comparison: `struct.pack_into` of the same bytes, no order, no bound": "struct.pack_into, for comparison",
+        "for comparison: one `time.monotonic_ns()`": "time.monotonic_ns, for comparison",
+        "parent: drain": "drain",
+        "parent: add to totals": "add to totals",
+        "parent: append to file": "append to file",
+    }
+    return markdown(
+        [["", "ns per event"], *([words, f"{cases[name]['median_ns']:.0f}"] for words, name in shown.items())]
+    )
+
+
+def desync_cost() -> str:
+    """What comparing parameters costs."""
+    result = load("desync")
+    rows = [["parameters", "step", "one check", f"share of a step, every {result['every']}"]]
+    rows += [
+        [
+            f"{row['MiB']:.2f} MiB",
+            f"{row['step']:.1f} ms",
+            f"{row['check']:.1f} ms",
+            f"{row['percent']:.2f} %",
+        ]
+        for row in result["rows"]
+    ]
+    return f"**{result['workers']} workers on {result['cores']} cores**\n\n{markdown(rows)}"
+
+
 def show_percent(part: float | None) -> str:
     return "" if part is None else f"{100 * part:.0f} %"
 
@@ -329,6 +363,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "backend speed": backend_speed,
     "links": links_speed,
     "events overhead": events_overhead,
+    "events cost": events_cost,
+    "desync cost": desync_cost,
     "step-2": step_table("step-2"),
     "step-16core": step_scaling,
     "server": server_table("server"),

@@ -1,8 +1,9 @@
-"""The pictures of the live page in these documents: `python docs/screenshots.py [--compare REPORT.html]`.
+"""The pictures in these documents: `python docs/screenshots.py`, on a quiet machine, some three minutes.
 
 Trains digits on two servers and three workers, of which one is slowed from a third of the run on, opens the live page
 in headless Chromium while that goes on and after its end, at the width of a laptop and of a phone, light and dark, and
-writes docs/figures/page-*.png. With --compare, a report of `manyhands compare` is pictured, too.
+writes docs/figures/page-*.png. Then compares strategies with a slowed worker, and writes docs/figures/compare.png of
+the report and benchmarks/results/compare.json with its figures.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,12 +29,14 @@ from manyhands.seeing.prometheus import metrics_text
 from manyhands.seeing.source import ComingRun
 
 FIGURES = Path(__file__).parent / "figures"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 STRATEGY = "ps servers=2 replicas=1 consistency=bounded:4"
 STEPS = 900
 TRAIN = (
     *("digits", "--strategy", STRATEGY, "--workers", "3", "--steps", str(STEPS), "--evaluate-every", "90"),
     *("--slow", f"worker=2,factor=3,from={STEPS // 3}"),
 )
+COMPARE = ("digits", "--slow", "worker=1,factor=5", "--out", "compare")
 LAPTOP, PHONE = 1280, 390
 MAX_BYTES = 200_000
 
@@ -91,6 +95,14 @@ def picture_run(driver: Any, folder: Path) -> None:
         picture(driver, "page-phone-dark.png", PHONE, dark=True, height=1700)
 
 
+def picture_comparison(driver: Any, folder: Path) -> None:
+    """Strategies side by side, one worker slowed."""
+    subprocess.run([sys.executable, "-m", "manyhands", "compare", *COMPARE], cwd=folder, check=True)
+    shutil.copy(folder / "compare" / "figures.json", RESULTS / "compare.json")
+    driver.get((folder / "compare" / "report.html").as_uri())
+    picture(driver, "compare.png", LAPTOP)
+
+
 def _await(driver: Any, question: str) -> None:
     WebDriverWait(driver, 300, poll_frequency=0.1).until(lambda _: driver.execute_script(question), question)
 
@@ -98,15 +110,13 @@ def _await(driver: Any, question: str) -> None:
 def main() -> None:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compare", type=Path, help="a report of `manyhands compare` to picture, too")
-    parser.add_argument("--no-run", action="store_true", help="only the report of --compare")
+    parser.add_argument("--only", choices=("page", "compare"), help="one of the two")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder) / "profile") as driver:
-        if not asked.no_run:
+        if asked.only != "compare":
             picture_run(driver, Path(folder))
-        if asked.compare is not None:
-            driver.get(asked.compare.absolute().as_uri())
-            picture(driver, "compare.png", LAPTOP)
+        if asked.only != "page":
+            picture_comparison(driver, Path(folder))
 
 
 if __name__ == "__main__":
