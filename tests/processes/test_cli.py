@@ -11,26 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.main import main
+from commands import run_command
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit status of `manyhands ARGUMENTS`, in this process."""
-    monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def test_train_writes_the_summary_and_prints_table_and_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status = run(
+    status = run_command(
         monkeypatch, "train", "digits", "--workers", "2", "--steps", "20", "--json", "s.json",
         "--slow", "worker=1,factor=20",
     )  # fmt: skip
@@ -90,7 +80,7 @@ def test_bad_input_is_one_sentence_and_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wrong_idx(tmp_path / "cut")
-    assert run(monkeypatch, *arguments) == 2
+    assert run_command(monkeypatch, *arguments) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1, error
     assert "Traceback" not in error
@@ -102,12 +92,12 @@ def test_bad_input_is_one_sentence_and_status_2(
 def test_doctor_and_help_and_version(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "doctor") == 0
+    assert run_command(monkeypatch, "doctor") == 0
     assert "cores" in capfd.readouterr().out
-    assert run(monkeypatch, "train", "language", "--help") == 0
+    assert run_command(monkeypatch, "train", "language", "--help") == 0
     printed = capfd.readouterr().out
     assert "--context" in printed or "--layers" in printed
-    assert run(monkeypatch, "version") == 0
+    assert run_command(monkeypatch, "version") == 0
 
 
 def test_ctrl_c_stops_all_workers_at_one_step_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from manyhands.cli.main import main
+from commands import run_command
 from manyhands.compare.bandwidth import Rate, why_not
 from manyhands.server.audit import audit
 from manyhands.server.updates import read_logs
@@ -19,22 +19,12 @@ from manyhands.tasks import build
 pytestmark = pytest.mark.timeout(180)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit status of `manyhands ARGUMENTS`, in this process."""
-    monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def test_two_strategies_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = ["allreduce algorithm=ring", "ps consistency=async"]
-    status = run(
+    status = run_command(
         monkeypatch, "compare", "digits", "--strategies", ";".join(names), "--steps", "20", "--repeats", "1",
         "--slow", "worker=1,factor=10", "--json", "f.json", "--out", "both",
     )  # fmt: skip
@@ -88,7 +78,7 @@ def test_mistakes_are_one_line_and_exit_status_2(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "compare", "digits", *arguments) == 2
+    assert run_command(monkeypatch, "compare", "digits", *arguments) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert all(part in error for part in parts), error
@@ -99,7 +89,7 @@ def test_a_failed_run_is_shown_and_exit_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status = run(
+    status = run_command(
         monkeypatch, "compare", "digits", "--strategies", "single", "--repeats", "1", "--steps", "30",
         "--learning-rate", "1e38", "--out", "c",
     )  # fmt: skip

@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.cli.main import main
+from commands import run_command
 from manyhands.words import learning
 from manyhands.words.demo import demo_corpus
 from manyhands.words.records import open_records
@@ -22,16 +21,6 @@ from manyhands.words.vectors import Vectors
 from manyhands.words.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """The exit status of `manyhands ARGUMENTS`, in this process."""
-    monkeypatch.setattr(sys, "argv", ["manyhands", *map(str, arguments)])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture
@@ -49,7 +38,7 @@ def test_train_writes_what_people_have_and_a_summary(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    status = run(
+    status = run_command(
         monkeypatch, "train", "glove", "--corpus", corpus, "--window", "4", "--dim", "6", "--passes", "20",
         "--x-max", "10", "--strategy", "single", "--workers", "1", "--out", out, "--keep-counts",
         "--json", tmp_path / "s.json",
@@ -80,7 +69,7 @@ def test_hogwild_without_keeping_counts_and_only_left_contexts(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    status = run(
+    status = run_command(
         monkeypatch, "train", "glove", "--corpus", corpus, "--dim", "4", "--passes", "2", "--asymmetric",
         "--memory", "1MiB", "--max-vocab", "4", "--workers", "2", "--out", out,
     )  # fmt: skip
@@ -94,7 +83,7 @@ def test_without_a_corpus_it_learns_from_this_python(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("manyhands.words.demo.demo_corpus", partial(demo_corpus, 150_000))
-    assert run(monkeypatch, "train", "glove", "--passes", "1", "--dim", "8", "--workers", "1") == 0
+    assert run_command(monkeypatch, "train", "glove", "--passes", "1", "--dim", "8", "--workers", "1") == 0
     printed = capfd.readouterr().out
     assert all(word in printed for word in ("tensor", "list", "thread", "file"))
     (folder,) = (tmp_path / "runs").iterdir()
@@ -117,7 +106,7 @@ def test_ctrl_c_keeps_the_vectors_of_the_last_pass(
 
     monkeypatch.setattr(learning, "train_glove", interrupted)
     out = tmp_path / "out"
-    status = run(
+    status = run_command(
         monkeypatch, "train", "glove", "--corpus", corpus, "--dim", "4", "--passes", "500", "--workers", "1",
         "--strategy", "single", "--out", out,
     )  # fmt: skip
@@ -164,7 +153,9 @@ def test_bad_input_is_one_sentence_and_status_2(
     for name, content in (contents | {"lines.txt": b"a\nb\n" * 9}).items():
         Path(name).write_bytes(content)
     assert (
-        run(monkeypatch, "train", "glove", *arguments, *(["--out", "o"] if "--out" not in arguments else []))
+        run_command(
+            monkeypatch, "train", "glove", *arguments, *(["--out", "o"] if "--out" not in arguments else [])
+        )
         == 2
     )
     error = capfd.readouterr().err
@@ -183,7 +174,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_temporary_file(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
-        status = run(
+        status = run_command(
             monkeypatch,
             "train",
             "glove",
@@ -211,12 +202,12 @@ def test_vectors_answer(
     Vectors(["king", "queen", "man", "woman", "[dim]apple"], matrix).save_word2vec("v.bin", binary=True)
     Path("q.txt").write_text(": family\nman king woman queen\n: gram1\nking queen man boy\n")
     Path("p.tsv").write_text("king\tqueen\t9\nking\tman\t5\nman\twoman\t1\n")
-    assert run(monkeypatch, "glove", "analogy", "v.bin", "king - man + woman", "--top", "1") == 0
+    assert run_command(monkeypatch, "glove", "analogy", "v.bin", "king - man + woman", "--top", "1") == 0
     assert "queen" in capfd.readouterr().out
-    assert run(monkeypatch, "glove", "neighbours", "v.bin", "king", "woman", "--top", "4") == 0
+    assert run_command(monkeypatch, "glove", "neighbours", "v.bin", "king", "woman", "--top", "4") == 0
     assert "[dim]apple" in capfd.readouterr().out, "a word is no markup"
     assert (
-        run(
+        run_command(
             monkeypatch,
             "glove",
             "eval",
@@ -243,7 +234,7 @@ def test_vectors_answer(
         ["eval", "v.bin"],
         ["eval", "no.txt", "--similarity", "p.tsv"],
     ):
-        assert run(monkeypatch, "glove", *wrong) == 2
+        assert run_command(monkeypatch, "glove", *wrong) == 2
         assert capfd.readouterr().err.count("\n") == 1
 
 
@@ -251,7 +242,7 @@ def test_vectors_answer(
 def test_the_demo_finds_sensible_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "train", "glove", "--out", tmp_path / "o") == 0
+    assert run_command(monkeypatch, "train", "glove", "--out", tmp_path / "o") == 0
     vectors = Vectors.load(tmp_path / "o" / "vectors.txt")
     near = {
         word: {one for one, _ in vectors.neighbours(word, 20)}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.cli.main import main
+from commands import run_command
 from manyhands.data.plan import permutation
 from manyhands.data.row_files import RowFile
 from manyhands.observe.bars import Bars
@@ -33,16 +33,6 @@ pytestmark = pytest.mark.timeout(300)
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 COMMAND = (sys.executable, "-m", "manyhands", "train", "logreg", "--train")
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ../shared/data")
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit status of `manyhands ARGUMENTS`, in this process."""
-    monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def small_file(folder: Path, rows: int = 600) -> Path:
@@ -85,7 +75,7 @@ def test_train_and_predict(
         "--json",
         "s.json",
     ]
-    assert run(monkeypatch, "train", "logreg", *arguments) == 0
+    assert run_command(monkeypatch, "train", "logreg", *arguments) == 0
     printed = capfd.readouterr()
     assert printed.err == ""
     summary = json.loads(Path("s.json").read_text())
@@ -95,12 +85,12 @@ def test_train_and_predict(
     assert summary["log_loss"] <= 0.327
     assert (summary["examples"], summary["test_examples"], summary["passes"]) == (32561, 16281, 2)
     assert f"log loss {summary['log_loss']:.4f}" in printed.out
-    assert run(monkeypatch, "predict", "m", test) == 0
+    assert run_command(monkeypatch, "predict", "m", test) == 0
     chances = np.array(capfd.readouterr().out.split(), float)
     model = LogregModel.load(Path("m"))
     expected = np.concatenate([model.probabilities(rows) for rows in model.file(test).blocks()])
     np.testing.assert_allclose(chances, expected, rtol=1e-5)
-    assert run(monkeypatch, "predict", "m/model.safetensors", test, "--out", "p.txt") == 0
+    assert run_command(monkeypatch, "predict", "m/model.safetensors", test, "--out", "p.txt") == 0
     np.testing.assert_array_equal(np.loadtxt("p.txt"), chances)
 
 
@@ -113,7 +103,7 @@ def test_bad_files_end_with_2_and_one_line(
     Path("three").write_text("1 1:1\n-1 2:1\n7 2:1\n")
 
     def complaint(*arguments: str) -> str:
-        assert run(monkeypatch, *arguments) == 2
+        assert run_command(monkeypatch, *arguments) == 2
         error = capfd.readouterr().err
         assert error.count("\n") == 1
         return error
@@ -127,10 +117,10 @@ def test_bad_files_end_with_2_and_one_line(
     assert "bits=99 must be" in complaint("train", "logreg", "--train", "small", "--bits", "99")
     assert "model small is no safetensors file" in complaint("predict", "small", "small")
     assert not Path("runs").exists()
-    assert run(monkeypatch, "train", "logreg", "--train", "bad", "--skip-bad", "--out", "m") == 0
+    assert run_command(monkeypatch, "train", "logreg", "--train", "bad", "--skip-bad", "--out", "m") == 0
     assert "2 bad lines were left out" in capfd.readouterr().err
     assert json.loads(Path("m/summary.json").read_text())["bad_lines"] == 2
-    assert run(monkeypatch, "predict", "m", "bad", "--skip-bad") == 0
+    assert run_command(monkeypatch, "predict", "m", "bad", "--skip-bad") == 0
     printed = capfd.readouterr()
     assert len(printed.out.split()) == 2
     assert "2 bad lines" in printed.err

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.cli.main import main
+from commands import run_command
 from manyhands.errors import UserError
 from manyhands.server.replay_order import ReplayImpossible
 
@@ -60,15 +59,6 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> tuple[mh.Run, Path
 def same(one: nn.Module, other: nn.Module) -> bool:
     left, right = one.state_dict(), other.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["manyhands", *arguments])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def test_an_asynchronous_run_of_eight_workers_is_replayed_to_the_same_bytes(
@@ -246,20 +236,20 @@ def test_the_commands_on_a_built_in_task(
     run, weights = tmp_path / "run", tmp_path / "weights.safetensors"
     strategy = "ps servers=2 consistency=bounded:2"
     train = ("train", "digits", "--width", "8", "--strategy", strategy, "--workers", "2", "--steps", "24")
-    assert command(monkeypatch, *train, "--out", str(run)) == 0, capfd.readouterr().err
-    assert command(monkeypatch, "audit", str(run)) == 0
+    assert run_command(monkeypatch, *train, "--out", str(run)) == 0, capfd.readouterr().err
+    assert run_command(monkeypatch, "audit", str(run)) == 0
     assert "reads lag by at most 2 clocks · every update applied once" in capfd.readouterr().out
-    assert command(monkeypatch, "replay", str(run), "--save", str(weights)) == 0
+    assert run_command(monkeypatch, "replay", str(run), "--save", str(weights)) == 0
     printed = capfd.readouterr()
     assert "the weights are the same bytes" in printed.out
     accuracy = json.loads((run / "summary.json").read_text())["final"]["accuracy"]
     assert f"accuracy {accuracy:.4f}" in printed.out
     assert sum(tensor.numel() for tensor in safetensors.torch.load_file(weights).values()) > 1000
-    assert command(monkeypatch, "replay", str(run), "--until", "99") == 2
+    assert run_command(monkeypatch, "replay", str(run), "--until", "99") == 2
     assert "shard 0 applied 24 batches" in capfd.readouterr().err
 
     altered(run, "worker.process-*", 3, lambda row: row["gradients"].__setitem__(0, "0" * 16))
-    assert command(monkeypatch, "replay", str(run)) == 1
+    assert run_command(monkeypatch, "replay", str(run)) == 1
     assert "its gradient is not the recorded one" in capfd.readouterr().err
 
 
@@ -270,14 +260,14 @@ def test_audit_names_the_first_violation_and_says_what_is_missing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     _, original = asynchronous
-    assert command(monkeypatch, "audit", str(original)) == 0
+    assert run_command(monkeypatch, "audit", str(original)) == 0
     path = shutil.copytree(original, tmp_path / "twice")
     first = json.loads(sorted(path.glob("updates/shard-0.*"))[0].read_text().splitlines()[5])["updates"][0]
     altered(
         path, "shard-0.*", 30, lambda row: row["updates"][0].update(slot=first["slot"], clock=first["clock"])
     )
     capfd.readouterr()
-    assert command(monkeypatch, "audit", str(path)) == 1
+    assert run_command(monkeypatch, "audit", str(path)) == 1
     printed = capfd.readouterr().err
     assert f"slot {first['slot']}, clock {first['clock']}: applied as version" in printed
     assert "although it was applied" in printed
@@ -285,11 +275,11 @@ def test_audit_names_the_first_violation_and_says_what_is_missing(
     path = shutil.copytree(original, tmp_path / "cut")
     log = sorted(path.glob("updates/shard-2.*"))[0]
     log.write_text(log.read_text()[:-30])
-    assert command(monkeypatch, "audit", str(path)) == 0
+    assert run_command(monkeypatch, "audit", str(path)) == 0
     assert "its last line is cut" in capfd.readouterr().err
     log.unlink()
-    assert command(monkeypatch, "audit", str(path)) == 2
+    assert run_command(monkeypatch, "audit", str(path)) == 2
     assert "no log of shard 2" in capfd.readouterr().err
     shutil.rmtree(path / "updates")
-    assert command(monkeypatch, "audit", str(path)) == 2
-    assert command(monkeypatch, "audit", str(tmp_path / "nowhere")) == 2
+    assert run_command(monkeypatch, "audit", str(path)) == 2
+    assert run_command(monkeypatch, "audit", str(tmp_path / "nowhere")) == 2
