@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.errors import UserError
+from manyhands.errors import Aborted, UserError
 from manyhands.loop.alignment import align
 from manyhands.loop.group import Group
 from manyhands.observe.clocks import Bracket, Offset, offset_from
@@ -101,4 +101,4 @@ def test_a_directory_that_is_taken_is_refused_and_the_others_do_not_wait(tmp_pat
     first, second = on_workers(2, lambda group: None, out=tmp_path, errors=True)
     assert isinstance(first, UserError)
     assert "is not empty" in str(first)
-    assert isinstance(second, BaseException)
+    assert isinstance(second, Aborted)

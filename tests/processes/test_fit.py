@@ -26,11 +26,11 @@ pytestmark = pytest.mark.timeout(300)
     ("strategy", "workers", "optimizer"),
     [
         ("mirrored", 2, "adamw"),
-        ("allreduce buckets=512", 3, "momentum"),
+        pytest.param("allreduce buckets=512", 3, "momentum", marks=pytest.mark.soak),
         ("allreduce algorithm=ring", 2, "momentum"),
         ("allreduce algorithm=butterfly buckets=512", 3, "adamw"),
-        ("allreduce algorithm=hierarchical group=2", 4, "momentum"),
-        ("allreduce algorithm=all-to-all", 2, "adamw"),
+        pytest.param("allreduce algorithm=hierarchical group=2", 4, "momentum", marks=pytest.mark.soak),
+        pytest.param("allreduce algorithm=all-to-all", 2, "adamw", marks=pytest.mark.soak),
     ],
 )
 def test_real_processes_end_with_the_weights_of_the_plain_loop(

@@ -32,8 +32,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     ("strategy", "workers", "optimizer"),
     [
         ("ps", 2, "adamw"),
-        ("ps servers=3", 2, "momentum"),
-        ("ps servers=2 replicas=1", 4, "momentum"),
+        pytest.param("ps servers=3", 2, "momentum", marks=pytest.mark.soak),
+        pytest.param("ps servers=2 replicas=1", 4, "momentum", marks=pytest.mark.soak),
         ("ps servers=2 replicas=1 link=tcp", 2, "adamw"),
     ],
 )
@@ -125,6 +125,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_name() -> None:
         mh.fit(task, "ps consistency=async", workers=2, steps=50)
 
 
+@pytest.mark.soak
 def test_an_update_that_is_not_finite_can_be_left_out() -> None:
     task = replace(make_task(OPTIMIZERS["sgd"]), loss=_breaks_once)
     options = mh.Options(skip_nonfinite=True)

@@ -41,7 +41,7 @@ def ends(events: RunEvents, kind: EventKind) -> Counter[tuple[int, int, int]]:
     ("strategy", "messages"),
     [
         ("ps servers=2 consistency=bounded:2", 2 * (2 * STEPS + WORKERS)),
-        ("allreduce algorithm=ring", 2 * STEPS),
+        pytest.param("allreduce algorithm=ring", 2 * STEPS, marks=pytest.mark.soak),
         pytest.param("single", 0, marks=pytest.mark.soak),
         pytest.param("mirrored", 0, marks=pytest.mark.soak),
         pytest.param("central", 0, marks=pytest.mark.soak),

@@ -49,6 +49,7 @@ def test_a_worker_that_never_comes_is_named_with_its_line_and_the_others_call(tm
     assert page.strip() in (tmp_path / "run" / "hang.txt").read_text()
 
 
+@pytest.mark.soak
 def test_a_worker_in_another_collective_is_named_without_waiting() -> None:
     done = launch("other call")
     assert done.returncode == 2

@@ -109,7 +109,11 @@ def open_group(
         stack.callback(rounds.close)
         stack.callback(connection.close)
         if ring is not None and out is not None:
-            stack.enter_context(keeping(ring, connection, out))
+            try:
+                stack.enter_context(keeping(ring, connection, out))
+            except BaseException:
+                connection.abort()  # or the others would wait for a worker that leaves in good order
+                raise
         own_device = device_of(where, connection.local_rank)
         if own_device.type == "cuda":
             torch.cuda.set_device(own_device)
