@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import manyhands.link.handshake as handshake
+from descriptors import open_descriptors
 from manyhands.errors import UserError
 from manyhands.link.codec import Codec
 from manyhands.link.frames import HEADER_BYTES, IN_ARENA, Limits, encode_header
@@ -104,11 +105,11 @@ class Party:
 
 @pytest.fixture
 def party() -> Iterator[Party]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_descriptors())
     party = Party()
     yield party
     party.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before
     assert not [thread for thread in threading.enumerate() if "hub" in thread.name]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Finished
@@ -38,7 +39,7 @@ def run(job: Job, num_roles: int = 2, **options: Any) -> list[Finished]:
 
 
 def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    return open_descriptors()
 
 
 def state_of(pid: int) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from descriptors import open_descriptors
 from manyhands.link.base import Closed, Link, PeerDied, Received, TimedOut
 from manyhands.link.mesh import SharedMesh
 from manyhands.link.message import Message
@@ -54,7 +55,7 @@ def child(
 @contextmanager
 def peer_that(code: str) -> Iterator[tuple[SharedLink, subprocess.Popen[bytes]]]:
     """This process's end of a link, and the child at the other end."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with SharedLinkFiles.create(capacity_bytes=1 << 16) as files:
         theirs = files.descriptors(1)
         with child(code, theirs, theirs) as process:
@@ -62,7 +63,7 @@ def peer_that(code: str) -> Iterator[tuple[SharedLink, subprocess.Popen[bytes]]]
             files.close()
             with SharedLink.attach(mine, end=0, peer="the child") as link:
                 yield link, process
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def receive(link: Link) -> Message:
@@ -150,7 +151,7 @@ def test_a_mesh_joins_every_pair_of_processes() -> None:
     for link in links.values():
         link.close()
     """
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with SharedMesh.create(3, capacity_bytes=1 << 16) as mesh, ExitStack() as stack:
         processes = []
         for rank in range(3):
@@ -160,7 +161,7 @@ def test_a_mesh_joins_every_pair_of_processes() -> None:
             processes.append(stack.enter_context(child(code, [rank, *words], passed)))
         mesh.close()
         assert [process.wait(PATIENCE_S) for process in processes] == [0, 0, 0]
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_torch_notices_a_killed_peer(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import pytest
 
+from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
@@ -38,11 +39,11 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     mapped = shared_memory()
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert shared_memory() <= mapped
 

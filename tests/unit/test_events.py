@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from descriptors import open_descriptors
 from manyhands.errors import DataError, UserError
 from manyhands.memory.segment import Segment
 from manyhands.observe.collect import Collector
@@ -449,12 +450,12 @@ def test_directory_that_can_not_be_made_leaves_nothing_open(
     rings: dict[str, EventRing], tmp_path: Path
 ) -> None:
     (tmp_path / "events").write_text("a file is in the way")
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(open_descriptors())
     collector = Collector(rings, directory=tmp_path / "events")
     with pytest.raises(FileExistsError):
         collector.start()
     collector.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(open_descriptors()) == descriptors
 
 
 def test_collector_wants_one_ring_for_each_worker(rings: dict[str, EventRing]) -> None:

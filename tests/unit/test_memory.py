@@ -8,6 +8,7 @@ import pytest
 import torch
 from numba import njit
 
+from descriptors import open_descriptors
 from manyhands.errors import OutOfSharedMemory
 from manyhands.memory import atomics
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, available_bytes, round_up
@@ -119,14 +120,14 @@ def test_an_empty_segment_works() -> None:
 
 
 def test_a_shortage_says_the_need_and_the_room() -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(open_descriptors())
     need = available_bytes() + (1 << 40)
     with pytest.raises(
         OutOfSharedMemory, match=r"gradients needs \d+\.\d GiB, but only \d+\.\d GiB is available"
     ) as caught:
         Segment.create(need, "gradients")
     assert caught.value.needed_bytes == need
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(open_descriptors()) == descriptors
 
 
 @pytest.mark.parametrize(
