@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
         ("mirrored", 2, "adamw"),
         pytest.param("allreduce buckets=512", 3, "momentum", marks=pytest.mark.soak),
         ("allreduce algorithm=ring", 2, "momentum"),
-        ("allreduce algorithm=butterfly buckets=512", 3, "adamw"),
+        pytest.param("allreduce algorithm=butterfly buckets=512", 3, "adamw", marks=pytest.mark.soak),
         pytest.param("allreduce algorithm=hierarchical group=2", 4, "momentum", marks=pytest.mark.soak),
         pytest.param("allreduce algorithm=all-to-all", 2, "adamw", marks=pytest.mark.soak),
     ],
@@ -278,6 +278,7 @@ def test_a_worker_killed_while_training_is_named(tmp_path: Path) -> None:
         del os.environ["MANYHANDS_TEST_DIES"]
 
 
+@pytest.mark.soak
 def test_more_workers_than_samples_works_and_says_so() -> None:
     task = mh.Task(
         model=lambda: torch.nn.Linear(2, 1),

@@ -22,7 +22,7 @@ from manyhands.server.replay_order import ReplayImpossible
 
 pytestmark = pytest.mark.timeout(300)
 
-WORKERS, SHARDS, UPDATES = 4, 2, 520
+WORKERS, SHARDS, UPDATES = 4, 3, 520
 
 
 def make_task(
