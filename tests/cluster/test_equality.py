@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -71,9 +72,23 @@ def over_simulated_links(algorithm: str) -> Callable[[str, int], list[dict[str, 
 WAYS = {"mirrored": in_shared_memory, **{name: over_simulated_links(name) for name in ALGORITHMS}}
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+ALL_WORLDS = "momentum-float64"
+"""The case that `make test` runs with every number of workers; `make soak` runs all of them with 5 to 7, too."""
+
+
+def grid() -> list[Any]:
+    """Every case, way and number of workers from 1 to 8."""
+    return [
+        pytest.param(
+            case, way, world, marks=pytest.mark.soak if world in (5, 6, 7) and case != ALL_WORLDS else ()
+        )
+        for case in CASES
+        for way in WAYS
+        for world in range(1, 9)
+    ]
+
+
+@pytest.mark.parametrize(("case", "way", "world"), grid())
 def test_weights_equal_the_plain_loop(case: str, way: str, world: int) -> None:
     _, reference = task_and_reference(case)
     weights = WAYS[way](case, world)
