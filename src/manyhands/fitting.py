@@ -19,7 +19,7 @@ from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
-from manyhands.errors import Hang, ManyhandsError, NonFinite, UserError, WorkerFailed
+from manyhands.errors import ManyhandsError, NonFinite, UserError
 from manyhands.exchange import SingleExchange
 from manyhands.hogwild.results import RowsInOrder, overlap_summary
 from manyhands.observe.blackbox import BlackBoxes
@@ -178,7 +178,8 @@ class _Session:
             else:
                 result, observed = self._train_in_processes()
         except ManyhandsError as error:
-            self._tell_end(error, time.monotonic() - began)
+            if self._directory is not None:
+                self._directory.tell_end(error, time.monotonic() - began)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
             raise
@@ -331,16 +332,6 @@ class _Session:
             self._directory.append_member(event)
         if "sentence" in event:
             _log.warning(event["sentence"])
-
-    def _tell_end(self, error: ManyhandsError, at_s: float) -> None:
-        """Leave in the run's directory what ended it, for those who look at it."""
-        if self._directory is None:
-            return
-        blamed = {"name": f"worker {error.worker_rank}"} if isinstance(error, WorkerFailed) else {}
-        sentence = str(error).partition("\n")[0]
-        self._directory.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})
-        if isinstance(error, Hang):
-            self._directory.write_hang(f"{error}\n\n{error.details}\n")
 
     def _last_good(self) -> str:
         if self._directory is None:

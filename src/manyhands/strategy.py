@@ -108,6 +108,11 @@ class Strategy(ABC):
     def promises(self) -> Promises:
         """What its users may rely on, with these settings."""
 
+    @property
+    def stepwise(self) -> bool:
+        """Whether every step of every worker waits for all the others."""
+        return True
+
     @staticmethod
     def parse(text: str | Strategy) -> Strategy:
         """Read `word key=value ...`; a UserError names the word, lists what is allowed and suggests the nearest."""
@@ -309,6 +314,11 @@ class Ps(Strategy):
             raise UserError(f"unknown link {self.link!r}; {nearest(self.link, _PS_LINKS)}")
 
     @property
+    def stepwise(self) -> bool:
+        """As the consistency has it."""
+        return self.consistency.stepwise
+
+    @property
     def num_server_processes(self) -> int:
         """One per shard, and at least two where each shard is kept twice."""
         return max(self.servers, self.replicas + 1)
@@ -351,6 +361,11 @@ class Hogwild(Strategy):
 
     order: str = _setting("free", str)
     hands: str = _setting("auto", str)
+
+    @property
+    def stepwise(self) -> bool:
+        """Each worker takes its own steps."""
+        return False
 
     def __post_init__(self) -> None:
         if self.order not in _HOGWILD_ORDERS:

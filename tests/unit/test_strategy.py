@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
+from manyhands.observe.remarks import Manner, manner_of
 from manyhands.strategy import (
     STRATEGIES,
     AllReduce,
@@ -101,3 +102,19 @@ def test_every_strategy_says_what_it_is() -> None:
     for word, kind in STRATEGIES.items():
         assert kind.word == word
         assert kind.about
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(word for word in STRATEGIES if word != "single"),  # nobody waits there
+        "allreduce algorithm=ring",
+        *(
+            f"ps consistency={policy}"
+            for policy in ("sync", "bounded:2", "async", "softsync:2", "aware:async")
+        ),
+    ],
+)
+def test_whoever_gives_advice_knows_from_the_text_whether_all_wait_for_all(text: str) -> None:
+    if text != "tensor":  # whose workers record nothing
+        assert (manner_of(text) is Manner.SYNC) == Strategy.parse(text).stepwise

@@ -14,7 +14,6 @@ from manyhands.cli.commands import check_writable, write_json
 
 if TYPE_CHECKING:
     from manyhands.observe.explain import Explanation
-    from manyhands.strategy import Strategy
 
 __all__ = ["explain_command"]
 
@@ -44,21 +43,12 @@ def explain_command(
     directory = RunDirectory.open(run, lock=False)
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     events = read_run_events(directory.events_path)
-    found = explain(events.roles, synchronous=_is_synchronous(strategy))
+    found = explain(events.roles, synchronous=strategy.stepwise)
     for note in events.notes:
         print(f"manyhands: {note}", file=sys.stderr)
-    words = paragraph(found)
+    words = paragraph(found, str(strategy))
     _print(found, f"{directory.config.get('task')} · {strategy}", words)
     write_json(json, {"strategy": str(strategy), **found.to_dict(), "paragraph": words})
-
-
-def _is_synchronous(strategy: Strategy) -> bool:
-    """Whether every step of every worker waits for all the others."""
-    from manyhands.strategy import Hogwild, Ps
-
-    if isinstance(strategy, Ps):
-        return strategy.consistency.stepwise
-    return not isinstance(strategy, Hogwild)
 
 
 def _print(found: Explanation, title: str, words: str) -> None:

@@ -28,7 +28,7 @@ __all__ = ["Stops", "measure", "meets"]
 
 def meets(strategy: Strategy) -> bool:
     """Whether nobody takes a step while somebody evaluates."""
-    return not isinstance(strategy, Ps) or strategy.consistency.stepwise
+    return not isinstance(strategy, Ps) or strategy.stepwise
 
 
 class Stops:

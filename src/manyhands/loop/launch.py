@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role
 from manyhands.cluster.watchdog import Watched, check_watchdog_s
 from manyhands.device import check_device, sharing_sentence
-from manyhands.errors import Hang, UserError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.loop.connect import (
     choose,
 )  # which imports the compiled kernels: once here, and not in each worker
@@ -61,7 +62,6 @@ def launch(
     chosen = choose(asked, [range(workers)])  # refuses a strategy that can not be
     if device is not None:
         check_device(device)
-    sharing = sharing_sentence(device or "cpu", workers)
     check_watchdog_s(watchdog_s)
     job = Script(path=path, arguments=tuple(arguments), strategy=asked, device=device)
     with ExitStack() as stack:
@@ -69,6 +69,34 @@ def launch(
         if out is not None:
             config = own_loop_config(path.name, str(chosen), workers)
             directory = stack.enter_context(RunDirectory.create(out, config))
+        began = time.monotonic()
+        try:
+            finished, observed = _run(job, workers, watchdog_s, directory)
+        except ManyhandsError as error:
+            if directory is not None:
+                directory.tell_end(error, time.monotonic() - began)
+            raise
+        sharing = sharing_sentence(device or "cpu", workers)
+        summary = {
+            "task": path.name,
+            "strategy": str(chosen),
+            "workers": workers,
+            "joined": all(one.payload["joins"] for one in finished),
+            "seconds": time.monotonic() - began,
+            "notes": [sharing] if sharing is not None else [],
+            "steps": max(row["steps"] for row in observed["per_worker"]),
+            **observed,
+        }
+        if directory is not None:
+            directory.write_summary(summary)
+        return summary
+
+
+def _run(
+    job: Script, workers: int, watchdog_s: float, directory: RunDirectory | None
+) -> tuple[list[Finished], dict[str, Any]]:
+    """Run the workers to their end: what each said of it, and where their time went; events are on disk then."""
+    with ExitStack() as stack:
         store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
         stack.callback(os.close, store)
         rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
@@ -89,25 +117,6 @@ def launch(
         )
         boxes = BlackBoxes(dict(enumerate(rings)))
         watched = Watched(deadline_s=watchdog_s, count_events=boxes.counts, last_events=boxes.last)
-        began = time.monotonic()
-        try:
-            finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()
-        except Hang as error:
-            if directory is not None:
-                directory.write_hang(f"{error}\n\n{error.details}\n")
-            raise
+        finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()
         collector.flush()
-        summary = {
-            "task": path.name,
-            "strategy": str(chosen),
-            "workers": workers,
-            "joined": all(one.payload["joins"] for one in finished),
-            "seconds": time.monotonic() - began,
-            "notes": [sharing] if sharing is not None else [],
-            **collector.summary(),
-        }
-        summary["steps"] = max(row["steps"] for row in summary["per_worker"])
-        if directory is not None:
-            collector.close()  # what is looked at after the summary is complete
-            directory.write_summary(summary)
-        return summary
+        return finished, collector.summary()

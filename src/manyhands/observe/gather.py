@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.link.wire import codec_of
 from manyhands.observe.curves import HistoryCurves, RateCurve
-from manyhands.observe.events import NO_STEP, Codec, EventKind, Records, Wire
+from manyhands.observe.events import NO_STEP, EventKind, Records
 from manyhands.observe.members import Members, ServerPlace
 from manyhands.observe.recent import WINDOW_NS, Recent
 from manyhands.observe.recorded import role_name
@@ -41,7 +42,6 @@ _QUIET_START_NS = 30 * _NS_PER_S  # before that: models are loaded and compiled
 _QUIET_STEPS = 3  # nor is a run quiet that just takes long steps
 _MAX_STALENESS = 1000  # what is staler counts as this
 _MIN_APPLYING = 0.2  # of the time of the busiest server: below, it is no matter who applies
-_WIRE_MASK, _CODEC_SHIFT = 15, 4
 _SPLIT = (EventKind.COMPUTE, EventKind.INPUT, EventKind.EXCHANGE, EventKind.WAIT)
 _DOING = {
     EventKind.COMPUTE: "computing",
@@ -308,15 +308,18 @@ class Gather:
                 total = sums.setdefault(wire, [0, 0])
                 total[0] += num_bytes
                 total[1] += messages
-        return tuple(
-            Traffic(
-                wire=Wire(wire & _WIRE_MASK).name.lower(),
-                codec=Codec(wire >> _CODEC_SHIFT).name.lower(),
-                num_bytes=num_bytes,
-                messages=messages,
+        views = []
+        for both, (num_bytes, messages) in sorted(sums.items()):
+            wire, codec = codec_of(both)
+            views.append(
+                Traffic(
+                    wire=wire.name.lower(),
+                    codec=codec.name.lower(),
+                    num_bytes=num_bytes,
+                    messages=messages,
+                )
             )
-            for wire, (num_bytes, messages) in sorted(sums.items())
-        )
+        return tuple(views)
 
     def _happenings(self) -> tuple[Happening, ...]:
         """What members.jsonl says; a run without it has what its roles said of themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manyhands.observe.explain import Explanation, Parts
 from manyhands.observe.pace import Slow
+from manyhands.observe.remarks import straggler_advice
 
 __all__ = ["PART_WORDS", "paragraph"]
 
@@ -22,8 +23,8 @@ _WORTH_IT = 0.10  # of a step, what is worth an advice
 _MAX_NAMED = 3
 
 
-def paragraph(found: Explanation) -> str:
-    """What there is to say about a run, the cause before the remedy."""
+def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
+    """What there is to say about a run under `strategy`, the cause before the remedy."""
     sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
     if len(found.workers) > 1 and not found.slow:
         sentences.append("No worker is slower than the others for long.")
@@ -38,7 +39,7 @@ def paragraph(found: Explanation) -> str:
             f"With everybody at the median speed and no exchange, a step would take {found.ideal_ms:.1f} ms: "
             f"{found.speedup:.1f} times as fast."
         )
-    sentences.append(_advice(found))
+    sentences.append(_advice(found, strategy))
     return " ".join(sentences)
 
 
@@ -75,7 +76,7 @@ def _about(slow: Slow) -> str:
     return f"{sentence}: the run's steps took {before} before, and {since} since."
 
 
-def _advice(found: Explanation) -> str:
+def _advice(found: Explanation, strategy: str) -> str:
     """What to try first, by the largest part of a step that is not compute."""
     shares = _shares(found.parts)
     losses = {
@@ -86,7 +87,7 @@ def _advice(found: Explanation) -> str:
     largest = max(losses, key=lambda field: losses[field])
     lasting = [slow for slow in found.slow if slow.until_step is None]
     if lasting and (largest == "wait_ms" or losses[largest] < _WORTH_IT):
-        return _about_straggler(lasting[0], found.synchronous)
+        return _about_straggler(lasting[0], strategy if found.synchronous else "")
     if losses[largest] < _WORTH_IT:
         return "Nearly all of it is compute: only faster computing, or more workers, makes it faster."
     if largest == "wait_ms":
@@ -105,13 +106,10 @@ def _advice(found: Explanation) -> str:
     }[largest]
 
 
-def _about_straggler(slow: Slow, synchronous: bool) -> str:
-    if synchronous:
-        return (
-            f"Look at {slow.name} first: what else runs there, and whether its core or its input is slower. "
-            "A bound on staleness would not hide a lasting straggler; ps consistency=async would."
-        )
-    return f"Look at {slow.name} first: what else runs there, and whether its core or its input is slower."
+def _about_straggler(slow: Slow, strategy: str) -> str:
+    first = f"Look at {slow.name} first: what else runs there, and whether its core or its input is slower."
+    advice = straggler_advice(strategy)
+    return f"{first} {advice[:1].upper()}{advice[1:]}." if advice else first
 
 
 def _shares(parts: Parts) -> dict[str, float]:

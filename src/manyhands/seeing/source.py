@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from manyhands.errors import UserError
-from manyhands.observe.view import Phase, RunView, Staleness
+from manyhands.observe.gather import Gather
+from manyhands.observe.view import RunView
 from manyhands.seeing.follow import RunFollower
 
 __all__ = ["ComingRun", "existing_run"]
@@ -25,7 +26,7 @@ class ComingRun:
 
     def __init__(self, path: Path, task: str, strategy: str) -> None:
         self._path = path
-        self._before = _nothing_yet(task, strategy)
+        self._before = Gather(task=task, strategy=strategy).view(0)
         self._follower: RunFollower | None = None
 
     def poll(self) -> RunView:
@@ -35,29 +36,3 @@ class ComingRun:
                 return self._before
             self._follower = RunFollower(self._path)
         return self._follower.poll()
-
-
-def _nothing_yet(task: str, strategy: str) -> RunView:
-    return RunView(
-        task=task,
-        strategy=strategy,
-        phase=Phase.STARTING,
-        step=0,
-        steps_asked=0,
-        seconds=0.0,
-        loss=None,
-        samples_per_s=0.0,
-        steps_per_s=0.0,
-        seconds_left=None,
-        final={},
-        curves=(),
-        workers=(),
-        servers=(),
-        waits=(),
-        staleness=Staleness(),
-        traffic=(),
-        epoch=0,
-        happenings=(),
-        warnings=(),
-        notes=(),
-    )

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
 from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_json
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.store.fingerprint import fingerprint
@@ -123,9 +123,13 @@ class RunDirectory:
         """Whether a live run has the directory; None where none ever had."""
         return RunLock.is_held(self.path / _LOCK)
 
-    def write_hang(self, text: str) -> None:
-        """Keep what the watchdog found: hang.txt."""
-        (self.path / _HANG).write_text(text)
+    def tell_end(self, error: ManyhandsError, at_s: float) -> None:
+        """Keep what ended the run, for those who look at it: in members.jsonl, and a hang in hang.txt."""
+        blamed = {"name": f"worker {error.worker_rank}"} if isinstance(error, WorkerFailed) else {}
+        sentence = str(error).partition("\n")[0]
+        self.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})
+        if isinstance(error, Hang):
+            (self.path / _HANG).write_text(f"{error}\n\n{error.details}\n")
 
     def append_member(self, event: Mapping[str, Any]) -> None:
         """Add what happened to a process of the run to members.jsonl."""
