@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from manyhands.allreduce.agreement import Agreement, parameter_hashes
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.shared import SharedGroup
-from manyhands.exchange import LocalStep
+from manyhands.group.shared import SharedGroup
+from manyhands.training.agreement import Agreement, parameter_hashes
+from manyhands.training.exchange import LocalStep
 
 RESULT = Path(__file__).parent / "results" / "desync.json"
 WIDTHS = (64, 512, 2048)

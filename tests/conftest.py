@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# how long a busy machine takes to draw an example decides no test
+settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("manyhands")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.computing import TrainingPlan
-from manyhands.exchange import Exchange, SingleExchange
-from manyhands.worker import Trainer
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Exchange, SingleExchange
+from manyhands.training.worker import Trainer
 
 STEPS = 50
 

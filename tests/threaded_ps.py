@@ -22,7 +22,6 @@ from manyhands.cluster.board import Board
 from manyhands.cluster.context import RoleContext, RoleSpec
 from manyhands.cluster.control import Channel, Note, Stop
 from manyhands.cluster.job import pack
-from manyhands.computing import TrainingPlan
 from manyhands.memory.segment import Segment
 from manyhands.observe.ring import EventRing
 from manyhands.server.live.job import Job, view_payload
@@ -30,8 +29,10 @@ from manyhands.server.live.server import serve
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.worker import work
 from manyhands.server.messages import ShardView, SlotView, View
-from manyhands.strategy import Ps, Strategy
+from manyhands.server.strategy import Ps
+from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.computing import TrainingPlan
 
 __all__ = ["ThreadedRun", "job_for"]
 

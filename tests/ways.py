@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from manyhands.allreduce.collective import SharedCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
-from manyhands.central.exchange import CentralExchange
-from manyhands.exchange import Exchange, SingleExchange
+from manyhands.group.shared import SharedGroup, SharedGroupFiles
+from manyhands.strategy import Strategy
+from manyhands.training.exchange import Exchange, SingleExchange
+from manyhands.training.exchanging import exchange_for
+from manyhands.training.resources import Resources
 
 BUCKET_BYTES = 512  # several buckets even for a small model
+BUCKETED = {way: f"{way} buckets={BUCKET_BYTES}" for way in ("mirrored", "central")}
 Result = TypeVar("Result")
 
 
@@ -24,14 +25,13 @@ def join(files: SharedGroupFiles, rank: int) -> SharedGroup:
 
 
 def connect(way: str, files: SharedGroupFiles, rank: int) -> Exchange:
-    match way:
-        case "single":
-            return SingleExchange()
-        case "mirrored":
-            return AllReduceExchange(SharedCollective(join(files, rank)), BUCKET_BYTES)
-        case "central":
-            return CentralExchange(join(files, rank), BUCKET_BYTES)
-    raise AssertionError(way)
+    """Through the same wiring that `fit` uses."""
+    if way == "single":
+        return SingleExchange()
+    resources = Resources(
+        rank=rank, world=files.world, timeout_s=30, group=lambda: join(files, rank), links=dict
+    )
+    return exchange_for(Strategy.parse(BUCKETED.get(way, way)), resources)
 
 
 def in_threads(world: int, act: Callable[[int], Result]) -> list[Result]:

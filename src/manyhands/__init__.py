@@ -17,20 +17,26 @@ from typing import TYPE_CHECKING
 from manyhands.version import __version__
 
 if TYPE_CHECKING:
+    from manyhands.allreduce.strategy import AllReduce, Mirrored
+    from manyhands.central.strategy import Central
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
+    from manyhands.hogwild.strategy import Hogwild
     from manyhands.loop.join import join
     from manyhands.run import History, Run
     from manyhands.running import Running, start
     from manyhands.server.replay import Replayed, replay
+    from manyhands.server.strategy import Ps
+    from manyhands.single.strategy import Single
     from manyhands.slowdown import Slowdown
-    from manyhands.strategy import AllReduce, Central, Mirrored, Ps, Single, Strategy
+    from manyhands.strategy import Strategy
     from manyhands.task import Task
 
 __all__ = [
     "AllReduce",
     "Central",
     "History",
+    "Hogwild",
     "ManyhandsError",
     "Mirrored",
     "Options",
@@ -51,17 +57,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AllReduce": "strategy",
-    "Central": "strategy",
+    "AllReduce": "allreduce.strategy",
+    "Central": "central.strategy",
     "History": "run",
+    "Hogwild": "hogwild.strategy",
     "ManyhandsError": "errors",
-    "Mirrored": "strategy",
+    "Mirrored": "allreduce.strategy",
     "Options": "fitting",
-    "Ps": "strategy",
+    "Ps": "server.strategy",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",
-    "Single": "strategy",
+    "Single": "single.strategy",
     "Slowdown": "slowdown",
     "Strategy": "strategy",
     "Task": "task",

@@ -1,52 +1,32 @@
-"""`fit`: one task, one strategy, some workers, one run. The only place that knows every room."""
+"""`fit`: one task, one strategy, some workers, one run. Knows strategies through `Training` alone."""
 
 from __future__ import annotations
 
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from manyhands.allreduce.shared import warm
-from manyhands.cluster.board import State
-from manyhands.cluster.local import LocalCluster, Role, threads_per_role
-from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, NonFinite, UserError
-from manyhands.exchange import SingleExchange
-from manyhands.hogwild.results import RowsInOrder, overlap_summary
-from manyhands.observe.blackbox import BlackBoxes
-from manyhands.observe.collect import Collector
-from manyhands.observe.ring import EventRing
 from manyhands.randomness import preserved, seed_all
-from manyhands.request import Options, Request, View
 from manyhands.run import History, Run
-from manyhands.server.live.training import (
-    ResumePoint,
-    ServerTraining,
-    TrainingRequest,
-    resume_point,
-    server_summary,
-)
-from manyhands.store.checkpoint import Loaded, NoCheckpoint
+from manyhands.store.checkpoint import NoCheckpoint
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
-from manyhands.strategy import Hogwild, Ps, Single, Strategy
+from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.worker import Trainer
-from manyhands.worker_process import WorkerFiles, WorkerJob, work
+from manyhands.training.request import Options, Request, View
+from manyhands.training.training import Result, Stage, Training, training_class
 
 __all__ = ["Options", "View", "fit"]
 
 _log = logging.getLogger("manyhands")
-_MORE_WORKERS = 16  # may be added to a run while it goes on
 
 
 def fit(
@@ -85,246 +65,83 @@ def fit(
         seed_all(seed)
         model = task.model()
         _advise(request, model)
-        directory, start, point = _open_directory(request, model, out, resume)
+        training = training_class(request.strategy)(request, model)
+        directory, done = _open_directory(training, request.config(model), out, resume)
         if directory is not None:
             stack.enter_context(directory)
-        session = _Session(request, model, directory, start, point)
-        return session.train()
+        return _Session(request, directory, done).train(training)
 
 
 def _advise(request: Request, model: nn.Module) -> None:
-    """Say it where hogwild is used for what it is not made for."""
-    strategy = request.strategy
-    if not isinstance(strategy, Hogwild) or strategy.order != "free" or request.workers == 1:
-        return
-    if not request.plan.task.sparse and not any(getattr(m, "sparse", False) is True for m in model.modules()):
-        warnings.warn(
-            "hogwild on a dense model: each step touches every parameter that others are changing; sparse updates are "
-            "where the theory holds, so declare tables in Task.sparse, or use strategy=mirrored",
-            stacklevel=3,
-        )
+    """Say it where a strategy is used for what it is not made for."""
+    sparse = bool(request.plan.task.sparse) or any(
+        getattr(m, "sparse", False) is True for m in model.modules()
+    )
+    advice = request.strategy.advice(request.workers, sparse=sparse)
+    if advice:
+        warnings.warn(advice, stacklevel=3)
 
 
 def _open_directory(
-    request: Request, model: nn.Module, out: str | Path | None, resume: bool
-) -> tuple[RunDirectory | None, Loaded | None, ResumePoint | None]:
+    training: Training, config: Mapping[str, Any], out: str | Path | None, resume: bool
+) -> tuple[RunDirectory | None, int | None]:
+    """The run's directory, where it has one, and the number of steps that it goes on from."""
     if out is None:
-        return None, None, None
-    config = request.config(model)
+        return None, None
     if not resume:
-        return RunDirectory.create(out, config), None, None
+        return RunDirectory.create(out, config), None
     directory = RunDirectory.open(out)
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} can not be resumed: {conflict}")
-        if isinstance(request.strategy, Ps):
-            point = _server_resume_point(request.strategy, directory, config)
-            directory.metrics.truncate_after(point.batches if point is not None else 0)
-            return directory, None, point
-        try:
-            start = directory.checkpoints().load()
-        except NoCheckpoint:
-            start = None
-        directory.metrics.truncate_after(start.step if start is not None else 0)
-        return directory, start, None
+        done = training.resume(directory, config)
+        directory.metrics.truncate_after(done or 0)
+        return directory, done
     except BaseException:
         directory.close()
         raise
 
 
-def _server_resume_point(
-    strategy: Ps, directory: RunDirectory, config: Mapping[str, Any]
-) -> ResumePoint | None:
-    """Shards, slots and clocks only fit the run that wrote them."""
-    for name in ("strategy", "workers"):
-        if directory.config[name] != config[name]:
-            raise UserError(
-                f"{directory.path} can not be resumed: {name} is {config[name]!r}, but its shards were written with "
-                f"{directory.config[name]!r}; resume with that"
-            )
-    return resume_point(directory.path, strategy)
-
-
 class _Session:
-    """One run under way: collects what the workers tell, and makes a `Run` of it."""
+    """One run under way: collects what a training tells, and makes a `Run` of it."""
 
-    def __init__(
-        self,
-        request: Request,
-        model: nn.Module,
-        directory: RunDirectory | None,
-        start: Loaded | None,
-        point: ResumePoint | None,
-    ) -> None:
+    def __init__(self, request: Request, directory: RunDirectory | None, done: int | None) -> None:
         self._request = request
-        self._model = model
         self._directory = directory
-        self._start = start
-        self._point = point
+        self._resumed_from = done
         self._history = History(directory.metrics.read() if directory is not None else ())
-        self._notes = [f"{damage}" for damage in start.skipped] if start is not None else []
-        sharing = sharing_sentence(request.plan.device, request.workers)
-        self._notes += [sharing] if sharing is not None else []
 
-    def train(self) -> Run:
-        """Run the strategy and put everything in its place."""
+    def train(self, training: Training) -> Run:
+        """Run the training and put everything in its place."""
         began = time.monotonic()
+        stage = Stage(
+            request=self._request,
+            directory=self._directory,
+            take_rows=self._take_rows,
+            take_event=self._take_event,
+        )
         try:
-            if isinstance(self._request.strategy, Single):
-                result, observed = self._train_here()
-            elif isinstance(self._request.strategy, Ps):
-                result, observed = self._train_on_servers(self._request.strategy)
-            else:
-                result, observed = self._train_in_processes()
+            result = training.run(stage)
         except ManyhandsError as error:
             if self._directory is not None:
                 self._directory.tell_end(error, time.monotonic() - began)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
             raise
-        summary = self._summarise(result, observed, time.monotonic() - began)
+        sharing = sharing_sentence(self._request.plan.device, self._request.workers)
+        notes = [*training.notes, *([sharing] if sharing is not None else []), *result.notes]
+        summary = self._summarise(result, notes, time.monotonic() - began)
         if self._directory is not None:
             self._directory.write_summary(summary)
         path = self._directory.path if self._directory is not None else None
-        return Run(model=self._model, history=self._history, summary=summary, path=path)
-
-    def _train_here(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        with EventRing.create(role=0) as ring, self._collector({"worker-0": ring}) as collector:
-            with self._view(collector):
-                around = _Here(ring, self._take_rows)
-                trainer = Trainer(self._request.plan, SingleExchange(), around, self._checkpoints())
-                trained = trainer.run(self._start)
-            self._model = trained.model.cpu()
-            result = {
-                "steps_done": trained.steps_done,
-                "samples": trained.samples,
-                "seconds": trained.seconds,
-                "stopped_early": trained.stopped_early,
-                "bytes_sent": 0,
-                "messages_sent": 0,
-            }
-            collector.flush()
-            return result, collector.summary()
-
-    def _train_in_processes(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        request, options = self._request, self._request.options
-        job = WorkerJob(
-            plan=request.plan,
-            strategy=request.strategy,
-            timeout_s=options.timeout_s,
-            threads=threads_per_role(request.workers),
-            run_path=self._directory.path.absolute() if self._directory is not None else None,
-            keep_checkpoints=options.keep_checkpoints,
-            resume_step=self._start.step if self._start is not None else None,
-        )
-        rows = RowsInOrder(self._start.step if self._start is not None else 0)
-        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
-        with WorkerFiles(request.strategy, request.workers) as files:
-            roles = [
-                Role(
-                    name=f"worker {rank}",
-                    target=partial(work, job=job),
-                    descriptors=files.descriptors(rank),
-                    env={"OMP_NUM_THREADS": str(job.threads)},
-                )
-                for rank in range(request.workers)
-            ]
-            rings = {f"worker-{rank}": ring for rank, ring in enumerate(files.rings)}
-            with self._collector(rings) as collector:
-                cluster = LocalCluster(
-                    roles,
-                    on_note=lambda _rank, payload: self._take_rows(rows.add(payload["rows"])),
-                    on_failure=files.group.abort,
-                    watched=_watched(options, files.rings),
-                )
-                try:
-                    with self._view(collector), cluster:
-                        finished = [message.payload for message in cluster.run()]
-                finally:
-                    self._take_rows(rows.rest())
-                collector.flush()
-                observed = collector.summary()
-            self._model.load_state_dict(files.read_weights())
-        summed = ["bytes_sent", "messages_sent"]
-        if isinstance(request.strategy, Hogwild):  # each worker has samples of its own there
-            summed.append("samples")
-            observed["overlap"] = overlap_summary([one["overlap"] for one in finished])
-        return {**finished[0], **{key: sum(one[key] for one in finished) for key in summed}}, observed
-
-    def _train_on_servers(self, strategy: Ps) -> tuple[dict[str, Any], dict[str, Any]]:
-        request, options = self._request, self._request.options
-        training = ServerTraining(
-            TrainingRequest(
-                plan=request.plan,
-                strategy=strategy,
-                workers=request.workers,
-                most_workers=request.workers + (_MORE_WORKERS if options.commands is not None else 0),
-                timeout_s=options.timeout_s,
-                watchdog_s=options.watchdog_s,
-                run_path=self._directory.path.absolute() if self._directory is not None else None,
-                keep_checkpoints=options.keep_checkpoints,
-                skip_nonfinite=options.skip_nonfinite,
-                resume_version=self._point.version if self._point is not None else None,
-                fingerprint=fingerprint(request.config(self._model)).digest,
-            )
-        )
-        with training, ExitStack() as stack:
-            rings = {f"worker-{slot}": ring for slot, ring in training.rings.items()}
-            rings |= {f"server-{place}": ring for place, ring in enumerate(training.server_rings)}
-            collector = stack.enter_context(self._collector(rings, len(training.rings)))
-            with self._view(collector):
-                outcome = training.run(
-                    on_rows=self._take_rows,
-                    on_event=self._take_event,
-                    commands=options.commands,
-                )
-            collector.flush()
-            observed = collector.summary()
-            observed["per_worker"] = [
-                w for w in observed["per_worker"] if w["worker"] < request.workers or w["steps"]
-            ]
-            self._model = training.model()
-            metrics = training.evaluate(self._model)
-            if metrics is not None:
-                steps = request.plan.steps
-                self._take_rows([{"step": steps, "metrics": metrics, "at_s": outcome.seconds}])
-            if self._directory is not None:
-                snapshot = training.checkpoint((metrics or {}).get("evaluation_loss"))
-                if snapshot is not None:
-                    self._checkpoints().save(snapshot)
-        self._notes += outcome.notes
-        result = {
-            "steps_done": request.plan.steps,
-            "seconds": outcome.seconds,
-            "stopped_early": False,
-            **outcome.totals,
-        }
-        return result, {**observed, **server_summary(outcome)}
-
-    def _collector(self, rings: Mapping[str, EventRing], workers: int | None = None) -> Collector:
-        directory = self._directory.events_path if self._directory is not None else None
-        return Collector(rings, workers=workers, directory=directory)
-
-    def _view(self, collector: Collector) -> AbstractContextManager[object]:
-        view = self._request.options.view
-        return view(self._request.plan.steps, collector.snapshot) if view is not None else nullcontext()
-
-    def _checkpoints(self) -> Any:
-        if self._directory is None:
-            return None
-        return self._directory.checkpoints(self._request.options.keep_checkpoints)
+        return Run(model=result.model, history=self._history, summary=summary, path=path)
 
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
         self._history.extend(rows)
         if self._directory is not None:
             for row in rows:
                 self._directory.metrics.append(row)
-
-    def _resumed_from(self) -> int | None:
-        if self._point is not None:
-            return self._point.batches
-        return self._start.step if self._start is not None else None
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         """Something happened to a member: keep it, and say it where it is more than a start."""
@@ -342,55 +159,29 @@ class _Session:
             return "it broke before the first checkpoint"
         return f"the last good checkpoint is {kept.path}"
 
-    def _summarise(
-        self, result: Mapping[str, Any], observed: Mapping[str, Any], wall_s: float
-    ) -> dict[str, Any]:
+    def _summarise(self, result: Result, notes: list[str], wall_s: float) -> dict[str, Any]:
         request = self._request
         final = {"loss": self._history.loss[-1]} if self._history.loss else {}
         if self._history.evaluations:
             final |= self._history.evaluations[-1]["metrics"]
-        seconds = result["seconds"]
+        seconds = result.seconds
         return {
             "task": request.plan.task.name,
             "strategy": str(request.strategy),
             "workers": request.workers,
-            "steps": result["steps_done"],
+            "steps": result.steps_done,
             "steps_asked": request.plan.steps,
-            "resumed_from_step": self._resumed_from(),
+            "resumed_from_step": self._resumed_from,
             "seed": request.plan.seed,
             "device": request.plan.device,
             "seconds": seconds,
             "startup_s": max(0.0, wall_s - seconds),
-            "samples": result["samples"],
-            "samples_per_s": result["samples"] / seconds if seconds else 0.0,
+            "samples": result.samples,
+            "samples_per_s": result.samples / seconds if seconds else 0.0,
             "final": final,
-            "bytes_sent": result["bytes_sent"],
-            "messages_sent": result["messages_sent"],
-            "stopped_early": result["stopped_early"],
-            "notes": self._notes,
-            **observed,
+            "bytes_sent": result.bytes_sent,
+            "messages_sent": result.messages_sent,
+            "stopped_early": result.stopped_early,
+            "notes": notes,
+            **result.observed,
         }
-
-
-def _watched(options: Options, rings: Sequence[EventRing]) -> Watched:
-    boxes = BlackBoxes(dict(enumerate(rings)))
-    return Watched(deadline_s=options.watchdog_s, count_events=boxes.counts, last_events=boxes.last)
-
-
-class _Here:
-    """The surroundings of the plain loop, in the caller's own process."""
-
-    def __init__(self, ring: EventRing, take_rows: Callable[[list[dict[str, Any]]], None]) -> None:
-        self.record = ring.record
-        self._take_rows = take_rows
-
-    def note(self, payload: dict[str, Any]) -> None:
-        """Straight into the history."""
-        self._take_rows(payload["rows"])
-
-    def mark(self, step: int, state: State) -> None:
-        """Nobody waits for a single worker."""
-
-    def stop_requested(self) -> bool:
-        """Ctrl-C reaches the loop itself."""
-        return False

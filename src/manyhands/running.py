@@ -11,10 +11,9 @@ from typing import Any
 from manyhands.errors import Aborted, UserError
 from manyhands.fitting import Options, fit
 from manyhands.run import Run
-from manyhands.server.changes import AddSlot, RemoveSlot
-from manyhands.server.live.launcher import Command
-from manyhands.strategy import Ps, Strategy
+from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
 __all__ = ["Running", "start"]
 
@@ -39,11 +38,11 @@ class Running:
 
     def add_worker(self) -> int:
         """One more worker: its slot. It gets work as soon as its process is there."""
-        return self._ask(AddSlot())
+        return self._ask(AddWorker())
 
     def remove_worker(self, slot: int) -> None:
         """One worker less: it finishes what it owes, and leaves."""
-        self._ask(RemoveSlot(slot=slot))
+        self._ask(RemoveWorker(slot=slot))
 
     @property
     def done(self) -> bool:
@@ -66,8 +65,8 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _ask(self, change: AddSlot | RemoveSlot) -> int:
-        if not isinstance(self._strategy, Ps):
+    def _ask(self, change: AddWorker | RemoveWorker) -> int:
+        if not self._strategy.can_change_workers:
             raise UserError(f"strategy {self._strategy} has a fixed number of workers; use ps to change it")
         if self._run.done():
             raise UserError("the run has ended")

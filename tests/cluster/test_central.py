@@ -17,14 +17,14 @@ from torch import nn, optim
 
 import manyhands as mh
 from equality import Silent, distance, make_task, same_bits, train_in_threads, train_plainly
-from manyhands.allreduce import progress
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.central.exchange import CentralExchange
-from manyhands.computing import TrainingPlan
 from manyhands.errors import UserError
-from manyhands.exchange import Exchange, LocalStep
+from manyhands.group import progress
+from manyhands.group.shared import SharedGroup
 from manyhands.store.checkpoint import CheckpointStore
-from manyhands.worker import Trainer
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Exchange, LocalStep
+from manyhands.training.worker import Trainer
 from ways import BUCKET_BYTES, connect, in_threads, join, with_exchanges
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, make_task
-from manyhands.allreduce.agreement import describe_difference, parameter_hashes
 from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.computing import TrainingPlan
 from manyhands.errors import Desync, UserError
-from manyhands.exchange import Exchange
-from manyhands.worker import Trainer
+from manyhands.training.agreement import describe_difference, parameter_hashes
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Exchange
+from manyhands.training.worker import Trainer
 from own_loop import on_workers
 from ways import with_exchanges
 

@@ -14,9 +14,9 @@ from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.shared import SharedGroup
-from manyhands.exchange import Exchange
+from manyhands.group.shared import SharedGroup
 from manyhands.link.simulated import SimulatedNetwork
+from manyhands.training.exchange import Exchange
 
 BUCKET_BYTES = 1024  # more than one bucket even for this small model
 CASES = {

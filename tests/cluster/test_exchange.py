@@ -16,8 +16,8 @@ from manyhands.allreduce.collective import ScheduleCollective
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.errors import UserError
-from manyhands.exchange import Exchange, LocalStep
 from manyhands.link.simulated import SimulatedNetwork
+from manyhands.training.exchange import Exchange, LocalStep
 from ways import BUCKET_BYTES, with_exchanges
 
 WAYS = [("single", 1), ("mirrored", 1), ("mirrored", 3), ("central", 1), ("central", 2), ("central", 3)]

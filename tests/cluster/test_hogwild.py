@@ -16,14 +16,14 @@ from torch import Tensor, nn, optim
 
 import manyhands as mh
 from equality import Silent, distance, make_task, same_bits, train_plainly
-from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
-from manyhands.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite, PeerTimeout, UserError
-from manyhands.exchange import SingleExchange
+from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.hogwild.gate import Gate
 from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.store.checkpoint import CheckpointStore
-from manyhands.worker import Trainer
+from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.training.exchange import SingleExchange
+from manyhands.training.worker import Trainer
 from ways import in_threads, join
 
 STEPS = 30

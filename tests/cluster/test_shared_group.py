@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.allreduce import progress
-from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles, slice_of
 from manyhands.errors import Aborted, ManyhandsError, OutOfSharedMemory, PeerTimeout, UserError
+from manyhands.group import progress
+from manyhands.group.shared import SharedGroup, SharedGroupFiles, slice_of
 from manyhands.memory.segment import Segment
 from manyhands.memory.waiting import LEAVE_BYTES, TIMED_OUT, announce, leave_cores, on_my_core, wait_until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.allreduce.shared import SharedGroup, slice_of
 from manyhands.errors import Aborted, OutOfSharedMemory, UserError
+from manyhands.group.shared import SharedGroup, slice_of
 from ways import in_threads, join
 
 

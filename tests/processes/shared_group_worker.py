@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import ManyhandsError
+from manyhands.group.shared import SharedGroup
 
 COUNTS = (1, 1000, 100_000, 0)
 

@@ -12,8 +12,9 @@ import pytest
 from commands import run_command
 from manyhands.compare.bandwidth import Rate, why_not
 from manyhands.server.audit import audit
+from manyhands.server.strategy import Ps
 from manyhands.server.updates import read_logs
-from manyhands.strategy import Ps, Strategy
+from manyhands.strategy import Strategy
 from manyhands.tasks import build
 
 pytestmark = pytest.mark.timeout(180)

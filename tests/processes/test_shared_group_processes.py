@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.allreduce.shared import SharedGroup
+from manyhands.group.shared import SharedGroup
 
 WORKER = Path(__file__).with_name("shared_group_worker.py")
 

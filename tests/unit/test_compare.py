@@ -6,16 +6,22 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from manyhands.allreduce.strategy import AllReduce
 from manyhands.compare.bandwidth import Rate, shaped_command, why_not
 from manyhands.compare.figures import Failed, Figures, Measured, Point, Spread, figures
-from manyhands.compare.measure import Stops, meets
-from manyhands.compare.narrate import Conditions, paragraph, uses_network
+from manyhands.compare.measure import Stops
+from manyhands.compare.narrate import Conditions, paragraph
 from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
 from manyhands.compare.report import Made, report, smooth
 from manyhands.compare.table import cells, columns, measures_table, promises_table
 from manyhands.errors import UserError
+from manyhands.facts import Answer, Promises
+from manyhands.hogwild.strategy import Hogwild
+from manyhands.registry import STRATEGIES
+from manyhands.server.strategy import Ps
+from manyhands.single.strategy import Single
 from manyhands.slowdown import Slowdown
-from manyhands.strategy import STRATEGIES, AllReduce, Answer, Hogwild, Promises, Ps, Single, Strategy
+from manyhands.strategy import Strategy
 
 TWO = parse_strategies("allreduce; ps consistency=async")
 
@@ -185,9 +191,9 @@ def test_the_clock_stands_still_for_evaluations() -> None:
 def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> None:
     stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
     assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
-    assert [meets(Strategy.parse(text)) for text in ("allreduce", "ps", "ps consistency=async", "hogwild")] == [
-        True, True, False, True,
-    ]  # fmt: skip
+    meeting = ("allreduce", "ps", "hogwild")
+    assert all(Strategy.parse(text).meets_to_evaluate for text in meeting)
+    assert not Strategy.parse("ps consistency=async").meets_to_evaluate
 
 
 # ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -274,7 +280,7 @@ def test_bandwidth_names_those_it_did_not_touch() -> None:
     assert (
         "allreduce and hogwild do not use the network on one host, so --bandwidth did not touch them." in said
     )
-    assert [uses_network(strategy) for strategy in strategies] == [False, True, False]
+    assert [strategy.uses_network for strategy in strategies] == [False, True, False]
     assert "bandwidth" not in told(one)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import UserError
 from manyhands.fitting import fit
+from manyhands.group.shared import SharedGroup
 from manyhands.words.glove import train_glove
 from manyhands.words.glove_batches import AllReduceStep, TensorStep, run_pass
 from manyhands.words.glove_model import GloveModel, GloveOptions, Snapshot

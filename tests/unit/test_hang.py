@@ -186,7 +186,8 @@ def test_what_faulthandler_writes_is_read() -> None:
 
 
 def test_the_call_is_the_users_line_or_else_the_strategys() -> None:
-    from manyhands.allreduce import exchange, shared
+    from manyhands.allreduce import exchange
+    from manyhands.group import shared
 
     finish = Frame(file=shared.__file__, line=300, function="finish")
     agree = Frame(file=exchange.__file__, line=76, function="agree")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from numba import njit, types
 
-from manyhands.allreduce import kernels
-from manyhands.allreduce.shared import slice_of
+from manyhands.group import kernels
+from manyhands.group.shared import slice_of
 
 KINDS = {
     torch.float32: kernels.FLOAT32,

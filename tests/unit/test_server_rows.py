@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from manyhands.computing import Built, Computer, TrainingPlan
 from manyhands.optim import FTRL
 from manyhands.server.layout import FlatLayout
 from manyhands.server.placement import place
@@ -17,6 +16,7 @@ from manyhands.server.rows import RowGradient, RowTable
 from manyhands.server.shard_state import merge, split
 from manyhands.server.store import Contribution, ShardStore
 from manyhands.task import Task
+from manyhands.training.computing import Built, Computer, TrainingPlan
 
 Make = Callable[[Any], optim.Optimizer]
 ROWS, WIDTH = 12, 5

@@ -2,20 +2,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.allreduce.strategy import AllReduce, Mirrored
+from manyhands.central.strategy import Central
 from manyhands.errors import UserError
-from manyhands.observe.remarks import Manner, manner_of
-from manyhands.strategy import (
-    STRATEGIES,
-    AllReduce,
-    Central,
-    Hogwild,
-    Mirrored,
-    Single,
-    Strategy,
-    Tensor,
-    parse_size,
-    show_size,
-)
+from manyhands.facts import Truth, Waits
+from manyhands.hogwild.strategy import Hogwild
+from manyhands.registry import STRATEGIES
+from manyhands.settings import parse_size, show_size
+from manyhands.single.strategy import Single
+from manyhands.strategy import Strategy
+from manyhands.tensor.strategy import Tensor
+from manyhands.training.training import training_class
 
 
 @pytest.mark.parametrize(
@@ -98,23 +95,36 @@ def test_sizes_in_decimal_and_binary_units() -> None:
     ]
 
 
-def test_every_strategy_says_what_it_is() -> None:
-    for word, kind in STRATEGIES.items():
-        assert kind.word == word
-        assert kind.about
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_every_strategy_says_what_it_is_and_has_a_training(word: str) -> None:
+    kind = STRATEGIES[word].load_value()
+    assert kind.word == word
+    assert kind.about
+    assert isinstance(kind.truth, Truth)
+    assert training_class(Strategy.parse(word)) is STRATEGIES[word].load_training()
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "waits_for", "stepwise"),
     [
-        *(word for word in STRATEGIES if word != "single"),  # nobody waits there
-        "allreduce algorithm=ring",
-        *(
-            f"ps consistency={policy}"
-            for policy in ("sync", "bounded:2", "async", "softsync:2", "aware:async")
-        ),
+        ("single", Waits.NOBODY, True),
+        ("mirrored", Waits.ALL, True),
+        ("allreduce algorithm=ring", Waits.ALL, True),
+        ("central", Waits.ALL, True),
+        ("tensor", Waits.ALL, True),
+        ("hogwild order=turns", Waits.NOBODY, False),
+        ("ps", Waits.ALL, True),
+        ("ps consistency=sync:1", Waits.ALL, True),
+        ("ps consistency=bounded:0", Waits.ALL, True),
+        ("ps consistency=aware:sync", Waits.ALL, True),
+        ("ps consistency=bounded:2", Waits.LAGGARDS, False),
+        ("ps consistency=aware:bounded:2", Waits.LAGGARDS, False),
+        ("ps consistency=softsync:2", Waits.NOBODY, False),
+        ("ps consistency=async", Waits.NOBODY, False),
     ],
 )
-def test_whoever_gives_advice_knows_from_the_text_whether_all_wait_for_all(text: str) -> None:
-    if text != "tensor":  # whose workers record nothing
-        assert (manner_of(text) is Manner.SYNC) == Strategy.parse(text).stepwise
+def test_strategy_knows_whom_its_workers_wait_for(text: str, waits_for: Waits, stepwise: bool) -> None:
+    strategy = Strategy.parse(text)
+    assert strategy.waits_for is waits_for
+    assert strategy.stepwise is stepwise
+    assert bool(strategy.straggler_advice) == (waits_for is not Waits.NOBODY)

@@ -13,13 +13,13 @@ from itertools import zip_longest
 import torch
 
 from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.shared import Bucket, SharedGroup, slice_of
-from manyhands.exchange import Times, Traffic
+from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire
 from manyhands.memory.segment import CACHE_LINE, round_up
+from manyhands.training.exchange import Times, Traffic
 
-__all__ = ["Collective", "ScheduleCollective", "SharedCollective"]
+__all__ = ["Collective", "ScheduleCollective", "SharedCollective", "broadcast", "total"]
 
 
 class Collective(ABC):
@@ -62,6 +62,34 @@ class Collective(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of memory and links."""
+
+
+def total(collective: Collective, index: int, bucket: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Collective: the sum over workers of a vector of the bucket's type, through bucket `index`, piece by piece."""
+    pieces = []
+    for piece in torch.split(values, len(bucket)):
+        bucket.zero_()
+        bucket[: len(piece)] = piece
+        collective.launch(index)
+        collective.finish()
+        pieces.append(bucket[: len(piece)].clone())
+    return torch.cat(pieces)
+
+
+@torch.no_grad()
+def broadcast(
+    collective: Collective, index: int, bucket: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> None:
+    """Collective: give every worker worker 0's values; they ride in the bytes of bucket `index`, zero afterwards."""
+    carrier = bucket.view(torch.uint8)
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+        for piece in torch.split(flat, len(carrier)):
+            carrier[: len(piece)] = piece
+            collective.broadcast(index)
+            piece.copy_(carrier[: len(piece)])
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+    carrier.zero_()
 
 
 class SharedCollective(Collective):

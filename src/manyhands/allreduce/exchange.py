@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
-from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.memory.heap import keep_freed_memory
+from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 
 __all__ = ["AllReduceExchange"]
 

@@ -25,8 +25,8 @@ from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
 from manyhands.allreduce.schedule import Algorithm, How
 from manyhands.errors import UserError, nearest
-from manyhands.exchange import Post
 from manyhands.link.base import Link
+from manyhands.training.exchange import Post
 
 __all__ = ["Op", "ScheduleExecutor", "Sent"]
 

@@ -13,10 +13,10 @@ from typing import Final, NoReturn
 import torch
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.exchange import Post
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
 from manyhands.link.message import Message, ProtocolError
 from manyhands.memory.sign import LONG_WAIT_S, LongWait
+from manyhands.training.exchange import Post
 
 __all__ = ["Letter", "Mailbox"]
 

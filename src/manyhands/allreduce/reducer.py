@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from manyhands.allreduce.buckets import BucketLayout, lay_out
-from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.allreduce.gpu import GpuCopies
 from manyhands.errors import UserError
-from manyhands.exchange import LocalStep, SharedStep
+from manyhands.training.exchange import LocalStep, SharedStep
 
 __all__ = ["Reducer", "gradient_layouts"]
 
@@ -121,28 +121,12 @@ class Reducer:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers of a float64 vector, through the status bucket, piece by piece."""
-        pieces = []
-        for piece in torch.split(values, len(self._status)):
-            self._status.zero_()
-            self._status[: len(piece)] = piece
-            self._collective.launch(self._status_index)
-            self._collective.finish()
-            pieces.append(self._status[: len(piece)].clone())
-        return torch.cat(pieces)
+        return total(self._collective, self._status_index, self._status, values)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket."""
         index = self.carrier
-        carrier = [*self._buckets, self._status][index].view(torch.uint8)
-        with torch.no_grad():
-            for tensor in tensors:
-                flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-                for piece in torch.split(flat, len(carrier)):
-                    carrier[: len(piece)] = piece
-                    self._collective.broadcast(index)
-                    piece.copy_(carrier[: len(piece)])
-                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-        carrier.zero_()
+        broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
     def _sum(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
         """The summed gradient where the optimizer reads it; on a GPU that does not step, any tensor in its place."""

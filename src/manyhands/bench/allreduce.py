@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.bench.allreduce_worker import GLOO, ITEM_BYTES, WorkerPlan
 from manyhands.bench.workers import Workers
 from manyhands.errors import UserError, format_bytes, nearest
+from manyhands.group.shared import SharedGroup
 from manyhands.link.mesh import SharedMesh
 
 __all__ = ["DEFAULT_SIZES_BYTES", "format_table", "repeats_for", "run_bench", "summaries"]

@@ -17,7 +17,7 @@ import torch
 from manyhands.bench.server_ours import OurServer
 from manyhands.bench.server_work import Flat
 from manyhands.consistency.asynchronous import Async
-from manyhands.strategy import Ps
+from manyhands.server.strategy import Ps
 
 __all__ = ["WORKERS", "measure_memory"]
 

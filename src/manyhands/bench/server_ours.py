@@ -20,7 +20,6 @@ from manyhands.bench.server_work import PARAMETER, Array, Exchange
 from manyhands.cluster.job import pack
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Started, Supervisor
-from manyhands.computing import TrainingPlan
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.link.hub import Hub, Lost, Received
 from manyhands.memory.segment import Segment
@@ -45,8 +44,9 @@ from manyhands.server.messages import (
     SlotView,
     View,
 )
-from manyhands.strategy import Ps
+from manyhands.server.strategy import Ps
 from manyhands.task import Task
+from manyhands.training.computing import TrainingPlan
 
 __all__ = ["OurPeer", "OurServer", "WorkerEnd"]
 

@@ -26,7 +26,7 @@ from manyhands.bench.server_work import Array, Exchange
 from manyhands.cluster.entry import die_with_parent
 from manyhands.consistency.asynchronous import Async
 from manyhands.errors import ManyhandsError
-from manyhands.strategy import Ps
+from manyhands.server.strategy import Ps
 
 __all__ = ["Contender", "ServerPlan"]
 

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.allreduce.shared import SharedGroup, warm
 from manyhands.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, Measured, StepPlan
 from manyhands.bench.workers import Workers
 from manyhands.bench.workloads import WORKLOADS, Workload
 from manyhands.cluster.local import threads_per_role
 from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.group.shared import SharedGroup, warm
 
 __all__ = ["DEFAULT_STEPS", "agreed_losses", "format_table", "named_workloads", "run_bench"]
 

@@ -14,22 +14,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.bench.workers import joined_gloo
 from manyhands.bench.workloads import Workload
 from manyhands.cluster.entry import die_with_parent
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
-from manyhands.exchange import Exchange, LocalStep, SingleExchange
+from manyhands.group.shared import SharedGroup
 from manyhands.randomness import seed_all
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.worker_process import exchange_for
+from manyhands.training.exchange import Exchange, LocalStep, SingleExchange
+from manyhands.training.exchanging import exchange_for
+from manyhands.training.resources import Resources
 
 __all__ = ["ALONE", "DDP", "SINGLE", "STRATEGIES", "Measured", "StepPlan"]
 
@@ -210,7 +212,14 @@ def main(plan: StepPlan) -> None:
         meeting = stack.enter_context(join(plan.meeting))
         exchanges = {}
         for name, descriptors in plan.groups.items():
-            exchange = exchange_for(Strategy.parse(name), join(descriptors), dict, plan.timeout_s)
+            resources = Resources(
+                rank=plan.rank,
+                world=plan.world,
+                timeout_s=plan.timeout_s,
+                group=partial(join, descriptors),
+                links=dict,
+            )
+            exchange = exchange_for(Strategy.parse(name), resources)
             stack.callback(exchange.close)
             exchanges[name] = exchange
         stack.enter_context(joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))

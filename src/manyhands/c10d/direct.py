@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from numba import int64, njit
 
-from manyhands.allreduce.kernels import ALL
 from manyhands.c10d.layout import ABORT_OFFSET, ARRIVED, DONE
 from manyhands.c10d.rounds import (
     BEGIN,
@@ -38,6 +37,7 @@ from manyhands.c10d.rounds import (
     reduce,
     wait_for_all,
 )
+from manyhands.group.kernels import ALL
 from manyhands.memory.atomics import array_at, load_u32
 from manyhands.memory.segment import CACHE_LINE
 from manyhands.memory.waiting import ABORTED, REACHED

@@ -12,10 +12,10 @@ from typing import Final
 
 import torch
 
-from manyhands.allreduce import kernels
 from manyhands.c10d.calls import Reduction
 from manyhands.c10d.rounds import Reducer
 from manyhands.errors import UserError
+from manyhands.group import kernels
 
 __all__ = ["check_reduction", "combine", "compiled_reducer"]
 

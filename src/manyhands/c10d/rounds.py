@@ -15,7 +15,6 @@ from numba import int64, njit, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.allreduce.kernels import SCRATCH_BYTES, call_reducer
 from manyhands.c10d.calls import COMPARED_WORDS, RECORD_WORDS
 from manyhands.c10d.layout import (
     ABORT_OFFSET,
@@ -28,6 +27,7 @@ from manyhands.c10d.layout import (
     REGIONS,
     Layout,
 )
+from manyhands.group.kernels import SCRATCH_BYTES, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake
 from manyhands.memory.waiting import (
     LEAVE_BYTES,

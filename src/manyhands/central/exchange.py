@@ -26,16 +26,16 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.central.gather import Carrier, gather_state
 from manyhands.central.home import ParameterHome
 from manyhands.central.ownership import cut, keep_whole
 from manyhands.errors import UserError
-from manyhands.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.group.shared import SharedGroup
 from manyhands.link.wire import Wire
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.sharding.optimizers import is_elementwise
 from manyhands.sharding.slices import SlicedOptimizer
+from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 
 __all__ = ["CentralExchange"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from manyhands.allreduce.buckets import BucketLayout
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import UserError
+from manyhands.group.shared import SharedGroup
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 
 __all__ = ["ParameterHome"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from manyhands.allreduce.buckets import BucketLayout, Slot, padded
-from manyhands.allreduce.shared import slice_of
+from manyhands.group.shared import slice_of
 from manyhands.sharding.pieces import Piece
 
 __all__ = ["Ownership", "cut", "keep_whole"]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from manyhands.server.audit import Audit
-    from manyhands.strategy import Ps
+    from manyhands.server.strategy import Ps
 
 __all__ = ["audit_command"]
 
@@ -22,9 +22,10 @@ def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.
     # Imported here so that help texts do not wait for torch.
     from manyhands.errors import DataError, UserError
     from manyhands.server.audit import audit
+    from manyhands.server.strategy import Ps
     from manyhands.server.updates import read_logs, read_record
     from manyhands.store.rundir import RunDirectory
-    from manyhands.strategy import Ps, Strategy
+    from manyhands.strategy import Strategy
 
     strategy = Strategy.parse(str(RunDirectory.open(run, lock=False).config.get("strategy")))
     if not isinstance(strategy, Ps):

@@ -12,7 +12,7 @@ from manyhands.bench import backend as backend_bench
 from manyhands.bench import server as server_bench
 from manyhands.bench import step as step_bench
 from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
-from manyhands.strategy import parse_size
+from manyhands.settings import parse_size
 
 __all__ = ["bench_app"]
 

@@ -80,7 +80,7 @@ def _train(asked: _TrainGlove) -> None:
     """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
     # Imported here so that help texts do not wait for torch and compiled code.
     from manyhands.observe.bars import Bars
-    from manyhands.strategy import parse_size
+    from manyhands.settings import parse_size
     from manyhands.words.corpus import Corpus
     from manyhands.words.demo import demo_corpus
     from manyhands.words.glove import GloveOptions

@@ -131,11 +131,12 @@ def _train(asked: _TrainLogreg) -> None:
     from manyhands.regression.model import MODEL_FILE
     from manyhands.regression.options import LogregOptions
     from manyhands.regression.training import train_logreg
+    from manyhands.settings import parse_size
     from manyhands.store.atomic import write_json as write_file
-    from manyhands.strategy import Single, Strategy, parse_size
+    from manyhands.strategy import Strategy
 
     strategy = Strategy.parse(asked.strategy)
-    usual = 1 if isinstance(strategy, Single) else _cores()
+    usual = min(_cores(), strategy.most_workers or _cores())
     workers = usual if asked.workers is None else asked.workers
     reading = Reading(
         format=asked.file_format,

@@ -21,14 +21,9 @@ from manyhands.observe.events import EventKind
 from manyhands.observe.recorded import RoleEvents, RunEvents, read_run_events
 from manyhands.observe.totals import WorkerTotals
 from manyhands.store.rundir import RunDirectory
-from manyhands.strategy import Ps, Strategy
+from manyhands.strategy import Strategy
 
-__all__ = ["Stops", "measure", "meets"]
-
-
-def meets(strategy: Strategy) -> bool:
-    """Whether nobody takes a step while somebody evaluates."""
-    return not isinstance(strategy, Ps) or strategy.stepwise
+__all__ = ["Stops", "measure"]
 
 
 class Stops:
@@ -63,7 +58,7 @@ def measure(trial: Trial, run: Path, strategy: Strategy, notes: tuple[str, ...] 
     events = read_run_events(directory.events_path)
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]
     evaluations = _evaluations(events)
-    stops = Stops.of(evaluations, len(workers), together=meets(strategy))
+    stops = Stops.of(evaluations, len(workers), together=strategy.meets_to_evaluate)
     losses, measured = _points(directory.metrics.read(), stops)
     idle_s = _waits_for_evaluations(events, evaluations)
     messages, num_bytes = _sent_by_servers(events)

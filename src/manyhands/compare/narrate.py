@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from manyhands.compare.figures import Figures, Row, Spread
 from manyhands.slowdown import Slowdown
-from manyhands.strategy import Ps, Strategy
 
-__all__ = ["Conditions", "paragraph", "uses_network"]
+__all__ = ["Conditions", "paragraph"]
 
 _ALIKE = 1.05  # medians this near are called alike
 _WAITS = 0.10  # a share of waiting worth a word
@@ -26,11 +25,6 @@ class Conditions:
 
     slow: Slowdown | None = None
     bandwidth: str | None = None
-
-
-def uses_network(strategy: Strategy) -> bool:
-    """Whether workers of one host talk by TCP under this strategy; every other way is through memory."""
-    return isinstance(strategy, Ps) and strategy.link == "tcp"
 
 
 def paragraph(found: Figures, conditions: Conditions) -> list[str]:
@@ -184,8 +178,8 @@ def _quality(found: Figures, rows: Sequence[Row]) -> list[str]:
 def _network(rows: Sequence[Row], bandwidth: str | None) -> list[str]:
     if bandwidth is None:
         return []
-    touched = [row for row in rows if uses_network(row.strategy)]
-    not_touched = [row for row in rows if not uses_network(row.strategy)]
+    touched = [row for row in rows if row.strategy.uses_network]
+    not_touched = [row for row in rows if not row.strategy.uses_network]
     said = [f"TCP was held to {bandwidth}, all of it together."] if touched else []
     if not_touched:
         do, them = ("do", "them") if len(not_touched) > 1 else ("does", "it")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError, nearest
-from manyhands.strategy import Single, Strategy
+from manyhands.strategy import Strategy
 
 __all__ = [
     "DEFAULT_STRATEGIES",
@@ -111,8 +111,8 @@ def trials(strategies: int, repeats: int) -> list[Trial]:
 
 
 def workers_of(strategy: Strategy, workers: int) -> int:
-    """How many workers a strategy is compared with: `single` has one, whatever the others have."""
-    return 1 if isinstance(strategy, Single) else workers
+    """How many workers a strategy is compared with: no more than it can have, whatever the others have."""
+    return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 
 
 def lower_is_better(metric: str) -> bool:

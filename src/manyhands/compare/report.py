@@ -10,7 +10,6 @@ from html import escape
 from manyhands.compare.figures import Figures, Measured, Point, Row
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells
 from manyhands.observe.charts import Series, data_table, document, line_chart, quiet, section, share_bars
-from manyhands.strategy import Hogwild
 
 __all__ = ["Made", "report"]
 
@@ -129,7 +128,7 @@ def _made(found: Figures, made: Made) -> str:
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
         "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
     )
-    if any(isinstance(row.strategy, Hogwild) for row in found.rows):
-        clock += " Workers of hogwild meet to evaluate, and wait for each other there."
+    for sentence in sorted({row.strategy.when_evaluating for row in found.rows} - {""}):
+        clock += f" {sentence}"
     notes = "".join(f"<p>{escape(note)}</p>" for note in made.notes)
     return f"<p><code>{escape(made.command)}</code></p><p>{escape(facts)}</p><p>{escape(clock)}</p>{notes}"

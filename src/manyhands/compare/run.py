@@ -15,10 +15,10 @@ from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.fitting import fit
-from manyhands.request import Options, Request
 from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.request import Options, Request
 
 __all__ = ["Comparison", "Progress", "Settings", "Tell", "compare"]
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from manyhands.compare.figures import Figures, Row, Spread
 from manyhands.errors import format_bytes
-from manyhands.strategy import Promises
+from manyhands.facts import Promises
 
 __all__ = ["PROMISES", "cells", "columns", "measures_table", "promise_cells", "promises_table"]
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from manyhands.facts import Waits
+
 __all__ = ["Book", "Group", "Place", "Policy", "blend"]
 
 
@@ -81,6 +83,18 @@ class Policy(ABC):
     def stepwise(self) -> bool:
         """Whether all updates of one clock make one step."""
         return False
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether no step is taken before every worker has pushed, so that nobody reads what changes."""
+        return False
+
+    @property
+    def waits_for(self) -> Waits:
+        """Whom a worker waits for under it."""
+        if self.stepwise:
+            return Waits.ALL
+        return Waits.LAGGARDS if self.lag is not None else Waits.NOBODY
 
     @property
     def chosen_by_lead(self) -> bool:

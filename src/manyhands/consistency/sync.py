@@ -35,6 +35,11 @@ class Sync(Policy):
         return True
 
     @property
+    def lockstep(self) -> bool:
+        """Unless some may be late."""
+        return not self.backup
+
+    @property
     def chosen_by_lead(self) -> bool:
         """With backup workers, who was in time is known at the lead only."""
         return self.backup > 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.errors import PeerTimeout
+from manyhands.group.shared import SharedGroup
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment
 from manyhands.memory.sign import LongWait

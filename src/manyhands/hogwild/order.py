@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from manyhands.allreduce.shared import SharedGroup
+from manyhands.group.shared import SharedGroup
 from manyhands.hogwild.gate import Gate
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import Segment

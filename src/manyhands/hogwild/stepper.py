@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.shared import SharedGroup
+from manyhands.group.shared import SharedGroup
 from manyhands.hogwild.gate import Gate
 from manyhands.hogwild.home import SharedHome, Slot
 from manyhands.server.layout import FlatLayout, Table

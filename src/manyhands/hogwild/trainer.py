@@ -17,19 +17,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from manyhands.allreduce.shared import SharedGroup
 from manyhands.cluster.board import State
-from manyhands.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.errors import NonFinite
+from manyhands.group.shared import SharedGroup
 from manyhands.hogwild.order import ORDERS, Order
 from manyhands.hogwild.stepper import SharedStepper
 from manyhands.memory.counters import Counter
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.observe.events import EventKind
-from manyhands.reporting import Reporter, Surroundings, first_bad
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
-from manyhands.worker import Trained
+from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
+from manyhands.training.reporting import Reporter, Surroundings, first_bad
+from manyhands.training.worker import Trained
 
 __all__ = ["HogwildTrainer"]
 
@@ -81,7 +81,7 @@ class HogwildTrainer:
         loop = self._attach(built, first)
         model.train()
         self._group.take_stats()  # who was late to start is no part of the training
-        self._reporter.begin()
+        self._reporter.begin(first)
         step, stopped = first, False
         while step < self._plan.steps and not stopped:
             step, end = self._until_met(loop, step)

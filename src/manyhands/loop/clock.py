@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from manyhands.cluster.board import State
-from manyhands.exchange import Exchange, Post, Traffic
 from manyhands.loop.words import Words
 from manyhands.observe.events import EventKind
-from manyhands.reporting import Surroundings, record_posts
+from manyhands.training.exchange import Exchange, Post, Traffic
+from manyhands.training.reporting import Surroundings, record_posts
 
 __all__ = ["RoundClock"]
 

@@ -21,22 +21,20 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.shared import SharedGroup, SharedGroupFiles
+from manyhands.allreduce.collective import SharedCollective
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.exchange import Exchange, SingleExchange
+from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.link.base import Link
 from manyhands.link.mesh import SharedMesh, attach_mesh
 from manyhands.link.shared import LinkDescriptors
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.place import Place
 from manyhands.loop.words import AloneCollective, Words
-from manyhands.strategy import AllReduce, Hogwild, Mirrored, Ps, Single, Strategy, Tensor
-from manyhands.worker_process import exchange_for, needs_links
+from manyhands.strategy import Strategy
+from manyhands.training.exchange import Exchange, SingleExchange
+from manyhands.training.exchanging import exchange_for, exchanging
+from manyhands.training.resources import Resources
 
 __all__ = ["Connection", "choose", "connect"]
 
@@ -62,33 +60,28 @@ class Connection:
     """Say farewell; before `words` and `exchange` are closed."""
 
 
-_ELSEWHERE: dict[type[Strategy], str] = {
-    Ps: "give mh.fit a Task for ps",
-    Hogwild: "give mh.fit a Task for hogwild",
-    Tensor: "run manyhands train glove for tensor",
-}
+_ALONE = "single"
+_ON_ONE_HOST = "mirrored"
+_IN_GROUPS = "allreduce algorithm=hierarchical"
+_OVER_HOSTS = "allreduce algorithm=ring"
 
 
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     """The strategy for workers on these hosts: what was asked for if that can be, else what suits them."""
     world = sum(map(len, hosts))
-    if asked is not None and type(asked) in _ELSEWHERE:
+    if asked is not None and asked.instead_of_own_loop:
         raise UserError(
             f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{_ELSEWHERE[type(asked)]}"
+            f"{asked.instead_of_own_loop}"
         )
-    if isinstance(asked, Single) and world > 1:
-        raise UserError(f"strategy=single is one process, but there are {world} workers; leave it out")
+    if asked is not None and asked.most_workers is not None and world > asked.most_workers:
+        raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
     if len(hosts) == 1:
-        return asked or Mirrored()
-    own = (
-        AllReduce(algorithm="hierarchical", group=len(hosts[0]))
-        if _in_order(hosts)
-        else AllReduce(algorithm="ring")
-    )
-    if asked is None or asked == AllReduce(algorithm="hierarchical"):
+        return asked or Strategy.parse(_ON_ONE_HOST)
+    own = Strategy.parse(f"{_IN_GROUPS} group={len(hosts[0])}" if _in_order(hosts) else _OVER_HOSTS)
+    if asked is None or asked == Strategy.parse(_IN_GROUPS):
         return own
-    if not isinstance(asked, AllReduce):
+    if not asked.crosses_hosts:
         raise UserError(
             f"strategy={asked} is for the workers of one host, but there are {len(hosts)} hosts (with the ranks "
             f"{', '.join(map(str, map(list, hosts)))}); leave it out for {own}"
@@ -99,7 +92,9 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
 def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> Connection:
     """Collective: meet the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
-        return Connection(strategy=Single(), words=Words(AloneCollective()), exchange=SingleExchange())
+        return Connection(
+            strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
+        )
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(
@@ -118,7 +113,6 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
         if len(meeting.hosts) == 1:
             connection = _on_one_host(meeting, strategy, timeout_s, stack)
         else:
-            assert isinstance(strategy, AllReduce)
             gloo = _open_gloo(PrefixStore("gloo", store), place, timeout_s)
             connection = _on_several_hosts(meeting, strategy, gloo, timeout_s)
         return replace(connection, local_rank=meeting.local_rank, close=stack.pop_all().close)
@@ -129,7 +123,14 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
         stack.enter_context(_share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
     ]
     words, gradients = groups
-    links = _share_links(meeting, timeout_s) if needs_links(strategy) else {}
+    links = _share_links(meeting, timeout_s) if exchanging(strategy).needs_links(strategy) else {}
+    resources = Resources(
+        rank=meeting.local_rank,
+        world=len(meeting.here),
+        timeout_s=timeout_s,
+        group=lambda: gradients,
+        links=lambda: links,
+    )
 
     def abort(rank: int = meeting.rank) -> None:
         for group in groups:
@@ -138,7 +139,7 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
     connection = Connection(
         strategy=strategy,
         words=Words(SharedCollective(words)),
-        exchange=exchange_for(strategy, gradients, lambda: links, timeout_s),
+        exchange=exchange_for(strategy, resources),
         abort=abort,
     )
     meeting.watch(lambda rank, in_peace: None if in_peace else abort(rank))
@@ -147,7 +148,7 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
 
 
 def _on_several_hosts(
-    meeting: Meeting, strategy: AllReduce, gloo: ProcessGroupGloo, timeout_s: float
+    meeting: Meeting, strategy: Strategy, gloo: ProcessGroupGloo, timeout_s: float
 ) -> Connection:
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     far = [rank for rank in range(meeting.world) if rank not in meeting.here]
@@ -155,14 +156,10 @@ def _on_several_hosts(
         **_share_links(meeting, timeout_s),
         **{rank: TorchLink(group, rank) for rank in far},
     }
-    algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-    executor = ScheduleExecutor(algorithm, meeting.rank, meeting.world, links, timeout_s)
-    return Connection(
-        strategy=strategy,
-        words=Words(ScheduleCollective(executor, links)),
-        exchange=AllReduceExchange(ScheduleCollective(executor, links), strategy.buckets),
-        on_one_host=False,
+    exchange, collective = exchanging(strategy).exchange_across_hosts(
+        strategy, meeting.rank, links, timeout_s
     )
+    return Connection(strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False)
 
 
 def _share_group(meeting: Meeting, purpose: str, timeout_s: float) -> SharedGroup:

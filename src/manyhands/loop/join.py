@@ -23,8 +23,8 @@ from manyhands.loop.recording import Recorded, Unwatched, keeping
 from manyhands.loop.rounds import Rounds
 from manyhands.observe.events import EventKind
 from manyhands.observe.ring import EventRing
-from manyhands.reporting import Surroundings
 from manyhands.strategy import Strategy
+from manyhands.training.reporting import Surroundings
 
 __all__ = ["join", "open_group"]
 

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.agreement import Agreement
 from manyhands.errors import UserError
-from manyhands.exchange import Exchange, LocalStep
 from manyhands.loop.buffers import BufferKeeper
 from manyhands.loop.clock import RoundClock
 from manyhands.loop.loader import Readings
 from manyhands.loop.parts import GradientWatch, unscale
 from manyhands.loop.scaler import require_prepared_scaler, telling_of_scalers
 from manyhands.loop.words import Call, Word, Words, require_same
-from manyhands.reporting import Surroundings
+from manyhands.training.agreement import Agreement
+from manyhands.training.exchange import Exchange, LocalStep
+from manyhands.training.reporting import Surroundings
 
 __all__ = ["Rounds"]
 
@@ -94,6 +94,8 @@ class Rounds:
             self._optimizer, self._watch = optimizer, GradientWatch(model)
             self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
             self._hooks.enter_context(telling_of_scalers(optimizer))
+        else:
+            self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self.clock.start()
 
     @contextmanager
@@ -171,6 +173,7 @@ class Rounds:
                 require_same(words)
             self._require_alike(words)
             self._bring_nothing(words)
+        self.exchange.settle(end=True)
         rounds = [word.value for word in words]
         if min(rounds) < max(rounds):
             self._take_weights(root=rounds.index(max(rounds)))
@@ -186,6 +189,7 @@ class Rounds:
             self.exchange.weigh(share)
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
+        self.exchange.settle()  # a step that was due may have been left out, as a GradScaler does
         if not module.training or not torch.is_grad_enabled():
             return
         self._says_stop = self.wants_stop or self._around.stop_requested()
@@ -206,6 +210,9 @@ class Rounds:
             self.exchange.apply()  # leaves no gradient, so the step that brought us here finds nothing to do
         finally:
             self._stepping = False
+
+    def _after_step(self, *_: Any) -> None:
+        self.exchange.settle()
 
     def _begin_backward(self) -> None:
         """Called at the first gradient of a backward."""
@@ -251,7 +258,7 @@ class Rounds:
 
     def _exchange(self, words: Sequence[Word], share: float) -> None:
         assert self._buffers is not None
-        self.exchange.agree(LocalStep(loss=0.0, share=share))
+        self.exchange.agree(LocalStep(loss=0.0, share=share, step=self.clock.rounds))
         self._buffers.exchange(words, share)
         if self._watch is not None:
             self._watch.remember()
@@ -261,6 +268,7 @@ class Rounds:
         for parameter in self.require_model().parameters():
             parameter.grad = None
         self._exchange(words, share=0.0)
+        self.exchange.settle()
 
     @torch.no_grad()
     def _take_weights(self, root: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from manyhands.allreduce.collective import Collective
 from manyhands.errors import UserError
-from manyhands.exchange import Times, Traffic
+from manyhands.training.exchange import Times, Traffic
 
 __all__ = ["AloneCollective", "Call", "Word", "Words", "require_same"]
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Sequence
-from enum import Enum, unique
 
+from manyhands.errors import UserError
 from manyhands.observe.slowness import Straggler
 from manyhands.observe.totals import WorkerTotals
+from manyhands.strategy import Strategy
 
-__all__ = ["Manner", "about_imbalance", "about_quiet", "about_workers", "manner_of", "straggler_advice"]
+__all__ = ["about_imbalance", "about_quiet", "about_workers", "straggler_advice"]
 
 _MAX_NAMED = 3
 _LATE_SHARE = 0.25  # making the others spend this share of their time waiting is no accident
@@ -21,41 +22,15 @@ _NOBODY_WAITS = 0.01
 _MOST = 2.0  # times its even share of the applying that makes a server worth a word
 
 
-@unique
-class Manner(Enum):
-    """Whom a worker waits for."""
-
-    SYNC = "sync"
-    """Everybody, at each step."""
-    BOUNDED = "bounded"
-    """Those who are too far behind."""
-    FREE = "free"
-    """Nobody, or no one in particular."""
-
-
-def manner_of(strategy: str) -> Manner:
-    """Of a strategy's text form; a text that says nothing of it waits for nobody."""
-    word, *settings = strategy.split() or [""]
-    consistency = dict(setting.partition("=")[::2] for setting in settings).get("consistency", "sync")
-    if word in ("mirrored", "central", "allreduce"):
-        return Manner.SYNC
-    if word != "ps":
-        return Manner.FREE
-    policy = consistency.removeprefix("aware:").partition(":")[0]
-    return {"sync": Manner.SYNC, "bounded": Manner.BOUNDED}.get(policy, Manner.FREE)
-
-
 def straggler_advice(strategy: str) -> str:
-    """What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would."""
-    match manner_of(strategy):
-        case Manner.SYNC if strategy.split()[0] == "ps":
-            return "a bound on staleness would not hide a lasting straggler, consistency=async would"
-        case Manner.SYNC:
-            return "a bound on staleness would not hide a lasting straggler, ps consistency=async would"
-        case Manner.BOUNDED:
-            return "a larger bound would not hide a lasting straggler, consistency=async would"
-        case Manner.FREE:
-            return ""
+    """What would keep a lasting straggler from holding the others up, for a strategy's text; empty where nothing would.
+
+    A text that no strategy has gets no advice: runs of other releases are looked at, too.
+    """
+    try:
+        return Strategy.parse(strategy).straggler_advice
+    except UserError:
+        return ""
 
 
 def about_workers(

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from manyhands.observe.bars import Bars, following
 from manyhands.observe.totals import Snapshot as Totals
-from manyhands.server.layout import FlatLayout
-from manyhands.server.live.snapshots import ShardSnapshots
-from manyhands.server.shard_state import merge
-from manyhands.store.checkpoint import NoCheckpoint
 from manyhands.store.rundir import RunDirectory
-from manyhands.strategy import Ps, Strategy
+from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.training import training_class
 
 __all__ = ["Kept", "bar_view", "last_kept"]
 
@@ -45,7 +42,7 @@ def last_kept(folder: Path, task: Task, strategy: Strategy) -> Kept | None:
     """The newest checkpoint in a run's directory; None where there is none yet."""
     directory = RunDirectory.open(folder, lock=False)
     try:
-        found = _from_shards(folder, task, strategy) if isinstance(strategy, Ps) else _from_workers(directory)
+        found = training_class(strategy).kept(directory, task, strategy)
         if found is None:
             return None
         steps, values = found
@@ -53,21 +50,3 @@ def last_kept(folder: Path, task: Task, strategy: Strategy) -> Kept | None:
     finally:
         directory.close()
     return Kept(values=values, steps=steps, losses=losses)
-
-
-def _from_workers(directory: RunDirectory) -> tuple[int, dict[str, Tensor]] | None:
-    try:
-        loaded = directory.checkpoints().load()
-    except NoCheckpoint:
-        return None
-    return loaded.step, loaded.model
-
-
-def _from_shards(folder: Path, task: Task, strategy: Ps) -> tuple[int, dict[str, Tensor]] | None:
-    found = ShardSnapshots(folder, keep=1).newest_whole(strategy.servers)
-    if found is None:
-        return None
-    model = task.model()
-    layout = FlatLayout.of(model, task.optimizer(model.parameters()), strategy.servers, task.sparse)
-    values, _ = merge(layout, [one.state for one in found], model.state_dict())
-    return found[0].state.batches, values

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import UserError
+from manyhands.facts import Split
 from manyhands.observe.bars import Bars
 from manyhands.regression.examples import Examples
 from manyhands.regression.model import LogregModel
 from manyhands.regression.online import OnlineLearner, mean_loss, require_room
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.spool import Spool, SpooledRows
-from manyhands.strategy import Hogwild, Single, Strategy, Tensor
+from manyhands.strategy import Strategy
 
 __all__ = ["LogregResult", "train_logreg"]
 
@@ -74,30 +75,29 @@ def train_logreg(
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-    if isinstance(chosen, Single) and workers > 1:
-        raise UserError(f"workers={workers}: single is one process; use strategy=hogwild for more")
-    if isinstance(chosen, Tensor):
+    if chosen.most_workers is not None and workers > chosen.most_workers:
+        raise UserError(f"workers={workers}: {chosen.word} is one process; use strategy=hogwild for more")
+    if chosen.split is Split.DIMENSIONS:
         raise UserError(
-            "strategy tensor splits vectors, and a feature has one weight here; use hogwild or ps"
+            f"strategy {chosen} splits vectors, and a feature has one weight here; use hogwild or ps"
         )
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
     # threads take the blocks as they are parsed; processes find them in files, and go through those again and again
-    is_here = isinstance(chosen, Single) or (
-        isinstance(chosen, Hogwild) and (chosen.hands != "processes" or workers == 1)
-    )
+    order = chosen.record_order
+    is_here = order is not None and (chosen.in_threads or workers == 1)
     file = RowFile(path, reading)
     examples = Examples(file, memory_bytes, options.passes) if is_here else Examples(file, 0, 1)
     job = _Job(
         examples, options, chosen, workers, bars or Bars(), after_pass or (lambda _number, _loss: None)
     )
     began = time.monotonic()
-    if is_here:
-        table = _here(job, chosen.order if isinstance(chosen, Hogwild) else "free")
-    elif isinstance(chosen, Hogwild):
-        table = _in_processes(job, chosen)
-    else:
+    if order is None:
         table = _in_batches(job)
+    elif is_here:
+        table = _here(job, order)
+    else:
+        table = _in_processes(job, order)
     return _result(job, table, time.monotonic() - began)
 
 
@@ -172,13 +172,13 @@ def _spool(job: _Job, spool: Spool) -> SpooledRows:
     return rows
 
 
-def _in_processes(job: _Job, strategy: Hogwild) -> NDArray[np.float32]:
+def _in_processes(job: _Job, order: str) -> NDArray[np.float32]:
     from manyhands.regression.crew import learn_in_processes
 
     with Spool() as spool:
         rows = _spool(job, spool)
         learned = learn_in_processes(
-            rows, job.options, strategy.order, job.workers, bars=job.bars, on_pass=job.finish_pass
+            rows, job.options, order, job.workers, bars=job.bars, on_pass=job.finish_pass
         )
     job.interrupted = learned.interrupted
     return learned.table

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.computing import Computed, Computer, TrainingPlan
 from manyhands.device import check_device
 from manyhands.server.digests import gradient_hash, shard_digest
 from manyhands.server.layout import FlatLayout
@@ -23,10 +22,12 @@ from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import LEAD
 from manyhands.server.replay_order import Apply, Compute, Forget, Keep, ReplayOrder, num_batches
 from manyhands.server.store import Contribution, ShardStore
+from manyhands.server.strategy import Ps
 from manyhands.server.updates import ComputedRow, RunRecord
 from manyhands.store.fingerprint import parameter_shapes
-from manyhands.strategy import Ps, Strategy
+from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.computing import Computed, Computer, TrainingPlan
 
 __all__ = ["Difference", "Player", "Stage"]
 

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import UserError
+from manyhands.facts import Split, Truth
 from manyhands.observe.bars import Bars
-from manyhands.strategy import AllReduce, Hogwild, Mirrored, Ps, Single, Strategy, Tensor
+from manyhands.strategy import Strategy
 from manyhands.words.glove_hogwild import train_in_processes, train_in_threads
 from manyhands.words.glove_kernels import train_block
 from manyhands.words.glove_model import GloveModel, GloveOptions
@@ -123,18 +124,20 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
     """The function that trains, if strategy, batch and workers go together."""
     if not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-    if isinstance(strategy, Hogwild) and options.batch > 1:
-        raise UserError(f"batch={options.batch}: hogwild takes record after record; leave batch at 1")
-    if isinstance(strategy, Single) and workers > 1:
-        raise UserError(f"workers={workers}: single is one thread; use strategy=hogwild for more")
-    match strategy:
-        case Single() if options.batch == 1:
-            return _train_single
-        case Hogwild(order=order, hands="processes"):
-            return lambda work, passes: train_in_processes(work, passes, order)
-        case Hogwild(order=order):
-            return lambda work, passes: train_in_threads(work, passes, order)
-    if isinstance(strategy, Tensor) and workers > options.dim:
+    alone = strategy.most_workers == 1
+    if alone and workers > 1:
+        raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")
+    order = strategy.record_order
+    if order is not None and not alone:
+        if options.batch > 1:
+            raise UserError(
+                f"batch={options.batch}: {strategy.word} takes record after record; leave batch at 1"
+            )
+        train = train_in_threads if strategy.in_threads else train_in_processes
+        return lambda work, passes: train(work, passes, order)
+    if alone and options.batch == 1:
+        return _train_single
+    if strategy.split is Split.DIMENSIONS and workers > options.dim:
         raise UserError(
             f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
         )
@@ -144,28 +147,30 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
 def _batch_trainer(strategy: Strategy, options: GloveOptions) -> _Train:
     from manyhands.words import glove_batches, glove_server  # what single and hogwild never need
 
-    trainers: dict[type[Strategy], _Train] = {
-        Single: glove_batches.train_here,
-        Mirrored: glove_batches.train_allreduce,
-        AllReduce: glove_batches.train_allreduce,
-        Tensor: glove_batches.train_tensor,
-        Ps: lambda work, passes: glove_server.train_on_servers(work, passes, cast(Ps, strategy)),
+    trainers: dict[tuple[Split, Truth], _Train] = {
+        (Split.DATA, Truth.ONE_PROCESS): glove_batches.train_here,
+        (Split.DATA, Truth.EVERYONE): glove_batches.train_allreduce,
+        (Split.DIMENSIONS, Truth.EVERYONE): glove_batches.train_tensor,
+        (Split.DATA, Truth.SERVERS): lambda work, passes: glove_server.train_on_servers(
+            work, passes, cast(Any, strategy)
+        ),
     }
-    if type(strategy) not in trainers:
+    train = trainers.get((strategy.split, strategy.truth))
+    if train is None:
         raise UserError(
-            f"strategy {strategy} does not train glove; allowed: hogwild, {', '.join(kind.word for kind in trainers)}"
+            f"strategy {strategy} does not train glove; allowed: hogwild, single, mirrored, allreduce, tensor, ps"
         )
     if options.batch == 1:
         raise UserError(
             f"batch=1: {strategy} works on batches of records, whose duplicate rows are summed; use a batch of 2 or "
             "more, such as 1024"
         )
-    if isinstance(strategy, AllReduce | Mirrored) and strategy != type(strategy)():
+    if strategy.truth is Truth.EVERYONE and strategy != type(strategy)():
         raise UserError(
             f"strategy {strategy}: glove sends the rows touched, each worker's whole to all, so it has no other "
             f"algorithm and no buckets; use {strategy.word}"
         )
-    return trainers[type(strategy)]
+    return train
 
 
 def _train_single(work: Work, passes: Passes) -> None:

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manyhands.allreduce.shared import SharedGroup, warm
 from manyhands.cluster.context import RoleContext
 from manyhands.data.plan import split
+from manyhands.group.shared import SharedGroup, warm
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 from manyhands.words.glove_batch_kernels import (
     add_rows,

@@ -26,7 +26,7 @@ from manyhands.data.plan import permutation, split
 from manyhands.fitting import Options, fit
 from manyhands.observe.bars import following
 from manyhands.observe.totals import Snapshot as Totals
-from manyhands.strategy import Ps
+from manyhands.server.strategy import Ps
 from manyhands.task import Task
 from manyhands.words.glove_model import GloveModel, Snapshot
 from manyhands.words.glove_passes import Passes, Work

@@ -19,7 +19,7 @@ from typing import Any
 from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason
-from manyhands.strategy import Hogwild, Single, Strategy
+from manyhands.strategy import Strategy
 from manyhands.words.corpus import Corpus
 from manyhands.words.counting import count_cooccurrence
 from manyhands.words.glove import GloveOptions, check_glove, train_glove
@@ -63,7 +63,7 @@ class Learning:
     @property
     def training_workers(self) -> int:
         """How many train: `single` is one, whoever counted."""
-        return 1 if isinstance(Strategy.parse(self.strategy), Single) else self.workers
+        return min(self.workers, Strategy.parse(self.strategy).most_workers or self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Learnt:
 
 def usual_batch(strategy: str) -> int:
     """How many records a strategy takes at a time unless it is told: one, or `BATCH`."""
-    return 1 if isinstance(Strategy.parse(strategy), Single | Hogwild) else BATCH
+    return BATCH if Strategy.parse(strategy).record_order is None else 1
 
 
 def learn_vectors(

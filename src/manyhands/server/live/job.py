@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.computing import Built, Computer, TrainingPlan
-from manyhands.consistency.sync import Sync
 from manyhands.link.codec import Codec
 from manyhands.link.handshake import Credentials
 from manyhands.link.hub import Hub, Settings
@@ -20,7 +18,8 @@ from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import Home
 from manyhands.server.messages import ShardView, SlotView, Update, View
 from manyhands.server.steps import ShardConfig
-from manyhands.strategy import Ps
+from manyhands.server.strategy import Ps
+from manyhands.training.computing import Built, Computer, TrainingPlan
 
 __all__ = ["CODEC", "Job", "view_from", "view_payload"]
 
@@ -74,7 +73,7 @@ class Job:
     @property
     def is_lockstep(self) -> bool:
         """Whether no shard takes a step before every worker has pushed, so that nobody reads what changes."""
-        return self.strategy.consistency == Sync()
+        return self.strategy.consistency.lockstep
 
     @property
     def reads_in_place(self) -> bool:

@@ -10,7 +10,6 @@ import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -44,21 +43,12 @@ from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
 from manyhands.server.messages import Installed, View
+from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
-__all__ = ["Command", "Launcher", "Outcome", "RunFiles"]
+__all__ = ["Launcher", "Outcome", "RunFiles"]
 
 _LOOK_S = 0.1
 _SILENT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Command:
-    """A change of the slots that somebody asks for while the run goes on; `done` gets the slot that it is about."""
-
-    change: changes.AddSlot | changes.RemoveSlot | None
-    """None: end the run."""
-
-    done: Future[int] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,17 +185,14 @@ class Launcher:
             command.done.set_result(-1)
             raise Aborted("the run was asked to stop")
         try:
-            if (
-                isinstance(command.change, changes.AddSlot)
-                and len(self._files.rings) <= self._highest_slot + 1
-            ):
+            if isinstance(command.change, AddWorker) and len(self._files.rings) <= self._highest_slot + 1:
                 raise UserError(f"no more than {len(self._files.rings)} slots can be in one run")
-            actions = self._membership.handle(command.change)
+            actions = self._membership.handle(_change(command.change))
         except UserError as error:
             command.done.set_exception(error)
             return
         slots = [action.slot for action in actions if isinstance(action, StartWorker | Assign)]
-        if isinstance(command.change, changes.AddSlot):
+        if isinstance(command.change, AddWorker):
             self._highest_slot = max([self._highest_slot, *slots])
             command.done.set_result(self._highest_slot)
         else:
@@ -410,6 +397,10 @@ class Launcher:
         for name in self._outcome.totals:
             self._outcome.totals[name] += payload.get(name, 0)
         self._outcome.shards += payload.get("shards", [])
+
+
+def _change(asked: AddWorker | RemoveWorker) -> changes.AddSlot | changes.RemoveSlot:
+    return changes.AddSlot() if isinstance(asked, AddWorker) else changes.RemoveSlot(slot=asked.slot)
 
 
 def new_token() -> str:

@@ -13,7 +13,7 @@ from manyhands.observe.events import NOBODY, EventKind
 from manyhands.observe.ring import EventRing
 from manyhands.server.log import StepRow
 from manyhands.server.messages import Parameters, Push, Read, ReadRows, RowValues
-from manyhands.strategy import Ps
+from manyhands.server.strategy import Ps
 
 __all__ = ["ServerRecords", "message_number", "wire_of_link"]
 

@@ -15,20 +15,21 @@ import torch
 from torch import nn
 
 from manyhands.cluster.local import threads_per_role
-from manyhands.computing import Computer, TrainingPlan
 from manyhands.memory.segment import Segment
 from manyhands.observe.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
-from manyhands.server.live.launcher import Command, Launcher, Outcome, RunFiles, new_token
+from manyhands.server.live.launcher import Launcher, Outcome, RunFiles, new_token
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.shard_state import merge
+from manyhands.server.strategy import Ps
 from manyhands.server.updates import RunRecord, write_record
 from manyhands.store.checkpoint import Snapshot
 from manyhands.store.tensorfile import read_tensors
-from manyhands.strategy import Ps
+from manyhands.training.commands import Command
+from manyhands.training.computing import Computer, TrainingPlan
 
 __all__ = ["ResumePoint", "ServerTraining", "TrainingRequest", "resume_point", "server_summary"]
 

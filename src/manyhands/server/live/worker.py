@@ -17,7 +17,6 @@ import torch
 from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
-from manyhands.computing import Computed
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.link.hub import Hub, Joined, Lost, Received
 from manyhands.memory.sign import LongWait
@@ -34,6 +33,7 @@ from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import Parameters, Push, ReadRows, RowsUnknown, RowValues, View, Work
 from manyhands.server.updates import ComputedRow, Recorder
 from manyhands.store.tensorfile import encode_tensors
+from manyhands.training.computing import Computed
 
 __all__ = ["work"]
 

@@ -28,8 +28,8 @@ from typing import NoReturn, Self
 import numpy as np
 import torch
 
-from manyhands.allreduce import kernels, progress
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
+from manyhands.group import kernels, progress
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
 from manyhands.memory.sign import sign_address
 from manyhands.memory.waiting import ABORTED, REACHED, TIMED_OUT, spins_for

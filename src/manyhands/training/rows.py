@@ -1,13 +1,12 @@
-"""What came of a hogwild run, put together from what its workers tell in any order. Pure."""
+"""Rows of a run's history in the order of their steps, whoever tells them first. Pure."""
 
 from __future__ import annotations
 
-import collections
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["RowsInOrder", "overlap_summary"]
+__all__ = ["RowsInOrder"]
 
 
 class RowsInOrder:
@@ -35,16 +34,3 @@ class RowsInOrder:
     def rest(self) -> list[dict[str, Any]]:
         """What still waits for steps that never came, as after a failure."""
         return [heapq.heappop(self._waiting)[-1] for _ in range(len(self._waiting))]
-
-
-def overlap_summary(workers: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """Steps of others between reading and writing: their number, by how many steps had so many, over all workers."""
-    overlap: collections.Counter[int] = collections.Counter()
-    for counts in workers:
-        overlap.update({int(number): count for number, count in counts.items()})
-    steps = sum(overlap.values())
-    return {
-        "mean": sum(number * count for number, count in overlap.items()) / steps if steps else 0.0,
-        "max": max(overlap, default=0),
-        "histogram": {str(number): overlap[number] for number in sorted(overlap)},
-    }

@@ -17,7 +17,7 @@ from typing import Any
 
 from numba import int64, njit, uint32
 
-from manyhands.allreduce.kernels import ALL, call_reducer
+from manyhands.group.kernels import ALL, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.memory.segment import CACHE_LINE
 from manyhands.memory.sign import LONG_WAIT_NS, put_up, take_down

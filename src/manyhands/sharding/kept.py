@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
-from manyhands.sharding.optimizers import is_elementwise
 
-__all__ = ["Kept", "kept_by", "require_elementwise"]
+__all__ = ["Kept", "kept_by"]
 
 _STAND_IN = (3,)
 
@@ -35,16 +34,6 @@ class Kept:
     def nbytes(self) -> int:
         """The memory that it takes."""
         return self.shape.numel() * self.dtype.itemsize if self.dtype is not None else 0
-
-
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose steps can not be taken by several workers at once, by name."""
-    if not is_elementwise(optimizer):
-        kind = type(optimizer).__name__
-        raise UserError(
-            f"optimizer {kind} is not known to treat each item of a parameter by itself, as hogwild needs; use another "
-            f"such as SGD or Adagrad, or, if it does so, give class {kind} the attribute elementwise = True"
-        )
 
 
 def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[Kept]]:
@@ -87,7 +76,13 @@ def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype], dict[str, An
     double.param_groups, double.state = groups, defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(double, hooks, OrderedDict())
-    double.step()
+    try:
+        double.step()
+    except TypeError as error:
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} takes no step by itself ({error}); use one whose step() needs no "
+            "closure, such as SGD or Adam"
+        ) from error
     return {key: double.state.get(stand_in, {}) for key, stand_in in stand_ins.items()}
 
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from equality import OPTIMIZERS, make_task
 from manyhands.errors import UserError
-from manyhands.hogwild.results import RowsInOrder, overlap_summary
+from manyhands.hogwild.overlap import overlap_summary
+from manyhands.hogwild.strategy import Hogwild
 from manyhands.loop.connect import choose
-from manyhands.request import Options, Request
-from manyhands.strategy import Hogwild, Strategy
+from manyhands.strategy import Strategy
+from manyhands.training.request import Options, Request
+from manyhands.training.rows import RowsInOrder
 
 
 def step(number: int) -> dict[str, Any]:

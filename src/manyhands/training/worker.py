@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.allreduce.agreement import Agreement
 from manyhands.cluster.board import State
-from manyhands.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite
-from manyhands.exchange import Exchange, LocalStep, SharedStep
 from manyhands.observe.events import EventKind
-from manyhands.reporting import Reporter, Surroundings, first_bad
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
+from manyhands.training.agreement import Agreement
+from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
+from manyhands.training.reporting import Reporter, Surroundings, first_bad, is_due
 
 __all__ = ["Trained", "Trainer"]
 
@@ -57,6 +57,8 @@ class Trainer:
         self._computer = Computer(plan, exchange.rank)
         self._reporter = Reporter(self._computer, exchange, around, checkpoints)
         self._samples = 0
+        self._sent = Traffic()  # up to the last exchange that was booked
+        self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
@@ -75,18 +77,21 @@ class Trainer:
         model.train()
         agreement = self._agreement(model, first)
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
-        self._reporter.begin()
-        step, stopped = first, False
+        self._reporter.begin(first)
+        step, settled, stopped = first, first, False
         while step < self._plan.steps and not stopped:
             shared = self._step(step, called, scheduler)
             step += 1
             if shared.bad_workers:
                 self._refuse(shared, step, model)
                 return self._trained(model, step - 1, stopped=True)
+            if not shared.settled:
+                continue  # what is done together waits until the workers are alike
             stopped = shared.stop and step < self._plan.steps
             last = stopped or step == self._plan.steps
-            if agreement is not None and (last or step % self._plan.check_every == 0):
+            if agreement is not None and (last or is_due(settled, step, self._plan.check_every)):
                 agreement.check(step)
+            settled = step
             self._reporter.after(step, model, called, last=last)
             self._exchange.take_times()  # what was done together is no part of the next step
         if first >= self._plan.steps:
@@ -102,7 +107,13 @@ class Trainer:
         before = exchange.traffic()
         begin = time.monotonic_ns()
         mine = self._computer.compute(model, step, exchange.rank, exchange.world, exchange.backward)
-        local = LocalStep(loss=mine.loss, share=mine.share, stop=around.stop_requested())
+        local = LocalStep(
+            loss=mine.loss,
+            share=mine.share,
+            stop=around.stop_requested(),
+            step=step,
+            last=step + 1 == self._plan.steps,
+        )
         computed = time.monotonic_ns()
         overlapped = exchange.take_times().exchange_ns
         around.mark(step + 1, State.EXCHANGING)
@@ -120,7 +131,8 @@ class Trainer:
         around.record(EventKind.COMPUTE, fetched, max(0, computed - fetched - overlapped), step=step)
         waited = self._reporter.waits(step, computed, waits)
         if exchange.world > 1:
-            sent = exchange.traffic() - before
+            self._sent = exchange.traffic()
+            sent = self._sent - before
             around.record(
                 EventKind.EXCHANGE,
                 computed + waited,
@@ -135,13 +147,41 @@ class Trainer:
         applied = max(agreed, end - sum(closing.values()))
         around.record(EventKind.COMPUTE, agreed, applied - agreed, step=step)
         self._reporter.waits(step, applied, closing)
-        around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=shared.loss)
+        if not shared.bad_workers and exchange.settle():
+            end = self._book_settling(step, end)
+        loss = shared.loss if shared.settled else mine.loss
+        around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=loss)
         self._samples += self._computer.batch_samples(step)
-        self._reporter.loss = shared.loss
-        if not shared.bad_workers and exchange.rank == 0:
-            seconds = (end - begin) / 1e9
-            self._reporter.add(step=step + 1, loss=shared.loss, seconds=seconds, at_s=self._reporter.seconds)
+        self._add_row(step, (end - begin) / 1e9, shared)
         return shared
+
+    def _book_settling(self, step: int, begin: int) -> int:
+        """Making the workers alike after a step is exchange, and waiting for who came late to it; when it ended."""
+        exchange, end = self._exchange, time.monotonic_ns()
+        times, sent = exchange.take_times(), exchange.traffic() - self._sent
+        waited = self._reporter.waits(step, begin, times.wait_ns)
+        self._around.record(
+            EventKind.EXCHANGE,
+            begin + waited,
+            max(0, end - begin - waited),
+            step=step,
+            num_bytes=sent.bytes_sent,
+            count=sent.messages_sent,
+            wire=exchange.wire,
+        )
+        self._reporter.posts(step, times.posts, exchange.wire)
+        return end
+
+    def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
+        """The step's row of the history, once all have agreed on its loss."""
+        self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds})
+        if not shared.settled or shared.bad_workers:
+            return
+        self._reporter.loss = shared.loss
+        rows, self._unsettled = self._unsettled, []
+        if self._exchange.rank == 0:
+            for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
+                self._reporter.add(**{**row, "loss": loss})
 
     def _agreement(self, model: nn.Module, first: int) -> Agreement | None:
         """What compares parameters, where there are several copies and somebody wants to know."""
@@ -158,8 +198,8 @@ class Trainer:
         if shared.bad_workers[0] != self._exchange.rank:
             return
         raise NonFinite(
-            f"worker {shared.bad_workers[0]}, step {step}: the loss is not finite; {first_bad(model)}; all workers "
-            "stopped before this step and no parameter was changed; lower the learning rate or look at that batch"
+            f"worker {shared.bad_workers[0]}, step {step}: the loss is not finite; {first_bad(model)}; "
+            f"{self._exchange.when_broken}; lower the learning rate or look at that batch"
         )
 
     def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from manyhands.cluster.watchdog import check_watchdog_s
-from manyhands.computing import TrainingPlan
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError
 from manyhands.observe.totals import Snapshot
-from manyhands.server.live.launcher import Command
 from manyhands.slowdown import Slowdown
 from manyhands.store.fingerprint import parameter_shapes
-from manyhands.strategy import Hogwild, Ps, Single, Strategy, Tensor
+from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.commands import Command
+from manyhands.training.computing import TrainingPlan
 from manyhands.version import __version__
 
 __all__ = ["Options", "Request", "View"]
@@ -111,7 +111,11 @@ class Request:
         """Check what was asked for and fill in the rest; `length` is in steps or in epochs."""
         if not isinstance(workers, int) or workers < 1:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-        _require_trainable(strategy, workers, options, device)
+        strategy.check(workers, device)
+        if options.skip_nonfinite and not strategy.can_skip_updates:
+            raise UserError(
+                f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can"
+            )
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
@@ -119,7 +123,7 @@ class Request:
         samples = len(BatchSource(task.data, task.collate))
         batches = BatchPlan(samples, task.batch_size, seed)
         smallest = min(task.batch_size, samples)
-        if workers > smallest and not isinstance(strategy, Hogwild):
+        if workers > smallest and strategy.splits_batches:
             warnings.warn(
                 f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
                 "to do in each step",
@@ -161,26 +165,6 @@ class Request:
                 "python": platform.python_version(),
             },
         }
-
-
-def _require_trainable(strategy: Strategy, workers: int, options: Options, device: str) -> None:
-    """Refuse what `fit` can not do with a task of any kind."""
-    if isinstance(strategy, Single) and workers > 1:
-        raise UserError(f"workers={workers}: single is one process; use strategy=allreduce for more")
-    if isinstance(strategy, Tensor):
-        raise UserError(
-            "strategy tensor: only glove can split dimensions today: manyhands train glove --strategy tensor"
-        )
-    if isinstance(strategy, Hogwild) and strategy.hands == "threads":
-        raise UserError(
-            "hogwild hands=threads: only glove and logreg, whose steps are compiled, can use threads; leave hands out"
-        )
-    if isinstance(strategy, Hogwild) and device != "cpu":
-        raise UserError(
-            f"device={device}: hogwild trains in the host's memory; use device=cpu, or strategy=mirrored for GPUs"
-        )
-    if options.skip_nonfinite and not isinstance(strategy, Ps):
-        raise UserError(f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can")
 
 
 def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int) -> int:

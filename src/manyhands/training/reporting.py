@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from manyhands.cluster.board import State
-from manyhands.computing import Computer
-from manyhands.exchange import Post
 from manyhands.link.wire import Wire
 from manyhands.observe.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.training.computing import Computer
+from manyhands.training.exchange import Post
 
-__all__ = ["Peers", "Reporter", "Surroundings", "first_bad", "record_posts"]
+__all__ = ["Peers", "Reporter", "Surroundings", "first_bad", "is_due", "record_posts"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -86,12 +86,14 @@ class Reporter:
         self._rows: list[dict[str, Any]] = []
         self._rows_sent_ns = 0
         self._began_ns = time.monotonic_ns()
+        self._reached = 0
         self._evaluated: dict[str, float] = {}
         self.loss = math.nan
         """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
-    def begin(self) -> None:
-        """Training begins now."""
+    def begin(self, step: int = 0) -> None:
+        """Training begins now, with `step` steps done."""
+        self._reached = step
         self._began_ns = time.monotonic_ns()
 
     @property
@@ -107,11 +109,14 @@ class Reporter:
         return min([plan.steps, *(step - step % every + every for every in (evaluates, saves) if every)])
 
     def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> None:
-        """Collective: do what is due after `step` steps; `called` is `model` as it is computed with."""
-        plan = self._plan
-        if last or (plan.evaluate_every and step % plan.evaluate_every == 0):
+        """Collective: do what is due after `step` steps; `called` is `model` as it is computed with.
+
+        What became due in steps since the last call, after which the workers were not alike, is done now.
+        """
+        plan, before, self._reached = self._plan, self._reached, step
+        if last or is_due(before, step, plan.evaluate_every):
             self.evaluate(step, called)
-        if self._checkpoints and (last or (plan.checkpoint_every and step % plan.checkpoint_every == 0)):
+        if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
             self._save(step, model, self._checkpoints)
         self.send(now=last)
 
@@ -174,6 +179,11 @@ class Reporter:
             self._around.note({"rows": self._rows})
             self._rows = []
             self._rows_sent_ns = clock
+
+
+def is_due(before: int, step: int, every: int) -> bool:
+    """Whether what happens after `every` steps, 0 for never, is due in the steps after `before` up to `step`."""
+    return every > 0 and step // every > before // every
 
 
 def record_posts(around: Surroundings, step: int, posts: Mapping[int, Post], wire: Wire) -> None:

@@ -29,6 +29,11 @@ class LocalStep:
     loss: float
     share: float
     stop: bool = False
+    step: int = 0
+    """Its number, from 0."""
+
+    last: bool = False
+    """The run ends with it."""
 
     @property
     def is_finite(self) -> bool:
@@ -41,13 +46,19 @@ class SharedStep:
     """What all workers agree on after a step: the same on each."""
 
     loss: float
-    """Mean over the global batch."""
+    """Mean over the global batch; not a number before the step is `settled`."""
 
     bad_workers: tuple[int, ...] = ()
     """Workers whose loss was not finite."""
 
     stop: bool = False
     """A worker asked to stop: all stop after this step."""
+
+    settled: bool = True
+    """Whether the workers' parameters are the same after this step; if not, nothing was agreed on yet."""
+
+    earlier: tuple[float, ...] = ()
+    """The mean losses of the steps before this one that were not settled, the oldest first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,6 +111,9 @@ class Exchange(ABC):
     holds_copies: ClassVar[bool] = False
     """Whether every worker holds parameters of its own, which must be the same on all after every step."""
 
+    when_broken: ClassVar[str] = "all workers stopped before this step and no parameter was changed"
+    """What a loss that is not finite has done to the run."""
+
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
 
@@ -142,6 +156,15 @@ class Exchange(ABC):
     @abstractmethod
     def apply(self) -> None:
         """Collective: take the agreed step; left out when a worker's loss was not finite."""
+
+    def settle(self, *, end: bool = False) -> bool:
+        """Collective where it is due: after the optimizer's step, make the workers' parameters the same; if it was due.
+
+        At the `end` of a loop of one's own it is due if any step was taken since the last time. Whoever takes every
+        step together has nothing to do.
+        """
+        del end
+        return False
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any] | None:

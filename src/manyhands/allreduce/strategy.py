@@ -1,0 +1,66 @@
+"""`mirrored` and `allreduce` as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.errors import UserError
+from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.settings import buckets_setting, check_buckets, check_choice, setting, whole_number
+from manyhands.strategy import Strategy
+
+__all__ = ["AllReduce", "Mirrored"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(Strategy):
+    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order."""
+
+    word: ClassVar[str] = "mirrored"
+    about: ClassVar[str] = "all-reduce in the shared memory of one host"
+    truth: ClassVar[Truth] = Truth.EVERYONE
+
+    buckets: int = buckets_setting()
+
+    def __post_init__(self) -> None:
+        check_buckets(self.buckets)
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Strategy):
+    """Every worker holds the model; gradients are summed by the algorithm you name.
+
+    `direct` runs in place in shared memory on one host; every other algorithm runs its schedule over links.
+    `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them).
+    """
+
+    word: ClassVar[str] = "allreduce"
+    about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    crosses_hosts: ClassVar[bool] = True
+
+    algorithm: str = setting("direct", str)
+    buckets: int = buckets_setting()
+    group: int = setting(0, whole_number)
+
+    def __post_init__(self) -> None:
+        check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
+        check_buckets(self.buckets)
+        if self.group and self.algorithm != "hierarchical":
+            raise UserError(
+                f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}"
+            )
+        if self.group < 0:
+            raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP

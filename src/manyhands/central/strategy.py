@@ -1,0 +1,31 @@
+"""`central` as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.settings import buckets_setting, check_buckets
+from manyhands.strategy import Strategy
+
+__all__ = ["Central"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Central(Strategy):
+    """One copy of the parameters per host; each worker reduces and updates its slice of them."""
+
+    word: ClassVar[str] = "central"
+    about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
+    truth: ClassVar[Truth] = Truth.ONE_COPY
+
+    buckets: int = buckets_setting()
+
+    def __post_init__(self) -> None:
+        check_buckets(self.buckets)
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP

@@ -1,0 +1,112 @@
+"""What a strategy or a consistency policy tells the rest of the house about itself, as values.
+
+Whoever wants to know something about a strategy asks the value for a fact; nobody else asks which strategy it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+
+__all__ = [
+    "BY_CHANCE",
+    "ENDS",
+    "IN_STEP",
+    "NOBODY_JOINS",
+    "NO_SERVERS",
+    "TO_ROUNDING",
+    "Answer",
+    "Promise",
+    "Promises",
+    "Split",
+    "Truth",
+    "Waits",
+]
+
+
+@unique
+class Waits(Enum):
+    """Whom a worker waits for."""
+
+    ALL = "all"
+    """Everybody, at each step."""
+    LAGGARDS = "laggards"
+    """Those who are too far behind."""
+    NOBODY = "nobody"
+    """Nobody, or no one in particular."""
+
+
+@unique
+class Split(Enum):
+    """How the work is split."""
+
+    DATA = "data"
+    """Every worker has other samples."""
+    DIMENSIONS = "dimensions"
+    """Every worker has other dimensions of each vector, and sees all samples."""
+
+
+@unique
+class Truth(Enum):
+    """Who holds the truth."""
+
+    ONE_PROCESS = "one process"
+    EVERYONE = "everyone"
+    """Each worker has a copy, and all copies are the same."""
+    ONE_COPY = "one copy"
+    """The workers of a host share it, and each updates a slice."""
+    SERVERS = "servers"
+    """Each has a shard, which workers read and push to."""
+    ONE_MEMORY = "one memory"
+    """Every worker reads and writes all of it."""
+
+
+@unique
+class Answer(Enum):
+    """The short answer to whether a strategy promises something."""
+
+    YES = "yes"
+    """It does, nothing is lost."""
+    PARTLY = "partly"
+    """It does, and something is lost or must be given for it: the promise's words say what."""
+    NO = "no"
+    """It does not."""
+    NONE = "–"
+    """The question does not arise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """One answer, and the sentence behind it."""
+
+    answer: Answer
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promises:
+    """What users of a strategy may rely on."""
+
+    worker_dies: Promise
+    """Does the run go on when a worker is killed?"""
+    server_dies: Promise
+    """Does it when a server is?"""
+    workers_join: Promise
+    """May workers come and go while it runs?"""
+    same_numbers: Promise
+    """Are the weights at the end those of one process on the same batches?"""
+
+
+ENDS = Promise(
+    answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
+)
+NO_SERVERS = Promise(answer=Answer.NONE, words="it has no servers")
+NOBODY_JOINS = Promise(
+    answer=Answer.NO, words="a run keeps its workers; resume from a checkpoint with another number"
+)
+TO_ROUNDING = Promise(answer=Answer.YES, words="those of one process on the same batches, but for rounding")
+BY_CHANCE = Promise(answer=Answer.NO, words="they depend on who comes when; no two runs are alike")
+IN_STEP = Promises(
+    worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=TO_ROUNDING
+)
+"""Of strategies whose workers take every step together, so that all are needed."""

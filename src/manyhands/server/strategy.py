@@ -1,0 +1,116 @@
+"""`ps` as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.consistency.parse import parse_consistency
+from manyhands.consistency.policy import Policy
+from manyhands.consistency.sync import Sync
+from manyhands.errors import UserError
+from manyhands.facts import BY_CHANCE, TO_ROUNDING, Answer, Promise, Promises, Truth, Waits
+from manyhands.settings import check_choice, setting, whole_number
+from manyhands.strategy import Strategy
+
+__all__ = ["Ps"]
+
+_LINKS = ("shared", "tcp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ps(Strategy):
+    """Parameter servers hold the truth, each a shard of it; workers pull, compute and push.
+
+    `consistency` says when replicas must agree, `replicas=1` that every shard is kept by two servers, `link` how
+    processes of one host talk: `shared` memory or `tcp` on loopback.
+    """
+
+    word: ClassVar[str] = "ps"
+    about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
+    truth: ClassVar[Truth] = Truth.SERVERS
+    can_skip_updates: ClassVar[bool] = True
+    can_change_workers: ClassVar[bool] = True
+    logs_updates: ClassVar[bool] = True
+
+    servers: int = setting(1, whole_number)
+    consistency: Policy = setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
+    replicas: int = setting(0, whole_number)
+    link: str = setting("shared", str)
+
+    def __post_init__(self) -> None:
+        if self.servers < 1:
+            raise UserError(f"servers={self.servers} must be at least 1")
+        if self.replicas not in (0, 1):
+            raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
+        check_choice("link", self.link, _LINKS)
+
+    @property
+    def waits_for(self) -> Waits:
+        """As the consistency has it."""
+        return self.consistency.waits_for
+
+    @property
+    def stepwise(self) -> bool:
+        """As the consistency has it."""
+        return self.consistency.stepwise
+
+    @property
+    def splits_batches(self) -> bool:
+        """Parts of one batch make one step, or each batch is a step of its own."""
+        return self.consistency.stepwise
+
+    @property
+    def meets_to_evaluate(self) -> bool:
+        """Only where everybody waits for everybody anyway."""
+        return self.consistency.stepwise
+
+    @property
+    def uses_network(self) -> bool:
+        """Where the link says so."""
+        return self.link == "tcp"
+
+    @property
+    def straggler_advice(self) -> str:
+        """Another consistency."""
+        match self.waits_for:
+            case Waits.ALL:
+                return "a bound on staleness would not hide a lasting straggler, consistency=async would"
+            case Waits.LAGGARDS:
+                return "a larger bound would not hide a lasting straggler, consistency=async would"
+            case Waits.NOBODY:
+                return ""
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """Its workers do not hold the optimizer."""
+        return "give mh.fit a Task for ps"
+
+    @property
+    def num_server_processes(self) -> int:
+        """One per shard, and at least two where each shard is kept twice."""
+        return max(self.servers, self.replicas + 1)
+
+    def processes(self, workers: int) -> dict[str, int]:
+        """Workers and servers."""
+        return {"worker": workers, "server": self.num_server_processes}
+
+    @property
+    def promises(self) -> Promises:
+        """Nothing ends with a worker; what is left of a server depends on `replicas`."""
+        return Promises(
+            worker_dies=Promise(
+                answer=Answer.YES,
+                words="the others go on; a successor takes its place, and no update is applied twice",
+            ),
+            server_dies=Promise(
+                answer=Answer.YES, words="its shards are kept by a second server, which takes over"
+            )
+            if self.replicas
+            else Promise(
+                answer=Answer.PARTLY,
+                words="in a run with a directory a new server goes on from the last snapshot; later updates are lost",
+            ),
+            workers_join=Promise(answer=Answer.YES, words="they may come and go while it runs (mh.start)"),
+            same_numbers=TO_ROUNDING if self.consistency.lockstep else BY_CHANCE,
+        )

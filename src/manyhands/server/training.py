@@ -1,0 +1,116 @@
+"""`ps`: servers and workers as processes that come and go, led by the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.snapshots import ShardSnapshots
+from manyhands.server.live.training import (
+    ResumePoint,
+    ServerTraining,
+    TrainingRequest,
+    resume_point,
+    server_summary,
+)
+from manyhands.server.shard_state import merge
+from manyhands.server.strategy import Ps
+from manyhands.store.fingerprint import fingerprint
+from manyhands.store.rundir import RunDirectory
+from manyhands.task import Task
+from manyhands.training.request import Request
+from manyhands.training.training import Result, Stage, Training
+
+__all__ = ["PsTraining"]
+
+_MORE_WORKERS = 16  # may be added to a run while it goes on
+
+
+class PsTraining(Training):
+    """Resumes from the shards' snapshots; leaves a checkpoint of the usual kind besides."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        assert isinstance(request.strategy, Ps), "the registry leads here from ps alone"
+        self._strategy = request.strategy
+        self._point: ResumePoint | None = None
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """Shards, slots and clocks only fit the run that wrote them."""
+        for name in ("strategy", "workers"):
+            if directory.config[name] != config[name]:
+                raise UserError(
+                    f"{directory.path} can not be resumed: {name} is {config[name]!r}, but its shards were written "
+                    f"with {directory.config[name]!r}; resume with that"
+                )
+        self._point = resume_point(directory.path, self._strategy)
+        return self._point.batches if self._point is not None else None
+
+    @classmethod
+    def kept(cls, directory: RunDirectory, task: Task, strategy: Ps) -> tuple[int, dict[str, Tensor]] | None:
+        """From the newest snapshots that all shards have."""
+        found = ShardSnapshots(directory.path, keep=1).newest_whole(strategy.servers)
+        if found is None:
+            return None
+        model = task.model()
+        layout = FlatLayout.of(model, task.optimizer(model.parameters()), strategy.servers, task.sparse)
+        values, _ = merge(layout, [one.state for one in found], model.state_dict())
+        return found[0].state.batches, values
+
+    def run(self, stage: Stage) -> Result:
+        """Train to the end, evaluate, and leave a checkpoint."""
+        request, options = self._request, self._request.options
+        training = ServerTraining(self._asked(stage))
+        with training, ExitStack() as stack:
+            rings = {f"worker-{slot}": ring for slot, ring in training.rings.items()}
+            rings |= {f"server-{place}": ring for place, ring in enumerate(training.server_rings)}
+            collector = stack.enter_context(stage.collector(rings, len(training.rings)))
+            with stage.view(collector):
+                outcome = training.run(
+                    on_rows=stage.take_rows, on_event=stage.take_event, commands=options.commands
+                )
+            collector.flush()
+            observed = collector.summary()
+            observed["per_worker"] = [
+                w for w in observed["per_worker"] if w["worker"] < request.workers or w["steps"]
+            ]
+            model = training.model()
+            metrics = training.evaluate(model)
+            if metrics is not None:
+                stage.take_rows([{"step": request.plan.steps, "metrics": metrics, "at_s": outcome.seconds}])
+            checkpoints = stage.checkpoints()
+            if checkpoints is not None:
+                snapshot = training.checkpoint((metrics or {}).get("evaluation_loss"))
+                if snapshot is not None:
+                    checkpoints.save(snapshot)
+        return Result(
+            model=model,
+            steps_done=request.plan.steps,
+            seconds=outcome.seconds,
+            samples=outcome.totals["samples"],
+            bytes_sent=outcome.totals["bytes_sent"],
+            messages_sent=outcome.totals["messages_sent"],
+            observed={**observed, **server_summary(outcome)},
+            notes=tuple(outcome.notes),
+        )
+
+    def _asked(self, stage: Stage) -> TrainingRequest:
+        request, options = self._request, self._request.options
+        return TrainingRequest(
+            plan=request.plan,
+            strategy=self._strategy,
+            workers=request.workers,
+            most_workers=request.workers + (_MORE_WORKERS if options.commands is not None else 0),
+            timeout_s=options.timeout_s,
+            watchdog_s=options.watchdog_s,
+            run_path=stage.run_path,
+            keep_checkpoints=options.keep_checkpoints,
+            skip_nonfinite=options.skip_nonfinite,
+            resume_version=self._point.version if self._point is not None else None,
+            fingerprint=fingerprint(request.config(self._model)).digest,
+        )

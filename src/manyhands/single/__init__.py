@@ -1,0 +1,1 @@
+"""The plain loop in one process: the reference for every other strategy."""

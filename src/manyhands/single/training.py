@@ -1,0 +1,54 @@
+"""`single`: the plain loop in the caller's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.cluster.board import State
+from manyhands.observe.ring import EventRing
+from manyhands.training.exchange import SingleExchange
+from manyhands.training.training import Result, Stage, Training
+from manyhands.training.worker import Trainer
+
+__all__ = ["SingleTraining"]
+
+
+class SingleTraining(Training):
+    """No process is started, nothing is shared."""
+
+    def run(self, stage: Stage) -> Result:
+        """Train right here."""
+        with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
+            with stage.view(collector):
+                around = _Here(ring, stage.take_rows)
+                trainer = Trainer(self._request.plan, SingleExchange(), around, stage.checkpoints())
+                trained = trainer.run(self._start)
+            collector.flush()
+            return Result(
+                model=trained.model.cpu(),
+                steps_done=trained.steps_done,
+                samples=trained.samples,
+                seconds=trained.seconds,
+                stopped_early=trained.stopped_early,
+                observed=collector.summary(),
+            )
+
+
+class _Here:
+    """The surroundings of the plain loop, in the caller's own process."""
+
+    def __init__(self, ring: EventRing, take_rows: Callable[[list[dict[str, Any]]], None]) -> None:
+        self.record = ring.record
+        self._take_rows = take_rows
+
+    def note(self, payload: dict[str, Any]) -> None:
+        """Straight into the history."""
+        self._take_rows(payload["rows"])
+
+    def mark(self, step: int, state: State) -> None:
+        """Nobody waits for a single worker."""
+
+    def stop_requested(self) -> bool:
+        """Ctrl-C reaches the loop itself."""
+        return False

@@ -1,0 +1,1 @@
+"""Every worker holds a slice of every layer; of word vectors, some dimensions of each."""

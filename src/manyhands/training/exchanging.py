@@ -1,0 +1,80 @@
+"""Strategies that are one `Exchange` in the common loop: in processes of one host, or in a loop of one's own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from manyhands.errors import UserError
+from manyhands.link.base import Link
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.strategy import Strategy
+from manyhands.training.exchange import Exchange, Traffic
+from manyhands.training.processes import ProcessTraining, Train, WorkerJob
+from manyhands.training.reporting import Surroundings
+from manyhands.training.resources import Resources
+from manyhands.training.training import training_class
+from manyhands.training.worker import Trained, Trainer
+
+__all__ = ["ExchangeTraining", "exchange_for", "exchanging"]
+
+
+class ExchangeTraining(ProcessTraining):
+    """Trains by the common loop with the strategy's exchange."""
+
+    @classmethod
+    @abstractmethod
+    def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
+        """One worker's end of `strategy`, which is of the training's own kind."""
+
+    @classmethod
+    def exchange_across_hosts(
+        cls, strategy: Any, rank: int, links: Mapping[int, Link], timeout_s: float
+    ) -> tuple[Exchange, Any]:
+        """One worker's end among workers of several hosts, and a collective for small words over the same links.
+
+        Only where the strategy `crosses_hosts`.
+        """
+        del rank, links, timeout_s
+        raise UserError(f"strategy={strategy} is for the workers of one host")
+
+    @classmethod
+    @contextmanager
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None,
+    ) -> Iterator[Train]:
+        """The common loop."""
+        with closing(cls.exchange(job.strategy, resources)) as exchange:
+
+            def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+                trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
+                return trained, told(exchange.traffic())
+
+            yield train
+
+
+def told(traffic: Traffic) -> dict[str, Any]:
+    """What a worker says of its traffic at the end."""
+    return {"bytes_sent": traffic.bytes_sent, "messages_sent": traffic.messages_sent}
+
+
+def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
+    """The training of a strategy that is one exchange; UserError says what to use instead of another."""
+    kind = training_class(strategy)
+    if not issubclass(kind, ExchangeTraining):
+        raise UserError(
+            f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
+            f"{strategy.instead_of_own_loop}"
+        )
+    return kind
+
+
+def exchange_for(strategy: Strategy, resources: Resources) -> Exchange:
+    """One worker's end of `strategy` among the workers of one host."""
+    return exchanging(strategy).exchange(strategy, resources)

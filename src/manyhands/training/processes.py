@@ -1,0 +1,261 @@
+"""Workers as processes of the local cluster: what the launcher gives them, and what each child does with that.
+
+The parent makes the shared memory, links and rings of a run (`WorkerFiles`); each child attaches its own ends, trains,
+and leaves the final weights in a memory file that only worker 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from manyhands.cluster.context import RoleContext
+from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.watchdog import Watched
+from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
+from manyhands.link.base import Link
+from manyhands.link.mesh import SharedMesh, attach_mesh
+from manyhands.link.shared import LinkDescriptors
+from manyhands.observe.blackbox import BlackBoxes
+from manyhands.observe.events import EventKind
+from manyhands.observe.ring import EventRing
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.store.rundir import RunDirectory
+from manyhands.store.tensorfile import encode_tensors, read_tensors
+from manyhands.strategy import Strategy
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.reporting import Surroundings
+from manyhands.training.resources import Resources
+from manyhands.training.rows import RowsInOrder
+from manyhands.training.training import Result, Stage, Training
+from manyhands.training.worker import Trained
+
+__all__ = ["ProcessTraining", "Train", "WorkerFiles", "WorkerJob"]
+
+Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
+"""Trains from a checkpoint or from nothing, and gives what else there is to tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJob:
+    """What every worker process is told; the same for all of them."""
+
+    plan: TrainingPlan
+    strategy: Strategy
+    timeout_s: float
+    threads: int
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_step: int | None
+    """Go on from the checkpoint of this step."""
+
+
+class ProcessTraining(Training):
+    """Trains in worker processes of this host; a strategy says what one worker does."""
+
+    @classmethod
+    @abstractmethod
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None,
+    ) -> AbstractContextManager[Train]:
+        """In a worker's process: what trains there; leaving it lets go of everything."""
+
+    @classmethod
+    def needs_links(cls, strategy: Any) -> bool:
+        """Whether the workers of one host exchange over links, besides the memory they share."""
+        del strategy
+        return False
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """From what each worker told at the end: the samples of the run, and what its summary says besides."""
+        return finished[0]["samples"], {}
+
+    def run(self, stage: Stage) -> Result:
+        """Start the workers, listen to them, and read what worker 0 left."""
+        request = self._request
+        rows = RowsInOrder(self._start.step if self._start is not None else 0)
+        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
+        with WorkerFiles(request.workers, links=self.needs_links(request.strategy)) as files:
+            rings = {f"worker-{rank}": ring for rank, ring in enumerate(files.rings)}
+            with stage.collector(rings) as collector:
+                cluster = LocalCluster(
+                    self._roles(files, stage),
+                    on_note=lambda _rank, payload: stage.take_rows(rows.add(payload["rows"])),
+                    on_failure=files.group.abort,
+                    watched=watched(request.options.watchdog_s, files.rings),
+                )
+                try:
+                    with stage.view(collector), cluster:
+                        finished = [message.payload for message in cluster.run()]
+                finally:
+                    stage.take_rows(rows.rest())
+                collector.flush()
+                observed = collector.summary()
+            self._model.load_state_dict(files.read_weights())
+        samples, besides = self.gather(finished)
+        return Result(
+            model=self._model,
+            steps_done=finished[0]["steps_done"],
+            samples=samples,
+            seconds=finished[0]["seconds"],
+            stopped_early=finished[0]["stopped_early"],
+            bytes_sent=sum(one["bytes_sent"] for one in finished),
+            messages_sent=sum(one["messages_sent"] for one in finished),
+            observed={**observed, **besides},
+        )
+
+    def _roles(self, files: WorkerFiles, stage: Stage) -> list[Role]:
+        request = self._request
+        job = WorkerJob(
+            plan=request.plan,
+            strategy=request.strategy,
+            timeout_s=request.options.timeout_s,
+            threads=threads_per_role(request.workers),
+            run_path=stage.run_path,
+            keep_checkpoints=request.options.keep_checkpoints,
+            resume_step=self._start.step if self._start is not None else None,
+        )
+        return [
+            Role(
+                name=f"worker {rank}",
+                target=partial(_work, job=job, training=type(self)),
+                descriptors=files.descriptors(rank),
+                env={"OMP_NUM_THREADS": str(job.threads)},
+            )
+            for rank in range(request.workers)
+        ]
+
+
+def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
+    """What the watchdog of a run looks at."""
+    boxes = BlackBoxes(dict(enumerate(rings)))
+    return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
+
+
+class WorkerFiles:
+    """Everything that the workers of a run share, in the process that starts them; a context manager."""
+
+    def __init__(self, workers: int, *, links: bool) -> None:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self.group = stack.enter_context(SharedGroupFiles.create(workers))
+            self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
+            self._mesh = stack.enter_context(SharedMesh.create(workers if links else 1))
+            self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._weights)
+            self._stack = stack.pop_all()
+
+    def descriptors(self, rank: int) -> dict[str, int]:
+        """What the worker of `rank` inherits, by name."""
+        links = {
+            f"link {peer} {part}": descriptor
+            for peer, files in self._mesh.descriptors(rank).items()
+            for part, descriptor in zip(LinkDescriptors._fields, files, strict=True)
+        }
+        return {
+            "control": self.group.control,
+            "arena": self.group.arena,
+            "events": self.rings[rank].descriptor,
+            "weights": self._weights,
+            **links,
+        }
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """The final weights that worker 0 left."""
+        return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
+    """The whole life of a worker process, from joining to its report."""
+    joined = time.monotonic_ns()
+    torch.set_num_threads(job.threads)
+    with ExitStack() as stack:
+        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
+        around = _Process(context, ring)
+        directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
+        checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
+        start = None
+        if job.resume_step is not None:
+            assert checkpoints is not None, "a run that is resumed has a directory"
+            start = checkpoints.load(job.resume_step)
+        train = stack.enter_context(training.worker(job, _resources(context, job), around, checkpoints))
+        around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        trained, told = train(start)
+        if context.rank == 0:
+            _leave_weights(context.descriptor("weights"), trained.model)
+        around.record(EventKind.LEAVE, time.monotonic_ns())
+    return {
+        "steps_done": trained.steps_done,
+        "samples": trained.samples,
+        "seconds": trained.seconds,
+        "stopped_early": trained.stopped_early,
+        **told,
+    }
+
+
+class _Process:
+    """The surroundings of a worker that is a process: its ring, its line on the board, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record = ring.record
+        self.mark = context.mark
+        self.note = context.send
+        self.stop_requested = context.stop_requested
+
+
+def _resources(context: RoleContext, job: WorkerJob) -> Resources:
+    def group() -> SharedGroup:
+        return SharedGroup(
+            control=context.descriptor("control"),
+            arena=context.descriptor("arena"),
+            rank=context.rank,
+            world=context.world,
+            timeout_s=job.timeout_s,
+        )
+
+    def links() -> Mapping[int, Link]:
+        descriptors = {
+            peer: LinkDescriptors(
+                *(context.descriptor(f"link {peer} {part}") for part in LinkDescriptors._fields)
+            )
+            for peer in range(context.world)
+            if peer != context.rank
+        }
+        return attach_mesh(context.rank, descriptors)
+
+    return Resources(
+        rank=context.rank, world=context.world, timeout_s=job.timeout_s, group=group, links=links
+    )
+
+
+def _leave_weights(descriptor: int, model: nn.Module) -> None:
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        for chunk in encode_tensors(model.state_dict()):
+            file.write(chunk)

@@ -1,0 +1,130 @@
+"""What a strategy fills to be trained by: one class, made for one run in the process that called `fit`.
+
+    fit ── makes ──►  Training(request, model)
+        ── resume ─►  where the kept run can go on
+        ── run ────►  Stage: rows, events, views and checkpoints of the run  ──►  Result
+
+`fit` knows strategies through this alone; `registry.py` leads from a strategy to its class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from manyhands.observe.collect import Collector
+from manyhands.observe.ring import EventRing
+from manyhands.registry import STRATEGIES
+from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.training.request import Request
+
+__all__ = ["Result", "Stage", "Training", "training_class"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a training."""
+
+    model: nn.Module
+    """The final weights, on the CPU."""
+
+    steps_done: int
+    samples: int
+    seconds: float
+    """Of training alone, without starting processes."""
+
+    stopped_early: bool = False
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    observed: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell."""
+
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What `fit` gives a training: where its rows and events go, who looks on, and the run's directory."""
+
+    request: Request
+    directory: RunDirectory | None
+    take_rows: Callable[[list[dict[str, Any]]], None]
+    """Rows of the run's history, in the order of their steps."""
+
+    take_event: Callable[[Mapping[str, Any]], None]
+    """Something happened to a member of the run."""
+
+    @property
+    def run_path(self) -> Path | None:
+        """Where the run is kept."""
+        return self.directory.path.absolute() if self.directory is not None else None
+
+    def collector(self, rings: Mapping[str, EventRing], workers: int | None = None) -> Collector:
+        """Gathers what these rings record; the first `workers` of them are workers (None: all)."""
+        directory = self.directory.events_path if self.directory is not None else None
+        return Collector(rings, workers=workers, directory=directory)
+
+    def view(self, collector: Collector) -> AbstractContextManager[object]:
+        """Shows the run while this is open, if somebody wants to see it."""
+        view = self.request.options.view
+        return view(self.request.plan.steps, collector.snapshot) if view is not None else nullcontext()
+
+    def checkpoints(self) -> CheckpointStore | None:
+        """Where checkpoints go, where the run is kept."""
+        if self.directory is None:
+            return None
+        return self.directory.checkpoints(self.request.options.keep_checkpoints)
+
+
+class Training(ABC):
+    """One strategy's way through a run; `resume` at most once, then `run` once."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        self._request = request
+        self._model = model
+        self._start: Loaded | None = None
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """Find what to go on from: the number of global batches that it has seen; None if nothing was kept.
+
+        `config` is this run's; UserError where it does not fit what the directory holds.
+        """
+        del config
+        try:
+            self._start = directory.checkpoints().load()
+        except NoCheckpoint:
+            return None
+        return self._start.step
+
+    @classmethod
+    def kept(cls, directory: RunDirectory, task: Task, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
+        """The newest weights in a run's directory, and the steps they have seen; None where none were kept."""
+        del task, strategy
+        try:
+            loaded = directory.checkpoints().load()
+        except NoCheckpoint:
+            return None
+        return loaded.step, loaded.model
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What resuming found worth telling."""
+        return tuple(f"{damage}" for damage in self._start.skipped) if self._start is not None else ()
+
+    @abstractmethod
+    def run(self, stage: Stage) -> Result:
+        """Train to the end; when it returns or raises, no process, memory or file of it is left."""
+
+
+def training_class(strategy: Strategy) -> type[Training]:
+    """The class that trains by `strategy`."""
+    return cast(type[Training], STRATEGIES[strategy.word].load_training())

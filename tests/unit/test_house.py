@@ -1,0 +1,51 @@
+"""The house keeps its rule: nobody outside a strategy's own room and the registry names a strategy's class."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import manyhands
+from manyhands.registry import STRATEGIES
+
+SOURCE = Path(manyhands.__file__).parent
+CLASSES = {home.value.partition(":")[2]: home.value.partition(".")[0] for home in STRATEGIES.values()}
+"""The room of each strategy's class."""
+
+WORKLOADS = {
+    "words/glove_server.py": "Ps",
+    "bench/server_memory.py": "Ps",
+    "bench/server_ours.py": "Ps",
+    "bench/server_worker.py": "Ps",
+    "cli/audit.py": "Ps",
+}
+"""What drives the parameter server's own parts, and takes its settings from the value."""
+
+
+def named(path: Path) -> set[str]:
+    """The strategy classes that a module imports from their homes."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith(".strategy"):
+            found |= {alias.name for alias in node.names} & CLASSES.keys()
+    return found
+
+
+def modules() -> list[str]:
+    return sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", modules())
+def test_module_names_no_strategy_of_another_room(module: str) -> None:
+    if module == "__init__.py":  # what a user imports
+        return
+    room = module.partition("/")[0]
+    foreign = {name for name in named(SOURCE / module) if CLASSES[name] != room}
+    assert foreign <= {WORKLOADS.get(module)}, "ask the value for a fact instead, or make one"
+
+
+def test_modules_that_are_excused_still_need_it() -> None:
+    assert {module: name for module, name in WORKLOADS.items() if name in named(SOURCE / module)} == WORKLOADS
