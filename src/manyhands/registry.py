@@ -41,5 +41,6 @@ STRATEGIES: Final[dict[str, Home]] = {
     "central": Home("central.strategy:Central", "central.training:CentralTraining"),
     "ps": Home("server.strategy:Ps", "server.training:PsTraining"),
     "hogwild": Home("hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining"),
+    "local": Home("local.strategy:Local", "local.training:LocalTraining"),
     "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining"),
 }

@@ -1,0 +1,142 @@
+"""One worker's end of local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019).
+
+Between averages nothing is sent: every worker steps with the gradient of its own part of each batch. At an average the
+parameters and the optimizer's state of all workers become their mean, each weighted with the samples it has seen since
+the last one; so all replicas are the same afterwards, and a checkpoint taken there is whole. The losses of the steps in
+between, a wish to stop and losses that are not finite travel with it.
+
+    stop · one flag per worker whose loss broke · the loss of each step since the last average
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.allreduce.collective import Collective
+from manyhands.local.replica import Replica
+from manyhands.memory.heap import keep_freed_memory
+from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+
+__all__ = ["LocalExchange"]
+
+_STOP, _FLAGS = 0, 1
+
+
+class LocalExchange(Exchange):
+    """Averages replicas over the given collective after every `steps` steps, and at the end of the run."""
+
+    holds_copies = True
+    when_broken = "the others went on to the next average, and no replica was averaged with its"
+
+    def __init__(self, collective: Collective, steps: float) -> None:
+        self.rank = collective.rank
+        self.world = collective.world
+        self.wire = collective.wire
+        self._collective = collective
+        self._steps = steps
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._replica: Replica | None = None
+        self._weight = 0.0
+        self._losses: list[float] = []
+        self._broken = False
+        self._due = False
+        self._listener: Callable[[], None] | None = None
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: give every worker worker 0's weights, and room for one replica."""
+        self._model, self._optimizer = model, optimizer
+        self._replica = Replica(self._collective, model, optimizer)
+        self._replica.broadcast()
+        self._replica.on_gradient = self._on_gradient
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Of the mean over this worker's part, whatever its share."""
+        del share
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def on_next_gradient(self, listener: Callable[[], None]) -> None:
+        """From the hook that sees it."""
+        self._listener = listener
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Gradients add up where they are."""
+        return nullcontext()
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective where an average is due: what all brought since the last one. Parameters follow in `settle`."""
+        self._broken = self._broken or not local.is_finite
+        self._weight += local.share
+        self._losses.append(local.loss * local.share if local.is_finite and local.share else 0.0)
+        self._due = local.last or (local.step + 1) % self._steps == 0
+        if not self._due:
+            return SharedStep(loss=math.nan, settled=False)
+        return self._agree_on_all(local.stop)
+
+    def clip(self, max_norm: float) -> float:
+        """This worker's own gradient."""
+        assert self._model is not None, "attach comes before clip"
+        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+
+    def apply(self) -> None:
+        """This worker's own step, unless its loss has broken."""
+        assert self._optimizer is not None, "attach comes before apply"
+        if not self._broken:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def settle(self, *, end: bool = False) -> bool:
+        """Collective where it is due: every replica becomes the weighted mean."""
+        if not self._due and not (end and self._losses):
+            return False
+        assert self._replica is not None, "attach comes before settle"
+        self._replica.average(self._weight / len(self._losses))
+        self._weight, self._losses, self._due = 0.0, [], False
+        return True
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """After an average every worker has the same; worker 0 tells."""
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        assert self._replica is not None, "attach comes before total"
+        return self._replica.total(values)
+
+    def take_times(self) -> Times:
+        """What the collective measured."""
+        return self._collective.take_times()
+
+    def traffic(self) -> Traffic:
+        """What the collective sent."""
+        return self._collective.traffic()
+
+    def close(self) -> None:
+        """Take the hooks off, and let go of the memory."""
+        if self._replica is not None:
+            self._replica.close()
+        self._collective.close()
+
+    def _on_gradient(self) -> None:
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            listener()
+
+    def _agree_on_all(self, stop: bool) -> SharedStep:
+        mine = torch.zeros(_FLAGS + self.world + len(self._losses), dtype=torch.float64)
+        mine[_STOP] = float(stop)
+        mine[_FLAGS + self.rank] = float(self._broken)
+        mine[_FLAGS + self.world :] = torch.tensor(self._losses, dtype=torch.float64)
+        said = self.total(mine).tolist()
+        bad = tuple(rank for rank in range(self.world) if said[_FLAGS + rank])
+        *earlier, loss = said[_FLAGS + self.world :]
+        return SharedStep(loss=loss, bad_workers=bad, stop=bool(said[_STOP]), earlier=tuple(earlier))

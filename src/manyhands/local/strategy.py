@@ -1,0 +1,59 @@
+"""`local` as a value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, TO_ROUNDING, Answer, Promise, Promises, Truth
+from manyhands.settings import setting
+from manyhands.strategy import Strategy
+
+__all__ = ["Local"]
+
+
+def _read_steps(text: str) -> float:
+    if text == "inf":
+        return math.inf
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise UserError(f"local steps={text}: must be a whole number of at least 1, or inf")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Strategy):
+    """Every worker takes its own steps on its part of each batch; every `steps` of them all replicas are averaged.
+
+    `steps=1` with plain SGD is the synchronous step; `steps=inf` averages once, at the end.
+    """
+
+    word: ClassVar[str] = "local"
+    about: ClassVar[str] = "each worker takes its own steps; parameters are averaged every few of them"
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    when_evaluating: ClassVar[str] = "Under local, evaluations wait for the next average."
+
+    steps: float = setting(8, _read_steps)
+
+    def __post_init__(self) -> None:
+        if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
+            raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
+
+    @property
+    def stepwise(self) -> bool:
+        """Only where every step ends with an average."""
+        return self.steps == 1
+
+    @property
+    def promises(self) -> Promises:
+        """All are needed for the next average."""
+        apart = Promise(
+            answer=Answer.NO, words="replicas drift apart between averages; the same in every repetition"
+        )
+        return Promises(
+            worker_dies=ENDS,
+            server_dies=NO_SERVERS,
+            workers_join=NOBODY_JOINS,
+            same_numbers=TO_ROUNDING if self.steps == 1 else apart,
+        )

@@ -1,0 +1,23 @@
+"""`local`: the common loop, with an exchange of parameters instead of gradients."""
+
+from __future__ import annotations
+
+from manyhands.allreduce.collective import SharedCollective
+from manyhands.local.exchange import LocalExchange
+from manyhands.local.strategy import Local
+from manyhands.training.exchange import Exchange, SingleExchange
+from manyhands.training.exchanging import ExchangeTraining
+from manyhands.training.resources import Resources
+
+__all__ = ["LocalTraining"]
+
+
+class LocalTraining(ExchangeTraining):
+    """Every worker holds the model, and its own state of the optimizer until the next average."""
+
+    @classmethod
+    def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
+        """One worker's end, in the shared memory of one host."""
+        if resources.world == 1:
+            return SingleExchange()  # an average of one
+        return LocalExchange(SharedCollective(resources.group()), strategy.steps)

@@ -1,0 +1,221 @@
+"""Local SGD held against the plain loop, against a loop written out in the test, and against itself after a resume."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_in_threads, train_plainly
+from manyhands.data.plan import BatchPlan
+from manyhands.errors import NonFinite, UserError
+from manyhands.group.shared import SharedGroup
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.strategy import Strategy
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Exchange
+from manyhands.training.worker import Trainer
+from ways import connect, in_threads
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> None:
+    torch.set_num_threads(1)
+
+
+def train(task: mh.Task, text: str, world: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    with SharedGroup.create(world) as files:
+        return train_in_threads(task, world, lambda rank: connect(text, files, rank), steps)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_an_average_after_every_step_of_sgd_is_the_plain_loop(world: int) -> None:
+    task = make_task(OPTIMIZERS["sgd"])
+    reference = train_plainly(task)
+    results = train(task, "local steps=1", world, 50)
+    assert all(distance(result, reference) < 1e-9 for result in results)
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+def small_task(optimizer: Any, batch_size: int = 12) -> mh.Task:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+    template = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return mh.Task(
+        model=lambda: copy.deepcopy(template),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        data=(x, x.sum(1, keepdim=True)),
+        optimizer=optimizer,
+        batch_size=batch_size,
+    )
+
+
+@pytest.mark.parametrize("name", ["momentum", "sgd"])
+def test_where_every_worker_reaches_every_parameter_momentum_is_averaged_to_the_same(name: str) -> None:
+    task = small_task(OPTIMIZERS[name])
+    reference = train_plainly(task)
+    assert distance(train(task, "local steps=1", 3, 50)[1], reference) < 1e-9
+
+
+def taken(task: mh.Task, indices: Any) -> list[torch.Tensor]:
+    return [part[torch.tensor(indices.tolist())] for part in task.data]
+
+
+def written_out(task: mh.Task, world: int, every: float, steps: int) -> dict[str, torch.Tensor]:
+    """The same in one process: a model and an optimizer a worker, and averages of both by hand."""
+    models = [task.model() for _ in range(world)]
+    optimizers = [task.optimizer(model.parameters()) for model in models]
+    batches = BatchPlan(len(task.data[0]), task.batch_size, 0)
+    weights = [0.0] * world
+    for step in range(steps):
+        for rank in range(world):
+            indices = batches.share(step, rank, world)
+            weights[rank] += len(indices) / batches.size(step)
+            if len(indices):
+                optimizers[rank].zero_grad()
+                task.loss(models[rank], taken(task, indices)).backward()
+                optimizers[rank].step()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            average([list(model.parameters()) for model in models], weights)
+            states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+            for number in states[0]:
+                for key in states[0][number]:
+                    average([[state[number][key]] for state in states], weights)
+            weights = [0.0] * world
+    return {key: value.clone() for key, value in models[0].state_dict().items()}
+
+
+@torch.no_grad()
+def average(replicas: list[list[torch.Tensor]], weights: list[float]) -> None:
+    for tensors in zip(*replicas, strict=True):
+        if tensors[0] is not None:
+            mean = sum(tensor * weight for tensor, weight in zip(tensors, weights, strict=True)) / sum(
+                weights
+            )
+            for tensor in tensors:
+                tensor.copy_(mean)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize(
+    ("text", "every"), [("local", 8), ("local steps=3", 3), ("local steps=inf", math.inf)]
+)
+def test_between_averages_each_worker_trains_alone(text: str, every: float, optimizer: str) -> None:
+    task = small_task(OPTIMIZERS[optimizer], batch_size=13)
+    results = train(task, text, 3, 20)
+    assert all(same_bits(result, results[0]) for result in results)
+    assert distance(results[0], written_out(task, 3, every, 20)) < 1e-9
+
+
+def test_worker_without_samples_takes_no_step_and_gets_the_state_of_the_others() -> None:
+    task = small_task(OPTIMIZERS["adamw"], batch_size=2)
+    results = train(task, "local steps=2", 3, 12)
+    assert all(same_bits(result, results[0]) for result in results)
+    reference = written_out(task, 2, 2, 12)  # the third has never anything to do
+    assert distance(results[2], reference) < 1e-9
+
+
+class Kept(Silent):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def note(self, payload: dict[str, Any]) -> None:
+        self.rows += payload["rows"]
+
+
+def run(
+    task: mh.Task,
+    exchange: Exchange,
+    plan: dict[str, Any],
+    store: CheckpointStore | None,
+    start: Loaded | None,
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    around = Kept()
+    try:
+        made = TrainingPlan(task=task, seed=0, evaluate_every=0, check_every=1, **plan)
+        trained = Trainer(made, exchange, around, store).run(start)
+        return {key: value.clone() for key, value in trained.model.state_dict().items()}, around.rows
+    finally:
+        exchange.close()
+
+
+def test_checkpoint_waits_for_the_next_average_and_a_resumed_run_ends_alike(tmp_path: Path) -> None:
+    task = small_task(OPTIMIZERS["momentum"])
+    plan = {"steps": 20, "checkpoint_every": 5}
+    store = CheckpointStore(tmp_path, keep=10)
+
+    def together(start: Loaded | None, steps: int) -> list[Any]:
+        with SharedGroup.create(2) as files:
+            return in_threads(
+                2,
+                lambda rank: run(
+                    task,
+                    connect("local steps=4", files, rank),
+                    {**plan, "steps": steps},
+                    store,
+                    copy.deepcopy(start),
+                ),
+            )
+
+    whole = together(None, 20)
+    assert sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("*-*")) == [8, 12, 16, 20]
+    resumed = together(store.load(8), 20)
+    assert same_bits(whole[0][0], resumed[0][0])
+    rows, later = whole[0][1], resumed[0][1]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["loss"] for row in rows if row["step"] > 8] == [row["loss"] for row in later]
+
+
+def test_loss_of_a_step_is_the_mean_over_its_batch_though_nobody_met(tmp_path: Path) -> None:
+    task = small_task(lambda p: torch.optim.SGD(p, lr=0.0))  # nobody moves, so that all parts see one model
+    with SharedGroup.create(3) as files:
+        outcomes = in_threads(
+            3,
+            lambda rank: run(
+                task, connect("local steps=4", files, rank), {"steps": 9, "checkpoint_every": 0}, None, None
+            ),
+        )
+    batches, model = BatchPlan(60, 12, 0), task.model()
+    expected = [task.loss(model, taken(task, batches.share(step, 0, 1))).item() for step in range(9)]
+    assert [row["loss"] for row in outcomes[0][1]] == pytest.approx(expected, rel=1e-12)
+
+
+def test_loss_that_is_not_finite_is_told_at_the_next_average() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = (model(batch[0]) - batch[1]).square().mean()
+        return value * math.nan if bool((batch[0] == marked).all(1).any()) else value
+
+    task = small_task(OPTIMIZERS["sgd"])
+    marked = task.data[0][BatchPlan(60, 12, 0).share(1, 1, 2)[0]]
+    task = mh.Task(model=task.model, loss=loss, data=task.data, optimizer=task.optimizer, batch_size=12)
+    with SharedGroup.create(2) as files, pytest.raises(NonFinite, match=r"worker 1, step 4: .*next average"):
+        in_threads(
+            2,
+            lambda rank: run(
+                task, connect("local steps=4", files, rank), {"steps": 9, "checkpoint_every": 0}, None, None
+            ),
+        )
+
+
+@pytest.mark.parametrize("text", ["local steps=0", "local steps=2.5", "local steps=-1", "local steps=few"])
+def test_numbers_of_steps_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="whole number of at least 1, or inf"):
+        Strategy.parse(text)
+
+
+def test_text_form() -> None:
+    assert str(Strategy.parse("local")) == "local"
+    assert str(Strategy.parse("local steps=inf")) == "local steps=inf"
+    assert str(Strategy.parse("local steps=4")) == "local steps=4"
+
+
+def test_optimizer_whose_state_cannot_be_averaged_is_refused() -> None:
+    task = small_task(lambda p: torch.optim.LBFGS(p))
+    with SharedGroup.create(2) as files, pytest.raises(UserError, match="LBFGS"):
+        train_in_threads(task, 2, lambda rank: connect("local", files, rank), 2)
