@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.cluster.forking import TEMPLATE_NAME
+
 __all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "training"]
 
 _PRACTICE = """
@@ -116,9 +118,10 @@ class Run:
         return [pid for pid in _pids() if self._mark in _read(pid, "environ").split(b"\0")]
 
     def roles(self) -> list[int]:
-        """The direct children of the launcher."""
+        """The direct children of the launcher but for the template that they are forked from."""
         threads = Path(f"/proc/{self.parent.pid}/task").glob("*/children")
-        return [int(pid) for children in threads for pid in children.read_text().split()]
+        children = [int(pid) for found in threads for pid in found.read_text().split()]
+        return [pid for pid in children if _read(pid, "comm").strip() != TEMPLATE_NAME]
 
     def segments(self) -> set[int]:
         """The inodes of all shared memory of the run."""

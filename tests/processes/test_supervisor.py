@@ -6,6 +6,8 @@ Functions of this module go to the children by value, so that a child imports no
 from __future__ import annotations
 
 import os
+import random
+import resource
 import select
 import signal
 import sys
@@ -23,6 +25,7 @@ from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import MAX_FRAME_BYTES, Unread
 from manyhands.cluster.supervisor import Ended, Event, Role, Said, Silent, Started, Supervisor
+from manyhands.cluster.template import kept_pid
 from manyhands.errors import ManyhandsError, UserError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -186,51 +189,93 @@ def test_much_is_told_to_one_who_does_not_read_without_waiting_and_arrives_in_or
     os.close(opener)
 
 
-def test_a_spare_becomes_the_next_fitting_role_at_once() -> None:
+def test_roles_are_forks_of_a_template_with_the_surroundings_that_they_would_have_alone(
+    tmp_path: Path,
+) -> None:
     def look(context: RoleContext) -> Mapping[str, Any]:
-        loaded = "fractions" in sys.modules
         os.pwrite(context.descriptor("shared"), str(context.rank).encode(), 0)
-        return {"loaded": loaded, "pid": os.getpid(), **echo(context)}
+        return {
+            "torch": "torch" in sys.modules,
+            "parent": os.getppid(),
+            "leads": os.getpgrp() == os.getpid(),
+            "own": os.environ.get("OWN", ""),
+            "folder": os.getcwd(),
+            "cores": len(os.sched_getaffinity(0)),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "random": random.random(),
+        }
 
     shared = os.memfd_create("manyhands:test", os.MFD_CLOEXEC)
-    options: dict[str, Any] = {"descriptors": {"shared": shared}}
-    with Supervisor(num_members=2) as supervisor:
-        heard = Heard(supervisor)
-        supervisor.prepare(1, modules=["fractions"])
-        supervisor.prepare(1, modules=["fractions"])  # there is one
-        other = supervisor.start(role("another environment", look, env={"OWN": "1"}, **options))
-        member = supervisor.start(role("worker 0", look, **options))
-        supervisor.tell(member, {"first": 1})
-        cold = supervisor.start(role("worker 1", look, **options))
-        loaded = []
-        for number in (other, member, cold):
-            heard.first(Started, number)
-            supervisor.ask_to_stop(number)
-            payload = heard.first(Ended, number).payload
-            assert payload is not None
-            assert payload["rank"] == number
-            loaded.append(payload["loaded"])
-        assert loaded == [False, True, False]
-        assert heard.first(Said, member).payload == {"echo": {"first": 1}}
-        assert os.pread(shared, 10, 0) in (b"1", b"2", b"3")
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cores, here = os.sched_getaffinity(0), os.getcwd()
+    try:
+        with Supervisor(num_members=2) as supervisor:
+            heard = Heard(supervisor)
+            first = supervisor.start(role("worker 0", look, descriptors={"shared": shared}))
+            heard.first(Ended, first)
+            template = kept_pid()
+            os.chdir(tmp_path)  # what changes in the launcher is what the next role finds
+            os.sched_setaffinity(0, {min(cores)})
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files - 1, most))
+            second = supervisor.start(
+                role("worker 1", look, descriptors={"shared": shared}, env={"OWN": "1"})
+            )
+            heard.first(Ended, second)
+    finally:
+        os.chdir(here)
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    one, other = (heard.first(Ended, number).payload for number in (first, second))
+    assert one is not None
+    assert other is not None
+    assert template == kept_pid() is not None
+    for payload in (one, other):
+        assert payload["torch"], "which nobody had to import"
+        assert payload["parent"] == os.getpid()
+        assert payload["leads"]
+    assert (one["own"], one["folder"], one["cores"], one["files"]) == ("", here, len(cores), files)
+    assert (other["own"], other["folder"], other["cores"], other["files"]) == (
+        "1",
+        str(tmp_path),
+        1,
+        files - 1,
+    )
+    assert one["random"] != other["random"]
+    assert os.pread(shared, 10, 0) == str(second).encode()
     os.close(shared)
 
 
-def test_a_spare_that_is_killed_or_can_not_import_is_no_event_and_no_obstacle() -> None:
-    before = children_of(os.getpid())
-    with Supervisor(num_members=1) as supervisor:
+def test_template_that_is_killed_takes_nobody_along_and_another_is_started() -> None:
+    with Supervisor(num_members=2) as supervisor:
         heard = Heard(supervisor)
-        supervisor.prepare(1)
-        (spare,) = children_of(os.getpid()) - before
-        os.kill(spare, signal.SIGKILL)
-        os.waitid(
-            os.P_PID, spare, os.WEXITED | os.WNOWAIT
-        )  # it is dead, and the supervisor does not know yet
-        member = supervisor.start(role("worker 0"))
-        supervisor.prepare(1, modules=["there.is.no.such.module"])
-        heard.first(Started, member)
-        supervisor.prepare(1)  # leaving ends a spare that waits
-        assert heard.events == [heard.first(Started, member)]
+        first = supervisor.start(role("worker 0"))
+        heard.first(Started, first)
+        template = kept_pid()
+        assert template is not None
+        os.kill(template, signal.SIGKILL)
+        os.waitid(os.P_PID, template, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody knows yet
+        second = supervisor.start(role("worker 1"))
+        heard.first(Started, second)
+        assert kept_pid() not in (None, template)
+        for member in (first, second):
+            supervisor.tell(member, {"still": "here"})
+            assert heard.first(Said, member).payload == {"echo": {"still": "here"}}
+
+
+def test_roles_with_more_descriptors_than_one_message_carries() -> None:
+    def count(context: RoleContext) -> Mapping[str, Any]:
+        return {"seen": [os.pread(context.descriptor(f"file {n}"), 9, 0).decode() for n in range(600)]}
+
+    files = [os.memfd_create(f"manyhands:test {n}", os.MFD_CLOEXEC) for n in range(600)]
+    for n, file in enumerate(files):
+        os.write(file, str(n).encode())
+    with Supervisor(num_members=1) as supervisor:
+        named = {f"file {n}": file for n, file in enumerate(files)}
+        member = supervisor.start(role("worker 0", count, descriptors=named))
+        payload = Heard(supervisor).first(Ended, member).payload
+    for file in files:
+        os.close(file)
+    assert payload == {"seen": [str(n) for n in range(600)]}
 
 
 def test_lines_of_the_board_are_used_again_but_not_more_than_there_are() -> None:
@@ -292,7 +337,6 @@ def job(context):
     return {"left": "in peace"}
 
 with Supervisor(num_members=2, grace_s=20.0) as supervisor:
-    supervisor.prepare(1, env={"OWN": "1"}, modules=[])
     for index in range(2):
         supervisor.start(Role(name=f"worker {index}", target=job))
     while supervisor.members:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.control import (
     MAX_FRAME_BYTES,
-    Assigned,
     Channel,
     Decoder,
     Failed,
@@ -44,7 +42,6 @@ MESSAGES: list[Message] = [
     ),
     Finished(payload={}),
     Stop(),
-    Assigned(role="{}"),
 ]
 
 
@@ -167,27 +164,6 @@ def test_what_is_posted_to_a_slow_reader_waits_within_bounds_and_arrives_in_orde
     child.close()
     launcher.flush()
     assert not launcher.has_more, "nothing is kept for one who is gone"
-
-
-def test_a_message_with_descriptors_arrives_with_copies_of_them(channels: tuple[Channel, Channel]) -> None:
-    child, launcher = channels
-    reading, writing = os.pipe()
-    launcher.hand_over(Assigned(role="server 1"), [writing])
-    launcher.post(Note(payload={"x": 1}))
-    os.close(writing)
-    messages, (passed,) = child.receive_handed()
-    os.write(passed, b"hello")
-    os.close(passed)
-    assert os.read(reading, 10) == b"hello"
-    assert os.read(reading, 10) == b""
-    os.close(reading)
-    assert messages + child.receive() == [Assigned(role="server 1"), Note(payload={"x": 1})]
-    child.close()
-    reading, writing = os.pipe()
-    with pytest.raises(Aborted, match="worker 0 takes no descriptors"):
-        launcher.hand_over(Assigned(role="server 1"), [writing])
-    os.close(reading)
-    os.close(writing)
 
 
 def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.cluster.board import Board, Line, State
-from manyhands.cluster.control import Assigned, Failed, Finished, Note, Stop
+from manyhands.cluster.control import Failed, Finished, Note, Stop
 from manyhands.cluster.control import Started as JobStarted
 from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, Kill, Patience
 from manyhands.cluster.roster import Ended, Event, Roster, Said, Silent, Started
@@ -40,9 +40,7 @@ class Play:
             self.lines[number] = Line(pid=1, marked_ns=self.now_ns, step=17, state=State.COMPUTING)
         return self
 
-    def hear(
-        self, number: int, message: JobStarted | Note | Failed | Finished | Stop | Assigned
-    ) -> list[Event | Kill]:
+    def hear(self, number: int, message: JobStarted | Note | Failed | Finished | Stop) -> list[Event | Kill]:
         return self.roster.handle(Heard(number, message), self.now_ns)
 
     def exit(self, number: int, status: int, last_words: str = "") -> Ended:
@@ -178,8 +176,8 @@ def test_one_who_can_not_be_killed_is_given_up_and_its_later_end_is_no_news() ->
     assert play.roster.handle(Exited(1, -9), play.now_ns) == []
 
 
-@pytest.mark.parametrize("message", [Stop(), Assigned(role="{}")], ids=lambda message: type(message).__name__)
-def test_what_a_child_may_not_say_is_its_end(message: Stop | Assigned) -> None:
+def test_what_a_child_may_not_say_is_its_end() -> None:
+    message = Stop()
     play = Play().at_work(1, 2)
     assert play.hear(1, message) == [Kill(1)]
     assert play.roster.handle(Garbled(2, "not a message"), play.now_ns) == [Kill(2)]

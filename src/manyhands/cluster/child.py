@@ -5,72 +5,59 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
-from manyhands.cluster import entry
 from manyhands.cluster.context import RoleSpec
-from manyhands.cluster.control import Assigned, Channel
+from manyhands.cluster.control import Channel
 from manyhands.cluster.output import Output
+from manyhands.cluster.process import StillRunning
 from manyhands.cluster.stacks import STACK_SIGNAL
+from manyhands.cluster.template import Template
 
 __all__ = ["Child"]
 
-# -P: no folder of ours is searched before the standard library. faulthandler: a crash in C code
-# prints where Python was.
-_COMMAND = (sys.executable, "-P", "-X", "faulthandler", entry.__file__)
 _REAP_S = 5.0
 
 
 class Child:
     """A running role; `close` kills its process group if need be, reaps it and closes everything."""
 
-    def __init__(self, spec: RoleSpec, environment: Mapping[str, str]) -> None:
-        """Start the process; `spec.control` is filled in here.
+    def __init__(self, spec: RoleSpec, environment: Mapping[str, str], template: Template) -> None:
+        """Have it forked; `spec.control` and `spec.stacks` are filled in here.
 
-        The child leads a session of its own: Ctrl-C does not reach it, and one kill reaches all its children.
+        The child leads a process group of its own, so that one kill reaches all its children, in a session without a
+        terminal: Ctrl-C does not reach it.
         """
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours, spec.name)
-        self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
-        self._told_bytes = 0
         self.rank = spec.rank
         self.line = spec.line
-        try:
-            with theirs:
+        self.is_closed = False
+        self._told_bytes = 0
+        with ExitStack() as stack:
+            self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._stacks)
+            ours, theirs = socket.socketpair()
+            self.channel = Channel(ours, spec.name)
+            stack.callback(self.channel.close)
+            (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
+            self.stdout = Output(os.fdopen(out, "rb", 0), "stdout")
+            self.stderr = Output(os.fdopen(errors, "rb", 0), "stderr")
+            stack.callback(self.stdout.close)
+            stack.callback(self.stderr.close)
+            try:
                 spec = replace(spec, control=theirs.fileno(), stacks=self._stacks)
-                self.process = subprocess.Popen(
-                    [*_COMMAND, spec.name],  # the name is for those who list processes
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={**environment, entry.SPEC_VARIABLE: spec.to_text()},
-                    pass_fds=spec.inherited(),
-                    start_new_session=True,
-                )
-        except BaseException:
-            self.channel.close()
-            os.close(self._stacks)
-            raise
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.stdout = Output(self.process.stdout, "stdout")
-        self.stderr = Output(self.process.stderr, "stderr")
-        self.pidfd = -1
-        try:
-            self.pidfd = os.pidfd_open(self.process.pid)
-        except BaseException:
-            self.close()
-            raise
+                self.process = template.fork(spec, (out_end, errors_end), environment)
+            finally:
+                theirs.close()
+                os.close(out_end)
+                os.close(errors_end)
+            stack.pop_all()
 
-    def assign(self, spec: RoleSpec) -> None:
-        """Make a process that was started without a job the role `spec`; Aborted if it is gone."""
-        passed = (spec.job, *spec.descriptors.values())
-        self.channel.hand_over(Assigned(role=spec.to_text()), passed)
-        self.channel.peer = spec.name
-        self.rank = spec.rank
+    @property
+    def pidfd(self) -> int:
+        """Readable when the process has ended."""
+        return self.process.pidfd
 
     def ask_for_stacks(self) -> None:
         """Have it write its stacks, for `read_stacks` a moment later; only once its job has begun."""
@@ -94,18 +81,17 @@ class Child:
         return self.process.wait()
 
     def close(self) -> None:
-        """Make sure that the process is gone, and close every descriptor."""
+        """Make sure that the process is gone, and close every descriptor; may be called again."""
         self.kill()
         try:
-            self.process.wait(timeout=_REAP_S)
-        except subprocess.TimeoutExpired:  # stuck in the kernel; the watch has already said so
+            self.process.wait(_REAP_S)
+        except StillRunning:  # stuck in the kernel; the watch has already said so
             pass
         for output in (self.stdout, self.stderr):
             output.close()
         self.channel.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
+        self.process.close()
+        stacks, self._stacks = self._stacks, -1
+        if stacks >= 0:
+            os.close(stacks)
+        self.is_closed = True

@@ -39,10 +39,7 @@ class RoleSpec:
     """PYTHONPATH as the user set it; the launcher borrows the variable to start the child."""
 
     job: int = -1
-    """-1 for a spare: a process that gets its job later, over the control channel."""
-
-    modules: tuple[str, ...] = ()
-    """What a spare imports while it waits for its job."""
+    """The file of its job."""
 
     stacks: int = -1
     """Where it writes its stacks when it is asked to."""
@@ -52,32 +49,36 @@ class RoleSpec:
 
     def inherited(self) -> tuple[int, ...]:
         """All descriptors that the child must hold."""
-        own = (self.control, self.lifeline, self.board, self.stacks, self.job)
-        return (*(descriptor for descriptor in own if descriptor >= 0), *self.descriptors.values())
+        return (self.control, self.lifeline, self.board, self.stacks, self.job, *self.descriptors.values())
 
     def received(self, passed: Sequence[int]) -> RoleSpec:
-        """This, with the numbers that its job and descriptors got on their way to another process."""
-        job, *others = passed
-        return replace(self, job=job, descriptors=dict(zip(self.descriptors, others, strict=True)))
+        """This, with the numbers that `inherited` got on their way to another process."""
+        control, lifeline, board, stacks, job, *others = passed
+        return replace(
+            self,
+            control=control,
+            lifeline=lifeline,
+            board=board,
+            stacks=stacks,
+            job=job,
+            descriptors=dict(zip(self.descriptors, others, strict=True)),
+        )
 
     def to_text(self) -> str:
-        """The form in the environment variable."""
+        """As the launcher sends it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> RoleSpec:
         """Read what `to_text` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "path": tuple(fields["path"]), "modules": tuple(fields["modules"])})
+        return cls(**{**fields, "path": tuple(fields["path"])})
 
 
 class RoleContext:
     """A role's view of its run; `send` may be called from any thread, the rest from the thread of the job."""
 
-    def __init__(
-        self, spec: RoleSpec, channel: Channel, board: Board, arrived: Iterable[Message] = ()
-    ) -> None:
-        """`arrived` are messages of the launcher that came before there was a context."""
+    def __init__(self, spec: RoleSpec, channel: Channel, board: Board) -> None:
         self.name = spec.name
         self.rank = spec.rank
         self.world = spec.world
@@ -88,7 +89,6 @@ class RoleContext:
         self._line = spec.line
         self._told: list[Mapping[str, Any]] = []
         self._stop_requested = False
-        self._sort(arrived)
 
     def descriptor(self, name: str) -> int:
         """The inherited descriptor that the launcher's `Role` calls `name`."""

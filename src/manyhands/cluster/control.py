@@ -2,8 +2,7 @@
 
 A frame is a 4-byte big-endian length and that many bytes of one JSON object; the length is checked before
 anything is read, and nothing on the channel can carry code. Child to launcher: `Started`, `Note`..., then
-`Failed` or `Finished`. Launcher to child: `Note`..., `Stop`; to a process that waits for something to do, first of
-all `Assigned`, with descriptors.
+`Failed` or `Finished`. Launcher to child: `Note`..., `Stop`.
 
 `encode` and `Decoder` are pure; `Channel` is the thin socket around them.
 """
@@ -16,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 
 __all__ = [
     "MAX_FRAME_BYTES",
-    "Assigned",
     "Channel",
     "Decoder",
     "Failed",
@@ -41,7 +39,6 @@ __all__ = [
 MAX_FRAME_BYTES = 16 * 2**20
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 64 * 2**10
-_MAX_PASSED = 253  # descriptors with one message: the kernel's own bound
 _T = TypeVar("_T")
 
 
@@ -91,17 +88,7 @@ class Stop:
     """The launcher asks the child to leave."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
-    """The launcher tells a waiting process what it is from now on: `role` is the text of a `RoleSpec`.
-
-    Its job and then its descriptors, in the order of the text, come with the message.
-    """
-
-    role: str
-
-
-Message = Started | Note | Failed | Finished | Stop | Assigned
+Message = Started | Note | Failed | Finished | Stop
 
 
 def encode(message: Message) -> bytes:
@@ -199,28 +186,6 @@ class Channel:
         """Whether something waits for room in the socket."""
         return bool(self._queue)
 
-    def hand_over(self, message: Message, descriptors: Sequence[int]) -> None:
-        """Post the first message of all with copies of `descriptors`; Aborted if the other end is gone."""
-        frame = encode(message)
-        with self._sending:
-            try:
-                sent = socket.send_fds(self._connection, [frame], descriptors)
-            except OSError as error:
-                raise Aborted(f"{self.peer} takes no descriptors: {error}") from error
-            self._queue += frame[sent:]
-
-    def receive_handed(self) -> tuple[list[Message], list[int]]:
-        """Wait for what `hand_over` sent, or for the other end's end: whole messages, and their descriptors.
-
-        Meant for a process that has nothing else to do, and that does not outlive the other end.
-        """
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        poll.poll()
-        data, descriptors, _, _ = socket.recv_fds(self._connection, _READ_BYTES, _MAX_PASSED)
-        self.ended = not data
-        return self._decoder.feed(data), descriptors
-
     def receive(self) -> list[Message]:
         """All messages that have arrived, without waiting; `ended` is set once the other end has closed."""
         messages: list[Message] = []
@@ -304,5 +269,4 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Message]] = {
     ),
     "Finished": lambda fields: Finished(payload=_object(fields, "payload")),
     "Stop": lambda _: Stop(),
-    "Assigned": lambda fields: Assigned(role=_text(fields, "role")),
 }

@@ -4,8 +4,7 @@ One thread, the caller's, waits on everything at once: control channels, output 
 follows from what they do is decided elsewhere: `local` runs a fixed set of roles on a crew, `supervisor` members
 that come and go.
 
-A *spare* is a process without a job: it has imported what takes seconds to import, and becomes whatever role is
-started next.
+All of them are forks of one template process, which has imported what takes seconds to import (`template`).
 """
 
 from __future__ import annotations
@@ -14,23 +13,22 @@ import os
 import selectors
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from manyhands.cluster.board import NOBODY, Board, Line
+from manyhands.cluster.board import Board, Line
 from manyhands.cluster.child import Child
 from manyhands.cluster.context import RoleContext, RoleSpec
 from manyhands.cluster.control import Channel, Message, ProtocolError
 from manyhands.cluster.member import Exited, Garbled, Heard
 from manyhands.cluster.output import Output
-from manyhands.errors import Aborted, ManyhandsError, UserError
+from manyhands.cluster.template import obtain
+from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Crew", "Role", "threads_per_role"]
-
-_MAX_PASSED = 250  # descriptors that fit into one message to a spare, short of the kernel's 253
+__all__ = ["Crew", "Role", "prepare", "threads_per_role"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +70,9 @@ class Crew:
         self._stack = ExitStack()
         self._processes: set[Child] = set()
         self._children: dict[int, Child] = {}
-        self._spares: list[_Spare] = []
         self._lines: dict[int, int] = {}
         self._free_lines = deque(range(capacity))
+        self._untold: list[Heard | Garbled | Exited] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -99,36 +97,34 @@ class Crew:
     def start(self, rank: int, role: Role, job: int) -> int:
         """Start `role` as `rank`, its target being item `rank` of the packed `job`; the process id.
 
-        A spare is used if there is one with the environment and the folder that the role would get. `job` and the
-        role's descriptors stay the caller's.
+        `job` and the role's descriptors stay the caller's.
         """
-        surroundings = _Surroundings.of(role.env, self._world)
-        child = self._assigned_spare(rank, role, job, surroundings)
-        if child is None:
-            spec = self._spec(role.name, role.env, self._free_line())
-            child = self._spawn(_with_job(spec, rank, role, job), surroundings)
+        environment = _environment(role.env, self._world)
+        line = self._free_line()
+        self._board.wipe(line)
+        self._lines = {rank: of for rank, of in self._lines.items() if of != line}
+        child = Child(self._spec(rank, role, job, line), environment, obtain(environment))
+        self._processes.add(child)
+        self._free_lines.remove(line)
+        for source in _sources(child):
+            self._selector.register(source, selectors.EVENT_READ, child)
         self._children[rank] = child
-        self._lines[rank] = child.line
+        self._lines[rank] = line
         return child.process.pid
 
-    def prepare(self, count: int, env: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Start spares that import `modules` until there are `count` that a role with `env` can use."""
-        surroundings = _Surroundings.of(env, self._world)
-        fitting = sum(spare.surroundings == surroundings for spare in self._spares)
-        for _ in range(count - fitting):
-            spec = replace(self._spec("spare", env, self._free_line()), modules=tuple(modules))
-            self._spares.append(_Spare(self._spawn(spec, surroundings), surroundings))
-
     def wait(self, timeout_s: float) -> list[Heard | Garbled | Exited]:
-        """What members said and did, waiting up to `timeout_s` for anything; their output is passed on."""
-        ready = self._selector.select(timeout_s)
+        """What members said and did, waiting up to `timeout_s` for anything; their output is passed on.
+
+        What was seen before an exception (a signal handler of the application may raise anywhere) is told by the next
+        call.
+        """
+        ready = self._selector.select(0.0 if self._untold else timeout_s)
         ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
-        events: list[Heard | Garbled | Exited] = []
         for child in dict.fromkeys(key.data for key, _ in ready):
-            said = self._attend(child)
+            self._untold += self._attend(child)
             if child in ended:
-                said += self._bury(child)
-            events += said if child.rank != NOBODY else []
+                self._bury(child)
+        events, self._untold = self._untold, []
         return events
 
     def line(self, rank: int) -> Line:
@@ -163,35 +159,19 @@ class Crew:
         for child in list(self._processes):
             self._release(child)
 
-    def _assigned_spare(self, rank: int, role: Role, job: int, surroundings: _Surroundings) -> Child | None:
-        """The oldest fitting spare, told what it is now; None if there is none."""
-        if len(role.descriptors) > _MAX_PASSED:
-            return None
-        for spare in [spare for spare in self._spares if spare.surroundings == surroundings]:
-            child = spare.child
-            spec = self._spec(role.name, role.env, child.line)
-            try:
-                child.assign(_with_job(spec, rank, role, job))
-            except Aborted:  # it has just died
-                self._release(child)
-                continue
-            self._spares.remove(spare)
-            self._await_room(child)
-            return child
-        return None
-
-    def _spec(self, name: str, env: Mapping[str, str], line: int) -> RoleSpec:
+    def _spec(self, rank: int, role: Role, job: int, line: int) -> RoleSpec:
         return RoleSpec(
-            name=name,
-            rank=NOBODY,
+            name=role.name,
+            rank=rank,
             world=self._world,
             parent_pid=os.getpid(),
             lifeline=self._lifeline,
             board=self._board.descriptor,
             line=line,
-            descriptors={},
+            job=job,
+            descriptors=dict(role.descriptors),
             path=tuple(sys.path),
-            python_path=env.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
+            python_path=role.env.get("PYTHONPATH", os.environ.get("PYTHONPATH")),
         )
 
     def _free_line(self) -> int:
@@ -200,16 +180,6 @@ class Crew:
                 f"{self._capacity} processes are there already, and no more are allowed at once"
             )
         return self._free_lines[0]
-
-    def _spawn(self, spec: RoleSpec, surroundings: _Surroundings) -> Child:
-        self._board.wipe(spec.line)
-        self._lines = {rank: line for rank, line in self._lines.items() if line != spec.line}
-        child = Child(spec, surroundings.environment)
-        self._processes.add(child)
-        self._free_lines.remove(spec.line)
-        for source in _sources(child):
-            self._selector.register(source, selectors.EVENT_READ, child)
-        return child
 
     def _attend(self, child: Child) -> list[Heard | Garbled | Exited]:
         """Pass on its output and hear what it says, as far as that has arrived."""
@@ -233,57 +203,48 @@ class Crew:
             waits = selectors.EVENT_WRITE if child.channel.has_more else 0
             self._selector.modify(child.channel, selectors.EVENT_READ | waits, child)
 
-    def _bury(self, child: Child) -> list[Heard | Garbled | Exited]:
+    def _bury(self, child: Child) -> None:
         status = child.bury()
+        self._untold.append(Exited(child.rank, status, child.stderr.last_words))
         self._release(child)
-        return [Exited(child.rank, status, child.stderr.last_words)]
 
     def _release(self, child: Child) -> None:
+        """Forget a child and close it, in this order: what is closed can not be looked up in the selector."""
         for source in _sources(child):
             self._ignore(source)
-        child.close()
-        self._processes.discard(child)
         self._children.pop(child.rank, None)
-        self._spares = [spare for spare in self._spares if spare.child is not child]
-        if (
-            child.process.returncode is not None
-        ):  # else it is stuck in the kernel, and may write to its line yet
-            self._free_lines.append(child.line)
+        try:
+            child.close()
+        finally:
+            if child.is_closed:  # else `end` goes on with it
+                self._processes.discard(child)
+            if child.is_closed and child.process.returncode is not None:
+                # One that is stuck in the kernel may write to its line yet.
+                self._free_lines.append(child.line)
 
     def _ignore(self, source: Channel | Output | int) -> None:
-        if source in self._selector.get_map():
+        """Wait for it no longer; harmless for one that is closed, which nobody waits for."""
+        try:
             self._selector.unregister(source)
+        except (KeyError, ValueError):  # it was not registered, or has no descriptor any more
+            pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """What a process is born into and can not shed later."""
-
-    environment: Mapping[str, str]
-    folder: str
-
-    @classmethod
-    def of(cls, env: Mapping[str, str], world: int) -> _Surroundings:
-        """The launcher's environment and the role's own; cores are shared out unless either says otherwise."""
-        environment = {
-            "OMP_NUM_THREADS": str(threads_per_role(world)),
-            **os.environ,
-            **env,
-            # The child must find this package where the launcher did; the role then takes over the exact path.
-            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-        }
-        return cls(environment, os.readlink("/proc/self/cwd"))
+def prepare(world: int) -> None:
+    """Have a template at hand for a crew of so many, before it is needed: it imports while the caller goes on."""
+    obtain(_environment({}, world))
 
 
-@dataclass(frozen=True, slots=True)
-class _Spare:
-    child: Child
-    surroundings: _Surroundings
+def _environment(env: Mapping[str, str], world: int) -> dict[str, str]:
+    """The launcher's environment and the role's own; cores are shared out unless either says otherwise."""
+    return {
+        "OMP_NUM_THREADS": str(threads_per_role(world)),
+        **os.environ,
+        **env,
+        # The child must find this package where the launcher did; the role then takes over the exact path.
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+    }
 
 
 def _sources(child: Child) -> tuple[Channel, Output, Output, int]:
     return child.channel, child.stdout, child.stderr, child.pidfd
-
-
-def _with_job(spec: RoleSpec, rank: int, role: Role, job: int) -> RoleSpec:
-    return replace(spec, rank=rank, job=job, descriptors=dict(role.descriptors))

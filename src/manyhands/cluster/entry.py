@@ -1,4 +1,4 @@
-"""The first file a child runs: tie its life to the launcher's, and only then import anything.
+"""The first file of the template process: tie its life to the launcher's, and only then import anything.
 
 It is run by its path and not with `-m`, which would import the whole package first: seconds during which the
 launcher could die unnoticed.
@@ -13,9 +13,9 @@ import os
 import signal
 import sys
 
-__all__ = ["SPEC_VARIABLE", "die_with_parent", "main"]
+__all__ = ["TEMPLATE_VARIABLE", "die_with_parent", "main"]
 
-SPEC_VARIABLE = "MANYHANDS_ROLE"
+TEMPLATE_VARIABLE = "MANYHANDS_TEMPLATE"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,16 +28,16 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def main() -> int:
-    """Run the role that the environment describes; its exit status, or 2 if this is no launcher's child."""
-    text = os.environ.pop(SPEC_VARIABLE, None)
+    """Be the template that the environment describes, or one of its forks; the exit status, 2 if run by hand."""
+    text = os.environ.pop(TEMPLATE_VARIABLE, None)
     if text is None:
         print("this file is run by the launchers of manyhands.cluster, not by hand", file=sys.stderr)
         return 2
-    die_with_parent(json.loads(text)["parent_pid"], signal.SIGKILL)
-    role = importlib.import_module(
-        "manyhands.cluster.role"
+    die_with_parent(json.loads(text)["launcher_pid"], signal.SIGKILL)
+    forking = importlib.import_module(
+        "manyhands.cluster.forking"
     )  # imports this file in turn, so only now and by name
-    status: int = role.run_role(text)
+    status: int = forking.run_template(text)
     return status
 
 

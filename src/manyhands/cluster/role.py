@@ -2,13 +2,10 @@
 
 In order: start the sentinel, be ready to tell its stacks, take the launcher's module search path, load the job,
 run it, report. Only what is imported here stands between the launcher and the job, so none of it imports torch.
-
-A spare has no job at first. It imports what a job will need, and waits for one to come over its control channel.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import sys
@@ -16,7 +13,7 @@ from collections.abc import Mapping
 
 from manyhands.cluster.board import SIGN_OFFSET, Board
 from manyhands.cluster.context import RoleContext, RoleSpec
-from manyhands.cluster.control import Assigned, Channel, Finished, Message, ProtocolError, Started
+from manyhands.cluster.control import Channel, Finished, Started
 from manyhands.cluster.failure import report
 from manyhands.cluster.job import load
 from manyhands.cluster.sentinel import start_sentinel
@@ -28,26 +25,18 @@ __all__ = ["run_role"]
 _REPORT_TIMEOUT_S = 60.0
 
 
-def run_role(text: str) -> int:
-    """Run the role that `text` describes; 0 if its job returned, 1 if it raised."""
-    spec = RoleSpec.from_text(text)
+def run_role(spec: RoleSpec) -> int:
+    """Run the role that `spec` describes; 0 if its job returned, 1 if it raised."""
     for descriptor in spec.inherited():
         os.set_inheritable(descriptor, False)
     board = Board(spec.board)
     board.sign_on(spec.line)
     start_sentinel(board, spec.line, lifeline=spec.lifeline, parent_pid=spec.parent_pid)
-    if spec.stacks >= 0:
-        answer_with_stacks(spec.stacks)
+    answer_with_stacks(spec.stacks)
     sign.hang_at(board.line_address(spec.line) + SIGN_OFFSET)
     _restore_surroundings(spec)
     channel = Channel(socket.socket(fileno=spec.control), "the launcher")
-    arrived: list[Message] = []
-    if spec.job < 0:
-        for module in spec.modules:
-            importlib.import_module(module)
-        spec, arrived = _await_assignment(channel)
-        _restore_surroundings(spec)
-    return _run(spec, channel, RoleContext(spec, channel, board, arrived))
+    return _run(spec, channel, RoleContext(spec, channel, board))
 
 
 def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
@@ -63,24 +52,6 @@ def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
         channel.send(report(error, context.step), _REPORT_TIMEOUT_S)
         return 1
     return 0
-
-
-def _await_assignment(channel: Channel) -> tuple[RoleSpec, list[Message]]:
-    """What this spare is from now on, and what the launcher has said after that."""
-    messages: list[Message] = []
-    passed: list[int] = []
-    while not messages:
-        if channel.ended:
-            raise SystemExit(0)  # nobody will ever need it
-        more, descriptors = channel.receive_handed()
-        messages += more
-        passed += descriptors
-    for descriptor in passed:
-        os.set_inheritable(descriptor, False)
-    first, *others = messages
-    if not isinstance(first, Assigned):
-        raise ProtocolError(f"a spare was sent {type(first).__name__} before it had a job")
-    return RoleSpec.from_text(first.role).received(passed), others
 
 
 def _restore_surroundings(spec: RoleSpec) -> None:

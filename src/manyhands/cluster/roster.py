@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.cluster.board import Line
-from manyhands.cluster.control import Assigned, Failed, Finished, Message, Note, Stop
+from manyhands.cluster.control import Failed, Finished, Message, Note, Stop
 from manyhands.cluster.control import Started as JobStarted
 from manyhands.cluster.failure import Failure, describe_line
 from manyhands.cluster.member import Exited, Garbled, Heard, Kill, Member, Patience, Phase, watched_s
@@ -174,7 +174,7 @@ class Roster:
                 entry.member.enter(Phase.REPORTED, now_ns)
                 sentence = entry.member.raised(message, self._peer_of, now_ns)
                 entry.failure = Failure(rank=number, sentence=sentence, reported=message)
-            case Stop() | Assigned():
+            case Stop():
                 return self._refuse(number, f"a child may not send {type(message).__name__}", now_ns)
         return []
 

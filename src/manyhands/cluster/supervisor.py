@@ -35,8 +35,6 @@ from manyhands.errors import UserError
 
 __all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
 
-_PREPARED_MODULES = ("torch", "manyhands")
-
 
 @dataclass(frozen=True, slots=True)
 class Hung:
@@ -139,17 +137,6 @@ class Supervisor:
         self._numbers.add(number)
         self._roster.add(number, role.name, pid, time.monotonic_ns())
         return number
-
-    def prepare(
-        self, count: int, *, env: Mapping[str, str] | None = None, modules: Sequence[str] = _PREPARED_MODULES
-    ) -> None:
-        """Start spares until there are `count` for roles with `env`: processes that import `modules` and wait.
-
-        `start` turns a spare into its role when the role's environment and this process's folder are the same, which
-        saves the time to start Python and to import. A spare that fails or dies before is no event; its error is in the
-        output.
-        """
-        self._open_crew().prepare(count, env or {}, modules)
 
     def poll(self, timeout_s: float) -> list[Event | Hung]:
         """What happened, waiting up to `timeout_s` until something has; all output is passed on meanwhile."""

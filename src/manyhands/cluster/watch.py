@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.cluster.board import Line
-from manyhands.cluster.control import Assigned, Failed, Finished, Message, Note, Started, Stop
+from manyhands.cluster.control import Failed, Finished, Message, Note, Started, Stop
 from manyhands.cluster.failure import Failure
 from manyhands.cluster.member import Exited, Garbled, Heard, Kill, Member, Patience, Phase, watched_s
 from manyhands.errors import ManyhandsError
@@ -174,7 +174,7 @@ class Watch:
                 role.enter(Phase.REPORTED, now_ns)
                 sentence = role.raised(message, self._peer_of, now_ns)
                 return self._fail(Failure(rank=rank, sentence=sentence, reported=message), now_ns)
-            case Stop() | Assigned():
+            case Stop():
                 return self._refuse(rank, f"a child may not send {type(message).__name__}", now_ns)
         return []
 

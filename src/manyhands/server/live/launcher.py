@@ -140,7 +140,6 @@ class Launcher:
             self._packed = pack(self._job)
             stack.callback(os.close, self._packed)
             self._do(self._membership.begin())
-            self._prepare_spare()
             while not self._over:
                 self._turn()
             self._finish()
@@ -249,7 +248,6 @@ class Launcher:
             raise ended.failure.error()
         self._missed("died", member, ended.failure.sentence)
         self._tell_membership(changes.Died(member=member))
-        self._prepare_spare()
 
     def _missed(self, event: str, member: int, sentence: str) -> None:
         self._died_at.setdefault(self._what(member), time.monotonic())
@@ -350,9 +348,6 @@ class Launcher:
 
     def _env(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(self._job.threads)}
-
-    def _prepare_spare(self) -> None:
-        self._supervisor.prepare(1, env=self._env(), modules=("torch", "manyhands.server.live.worker"))
 
     def _process_of(self, member: int) -> int:
         return next((process for process, number in self._numbers.items() if number == member), member)

@@ -1,0 +1,223 @@
+"""The template process: it has imported what takes seconds to import and computed nothing, and workers are its forks.
+
+    launcher ──►  role, surroundings, descriptors      ──►  template
+                                                            forks twice: the fork in between ends at once,
+    launcher  ◄── pid, pidfd                           ◄──  so that the launcher is the worker's parent
+
+A fork of a process that has computed is not safe: threads of OpenMP and of CUDA do not come along. So nothing here, and
+nothing that is imported here, may compute. The launcher is a *child subreaper* while it asks, which makes the kernel
+give it the orphan; from then on a worker is a child of the launcher like any other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from manyhands.cluster.context import RoleSpec
+from manyhands.cluster.entry import die_with_parent
+
+__all__ = ["FRAME_BYTES", "MOST_PASSED", "TEMPLATE_NAME", "Request", "TemplateSpec", "run_template"]
+
+FRAME_BYTES = 1 << 20
+MOST_PASSED = 250
+"""Descriptors that fit into one message, short of the kernel's 253."""
+
+TEMPLATE_NAME = b"mh template"
+"""What a list of processes shows."""
+
+_ADOPTED_S = 30.0
+_PR_SET_NAME = 15
+_PID = struct.Struct("=i")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSpec:
+    """What a template is told when it is started."""
+
+    launcher_pid: int
+    control: int
+    """Its end of the socket on which forks are asked for."""
+
+    launcher: int
+    """A descriptor of the launcher's process, which reports its end."""
+
+    modules: tuple[str, ...]
+    path: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """The form in the environment variable."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One fork: the role, and what a process that the launcher started itself would inherit.
+
+    Its output's two pipes and then the role's descriptors, in the order of `RoleSpec.inherited`, come along.
+    """
+
+    role: str
+    """The text of a `RoleSpec`."""
+
+    environment: Mapping[str, str]
+    folder: str
+    umask: int
+    cores: tuple[int, ...]
+    limits: Mapping[str, tuple[int, int]]
+    num_descriptors: int
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Request:
+        """As it is read."""
+        return cls(**json.loads(data))
+
+
+def run_template(text: str) -> int:
+    """Import, then fork whatever is asked for until the launcher is gone; in a fork, the life of its role."""
+    spec = TemplateSpec(**json.loads(text))
+    sys.path[:] = spec.path
+    _show_name(TEMPLATE_NAME)
+    for name in spec.modules:
+        try:
+            importlib.import_module(name)
+        except Exception:  # the worker that needs it fails with the same, and is told of
+            traceback.print_exc()
+    gc.collect()
+    gc.freeze()  # or collecting in a fork would copy what all forks share
+    with socket.socket(fileno=spec.control) as control:
+        born = _serve(control, spec)
+    return _live(*born) if born is not None else 0
+
+
+def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[Request, list[int]] | None:
+    """In the template, None at the end; in a fork, what it is."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(spec.launcher, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if spec.launcher in ready:
+            return None
+        asked = _receive(control)
+        if asked is None:
+            return None
+        request, passed = asked
+        try:
+            pid = _fork_twice()
+        except OSError as error:
+            control.send(json.dumps({"error": f"{error.strerror or error}"}).encode())
+        else:
+            if pid == 0:
+                _await_adoption(spec)
+                os.close(spec.launcher)
+                return request, passed
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [pidfd])
+            os.close(pidfd)
+        for descriptor in passed:
+            os.close(descriptor)
+
+
+def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
+    data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
+    if not data:
+        return None
+    request = Request.from_bytes(data)
+    while len(passed) < request.num_descriptors:
+        more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
+        if not more:
+            return None
+        passed += others
+    for descriptor in passed:
+        os.set_inheritable(descriptor, False)
+    return request, passed
+
+
+def _fork_twice() -> int:
+    """The process id of a grandchild that leads its group and whose parent has ended; 0 in that grandchild."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        worker = -1
+        try:
+            worker = os.fork()
+            if worker == 0:
+                os.close(reader)
+                os.close(writer)
+                return 0
+            os.setpgid(worker, worker)
+        finally:
+            if worker != 0:
+                os.write(writer, _PID.pack(worker))
+                os._exit(0)
+    os.close(writer)
+    told = os.read(reader, _PID.size)
+    os.close(reader)
+    os.waitpid(between, 0)
+    (worker,) = _PID.unpack(told)
+    if worker < 0:
+        raise OSError("no more processes can be made")
+    return int(worker)
+
+
+def _await_adoption(spec: TemplateSpec) -> None:
+    """Wait until the launcher is this worker's parent; leave if it never is."""
+    deadline = time.monotonic() + _ADOPTED_S
+    while os.getppid() != spec.launcher_pid:
+        if time.monotonic() > deadline or select.select([spec.launcher], [], [], 0.0005)[0]:
+            os._exit(1)
+
+
+def _live(request: Request, passed: Sequence[int]) -> int:
+    """Be the role: with its own output, surroundings and random numbers, as a process of its own would be."""
+    stdout, stderr, *inherited = passed
+    spec = RoleSpec.from_text(request.role).received(inherited)
+    for descriptor, number in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    die_with_parent(spec.parent_pid, signal.SIGKILL)
+    _take_surroundings(request)
+    _show_name(spec.name.encode())
+    random.seed()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    role = importlib.import_module("manyhands.cluster.role")
+    status: int = role.run_role(spec)
+    return status
+
+
+def _show_name(name: bytes) -> None:
+    """For those who list processes, and see at most 15 letters of it."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]), 0, 0, 0)
+
+
+def _take_surroundings(request: Request) -> None:
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    os.umask(request.umask)
+    os.sched_setaffinity(0, request.cores)
+    for name, limit in request.limits.items():
+        soft, hard = limit
+        resource.setrlimit(getattr(resource, name), (soft, hard))

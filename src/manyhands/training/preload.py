@@ -1,0 +1,12 @@
+"""Imported by the process that workers are forked from: everything that a worker of any strategy imports.
+
+Nothing here may compute; see `cluster.forking`.
+"""
+
+from __future__ import annotations
+
+from manyhands.registry import STRATEGIES
+
+for _home in STRATEGIES.values():
+    _home.load_value()
+    _home.load_training()
