@@ -1,0 +1,176 @@
+"""Every strategy of the registry through the wiring of `fit`: its numbers, resume, a killed worker, events, refusals.
+
+One row a strategy. A strategy without a row, or a row without a strategy, fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
+from manyhands.errors import UserError, WorkerFailed
+from manyhands.facts import Answer
+from manyhands.observe.events import EventKind
+from manyhands.observe.recorded import read_run_events
+from manyhands.registry import STRATEGIES
+from manyhands.strategy import Strategy
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How one strategy is held to its contract."""
+
+    text: str
+    """With settings for which its numbers are those of one process, where there are any."""
+
+    workers: int = 2
+    optimizer: str = "momentum"
+    refused: str = ""
+    """What `fit` says instead of training."""
+
+
+ROWS = {
+    "single": Row(text="single", workers=1),
+    "mirrored": Row(text="mirrored"),
+    "allreduce": Row(text="allreduce algorithm=ring"),
+    "central": Row(text="central"),
+    "ps": Row(text="ps servers=2"),
+    "hogwild": Row(text="hogwild order=turns"),
+    "local": Row(text="local steps=1", optimizer="sgd"),
+    "tensor": Row(text="tensor", refused="only glove can split dimensions"),
+}
+TRAINABLE = [word for word, row in ROWS.items() if not row.refused]
+
+
+def test_every_strategy_of_the_registry_has_a_row() -> None:
+    assert ROWS.keys() == STRATEGIES.keys()
+
+
+@pytest.mark.parametrize("word", TRAINABLE)
+def test_weights_are_those_of_one_process_where_that_is_promised(word: str) -> None:
+    row = ROWS[word]
+    assert Strategy.parse(row.text).promises.same_numbers.answer is Answer.YES
+    task = make_task(OPTIMIZERS[row.optimizer])
+    run = mh.fit(task, row.text, workers=row.workers, steps=STEPS)
+    assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
+    assert [entry["step"] for entry in run.history.steps] == list(range(1, STEPS + 1))
+    assert run.summary["strategy"] == row.text
+    assert run.summary["samples"] == sum((13, 13, 13, 6)) * 3
+
+
+@pytest.mark.parametrize("word", TRAINABLE)
+def test_run_goes_on_from_its_directory_to_the_weights_of_an_uninterrupted_one(
+    word: str, tmp_path: Path
+) -> None:
+    row = ROWS[word]
+    task = make_task(OPTIMIZERS[row.optimizer])
+    options = mh.Options(checkpoint_every=4)
+    arguments: dict[str, Any] = {"workers": row.workers, "steps": STEPS, "options": options}
+    whole = mh.fit(task, row.text, **arguments)
+    broken = replace(task, loss=breaking_loss(task, after=9))
+    with pytest.raises(Exception, match="on purpose"):
+        mh.fit(broken, row.text, out=tmp_path / "run", **arguments)
+    resumed = mh.fit(task, row.text, out=tmp_path / "run", resume=True, **arguments)
+    assert resumed.summary["resumed_from_step"] in (4, 8)
+    assert same_bits(whole.model.state_dict(), resumed.model.state_dict())
+    assert [entry["step"] for entry in resumed.history.steps] == list(range(1, STEPS + 1))
+
+
+def breaking_loss(task: mh.Task, after: int) -> Any:
+    """The task's loss, which raises in the worker that is asked for its part number `after`."""
+    calls = []
+    plain = task.loss
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(len(calls))
+        if len(calls) > after:
+            raise ArithmeticError("on purpose")
+        return plain(model, batch)
+
+    return loss
+
+
+@pytest.mark.parametrize("word", [word for word in TRAINABLE if word != "single"])
+def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(word: str, tmp_path: Path) -> None:
+    row = ROWS[word]
+    task = make_task(OPTIMIZERS[row.optimizer])
+    mark = tmp_path / "killed"
+    fatal = replace(task, loss=killing_loss(task, mark))
+    promised = Strategy.parse(row.text).promises.worker_dies.answer
+    if promised is Answer.YES:
+        run = mh.fit(fatal, row.text, workers=row.workers, steps=STEPS, out=tmp_path / "run")
+        assert run.summary["recoveries"]
+        assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
+    else:
+        with pytest.raises(WorkerFailed, match=r"worker \d .*was killed by SIGKILL"):
+            mh.fit(fatal, row.text, workers=row.workers, steps=STEPS)
+    assert mark.exists(), "somebody was killed"
+
+
+def killing_loss(task: mh.Task, mark: Path) -> Any:
+    """The task's loss, which kills the first worker that is asked for its fourth part."""
+    calls = []
+    plain = task.loss
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(len(calls))
+        if len(calls) == 4:
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return plain(model, batch)
+
+    return loss
+
+
+@pytest.mark.parametrize("word", TRAINABLE)
+def test_every_worker_records_where_its_time_goes(word: str, tmp_path: Path) -> None:
+    row = ROWS[word]
+    task = make_task(OPTIMIZERS[row.optimizer])
+    run = mh.fit(task, row.text, workers=row.workers, steps=STEPS, out=tmp_path / "run")
+    assert len(run.summary["per_worker"]) == row.workers
+    assert run.path is not None
+    roles = read_run_events(run.path).roles
+    workers = [role for role in roles if role.name.startswith("worker")]
+    assert len(workers) == row.workers
+    for role in workers:
+        kinds = set(role.records["kind"].tolist())
+        assert {EventKind.COMPUTE, EventKind.STEP, EventKind.INPUT} <= kinds, role.name
+
+
+@pytest.mark.parametrize("word", [word for word, row in ROWS.items() if row.refused])
+def test_what_cannot_be_trained_is_refused_before_anything_starts(word: str) -> None:
+    with pytest.raises(UserError, match=ROWS[word].refused):
+        mh.fit(make_task(OPTIMIZERS["sgd"]), ROWS[word].text, workers=2, steps=2)
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_more_workers_than_it_can_have_are_refused(word: str) -> None:
+    most = Strategy.parse(word).most_workers
+    if most is None:
+        return
+    with pytest.raises(UserError, match=f"workers={most + 1}"):
+        mh.fit(make_task(OPTIMIZERS["sgd"]), word, workers=most + 1, steps=2)
+
+
+def test_rows_are_not_changed_by_a_run() -> None:
+    task = make_task(OPTIMIZERS["sgd"])
+    before = copy.deepcopy(task.data)
+    mh.fit(task, "single", steps=3)
+    assert all(map(torch.equal, before, task.data))
