@@ -40,6 +40,7 @@ _NS_PER_S = 1_000_000_000
 _QUIET_NS = 10 * _NS_PER_S  # without an event, once steps have ended
 _QUIET_START_NS = 30 * _NS_PER_S  # before that: models are loaded and compiled
 _QUIET_STEPS = 3  # nor is a run quiet that just takes long steps
+_MAX_ROLES = 512  # who waited for whom is a square of this
 _MAX_STALENESS = 1000  # what is staler counts as this
 _MIN_APPLYING = 0.2  # of the time of the busiest server: below, it is no matter who applies
 _SPLIT = (EventKind.COMPUTE, EventKind.INPUT, EventKind.EXCHANGE, EventKind.WAIT)
@@ -81,12 +82,18 @@ class Gather:
 
     def meet(self, role: int, name: str) -> None:
         """There is a role of this name, as its event file has it: `worker-3` or `server-0`."""
+        if role >= _MAX_ROLES:
+            self.note(
+                f"{role_name(name)} is left out: a view holds the roles 0 to {_MAX_ROLES - 1}, and it is {role}"
+            )
+            return
         self._names[role] = role_name(name)
         if name.startswith("worker"):
             self._totals.widen(role + 1)
 
     def add_events(self, records: Records) -> None:
-        """Events of roles that were met, those of one role in the order they were recorded."""
+        """Events of roles that were met, those of one role in the order they were recorded; others are left out."""
+        records = records[np.isin(records["role"], list(self._names))]
         if not len(records):
             return
         is_worker = np.isin(

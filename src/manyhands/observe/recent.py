@@ -41,7 +41,7 @@ class Recent:
         bins = ((records["start_ns"] + records["duration_ns"]) // np.uint64(_BIN_NS)).astype(np.int64)
         newest = max(int(bins.max()), int(self._bin.max()))
         recent = bins > newest - _BINS
-        self._widen(1 + int(max(records["role"].max(), records["peer"].max())))
+        self._widen(1 + int(records["role"].max()))
         self._forget(newest)
         records, place = records[recent], bins[recent] % _BINS
         self._bin[place] = bins[recent]
@@ -50,6 +50,7 @@ class Recent:
         np.add.at(self._duration_ns, (place, roles, records["kind"]), durations)
         np.add.at(self._events, (place, roles, records["kind"]), 1)
         waits = (records["kind"] == EventKind.WAIT) & (records["peer"] > NOBODY)
+        waits &= records["peer"] < self._roles  # for one who has not been seen is for nobody in particular
         np.add.at(self._wait_for_ns, (place[waits], roles[waits], records["peer"][waits]), durations[waits])
 
     def durations_ns(self, now_ns: int) -> _Counts:

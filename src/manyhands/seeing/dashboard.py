@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from manyhands.seeing.server import PageApp, require_web
 __all__ = ["LOOPBACK", "Dashboard"]
 
 LOOPBACK = "127.0.0.1"
+_log = logging.getLogger("manyhands")
 _START_S = 10.0
 _FAREWELL_S = 3.0
 _STOP_S = 5.0
@@ -100,6 +102,8 @@ class Dashboard:
         self._server.should_exit = True
         self._thread.join(_STOP_S)
         self._socket.close()
+        if self._thread.is_alive():
+            _log.warning("the live page was still answering somebody %.0f s after its end", _STOP_S)
 
 
 def is_loopback(host: str) -> bool:

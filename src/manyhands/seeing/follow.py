@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,6 +29,7 @@ __all__ = ["RunFollower", "read_interleaved"]
 
 _PORTION = 1 << 14  # events that are gathered at once
 _MAX_STEPS = 1 << 20
+_MOST_BYTES = 16 << 20  # of a file of lines that are taken in at once; no line is as long
 
 
 class RunFollower:
@@ -204,19 +205,26 @@ class _LineTail:
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The new whole lines, and whether the file was written anew, so that they are all of its lines."""
+        rows: list[dict[str, Any]] = []
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 anew = status.st_ino != self._inode or status.st_size < self._offset
                 if anew:
                     self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                data = file.read()
+                while whole := self._next_lines(file):
+                    rows += [row for line in whole.splitlines() if (row := self._parse(line)) is not None]
         except OSError:
-            return [], False
-        whole = data[: data.rfind(b"\n") + 1]
+            return rows, False
+        return rows, anew
+
+    def _next_lines(self, file: BinaryIO) -> bytes:
+        """The next whole lines, up to a bound; of a line that is longer than that, as much."""
+        file.seek(self._offset)
+        data = file.read(_MOST_BYTES)
+        whole = data if len(data) == _MOST_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [row for line in whole.splitlines() if (row := self._parse(line)) is not None], anew
+        return whole
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:

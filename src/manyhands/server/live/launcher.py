@@ -168,7 +168,6 @@ class Launcher:
                 case Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
-                    self._places.pop(process, None)  # it is killed at once, and writes nothing more
                     self._tell_membership(changes.Silent(member=member))
                 case Hung(found=found):
                     slot = self._slot_of(found.role)
@@ -290,11 +289,9 @@ class Launcher:
                     for process in [*self._servers, *self._workers.values()]:
                         self._supervisor.tell(process, payload)
                 case StartServer(member=member):
-                    place = min(set(range(len(self._files.server_rings))) - set(self._places.values()))
-                    self._places[member] = place
-                    ring = self._files.server_rings[place]
+                    ring = self._give_place(member)
                     files = {"final": self._files.final, "events": ring.descriptor}
-                    self._start(member, f"server {place}", serve, files)
+                    self._start(member, f"server {self._places[member]}", serve, files)
                 case StartWorker(member=member, slot=slot):
                     self._start(
                         member,
@@ -309,6 +306,7 @@ class Launcher:
                     self._supervisor.tell(process, {"place": {"slot": slot, "member": number}})
                 case Kill(member=member):
                     self._supervisor.kill(self._process_of(member))
+                    self._places.pop(member, None)  # it writes nothing more
                 case Lost(shard=shard, member=member):
                     self._supervisor.tell(member, {"restore": shard})
                 case Recovered(what=what, member=member):
@@ -317,6 +315,15 @@ class Launcher:
                     raise ManyhandsError(sentence)
                 case Over():
                     self._over = True
+
+    def _give_place(self, member: int) -> EventRing:
+        """The first place that no live server has, and its ring."""
+        taken = set(self._places.values())
+        place = next((one for one in range(len(self._files.server_rings)) if one not in taken), None)
+        if place is None:
+            raise ManyhandsError(f"member {member} has no place: all {len(taken)} servers are still there")
+        self._places[member] = place
+        return self._files.server_rings[place]
 
     def _roles(self) -> dict[int, int]:
         return {member: self._files.server_rings[place].role for member, place in self._places.items()}
