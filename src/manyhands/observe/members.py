@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.observe.plain import number, text, whole
 from manyhands.observe.view import Happening
 
 __all__ = ["Members", "ServerPlace"]
 
 _MAX_HAPPENINGS = 200
+_MEMBER = re.compile("[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +46,20 @@ class Members:
         """The newest last."""
         return tuple(self._happenings)
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take in one row; one of an unknown kind is a happening like the others."""
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Take in one row; one of an unknown kind is a happening like the others. False: no run writes such a row."""
         match row:
             case {"event": "layout", "shards": list(shards)}:
-                self._bytes_by_shard = {int(one["shard"]): int(one["bytes"]) for one in shards}
+                sizes = [(_at(one, "shard"), _at(one, "bytes")) for one in shards]
+                found = {shard: size for shard, size in sizes if shard is not None and size is not None}
+                self._bytes_by_shard = found
+                return len(found) == len(shards)
             case {"event": "view", "shards": list(shards), "slots": list(slots)}:
-                self._look(row, shards, slots)
+                return self._look(row, shards, slots)
             case {"event": str(what)}:
-                self._happened(what, row)
+                self._happened(text(what), row)
+                return True
+        return False
 
     def servers(self) -> dict[str, ServerPlace]:
         """What each server keeps, by its name."""
@@ -72,35 +80,46 @@ class Members:
         """Whether the newest view gives this worker's slot to a member."""
         return worker in self._slots
 
-    def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> None:
+    def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
+        names = row.get("names", {})
+        known = [one for one in shards if _at(one, "shard") is not None]
+        if not isinstance(names, Mapping) or len(known) < len(shards):
+            return False
         self.is_known = True
-        self.epoch = int(row.get("epoch", self.epoch))
-        self._names |= {int(member): str(name) for member, name in row.get("names", {}).items()}
-        self._shards = tuple(shards)
-        self._slots = {
-            int(one["slot"]): int(one["member"])
-            for one in slots
-            if one.get("member") is not None and int(one["member"]) >= 0
+        self.epoch = whole(row.get("epoch")) or self.epoch
+        self._names |= {
+            int(member): text(name) for member, name in names.items() if _MEMBER.fullmatch(member)
         }
+        self._shards = tuple(known)
+        held = ((_at(one, "slot"), _at(one, "member")) for one in slots)
+        self._slots = {
+            slot: member for slot, member in held if slot is not None and member is not None and member >= 0
+        }
+        return True
 
     def _happened(self, what: str, row: Mapping[str, Any]) -> None:
-        member = row.get("member")
-        number = member if isinstance(member, int) else -1
-        if row.get("name"):
-            self._started[number] = str(row["name"])
-        who = self._names.get(number) or self._started.get(number) or ""
-        if not who and member is not None:
-            who = f"member {member}"
+        told = whole(row.get("member"))
+        member = -1 if told is None else told
+        if text(row.get("name")):
+            self._started[member] = text(row["name"])
+        who = self._names.get(member) or self._started.get(member) or ""
+        if not who and told is not None:
+            who = f"member {told}"
         if what in ("died", "silent", "left"):
             self._gone.add(who)
         elif what in ("started", "joined", "recovered"):
             self._gone.discard(who)
         self._happenings.append(
             Happening(
-                at_s=float(row.get("at_s") or 0.0),
+                at_s=number(row.get("at_s")) or 0.0,
                 what=what,
                 who=who,
-                sentence=str(row.get("sentence", "")),
-                epoch=int(row.get("epoch", self.epoch)),
+                sentence=text(row.get("sentence")),
+                epoch=whole(row.get("epoch", self.epoch)) or 0,
             )
         )
+
+
+def _at(one: Any, key: str) -> int | None:
+    """A whole number in an entry of a list, or None."""
+    return whole(one.get(key)) if isinstance(one, Mapping) else None
