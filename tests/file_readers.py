@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
 
 __all__ = ["READERS", "Reader"]
 
@@ -275,7 +276,7 @@ def _command(name: str) -> Callable[[Path], object]:
                         audit_command(folder / "run")
                     case _:
                         timeline_command(folder / "run", out=folder / f"timeline.{name}")
-            except SystemExit:
+            except typer.Exit:
                 pass  # its exit status, after it has said all
         return None
 

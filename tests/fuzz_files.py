@@ -83,6 +83,7 @@ def work(name: str, seed: int, cases: range, place: Path | None) -> int:
     from manyhands.errors import ManyhandsError
     from mutation import mutated
 
+    faulthandler.enable()  # what ends a process says where
     reader = READERS[name]
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{name}-", dir=place))
     reader.make(folder)

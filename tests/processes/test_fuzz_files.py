@@ -18,7 +18,17 @@ def test_damaged_files_are_read_or_refused_in_a_sentence() -> None:
     """Thousands more, with kernels that check their bounds: `make soak`, and `python tests/fuzz_files.py`."""
     names = [name for name, reader in READERS.items() if not reader.live and name != "tensorboard"]
     asked = [part for name in names for part in ("--reader", name)]
-    command = [sys.executable, TESTS / "fuzz_files.py", "--here", "--no-bounds", "--seed", "0", "--files", "25", *asked]
+    command = [
+        sys.executable,
+        TESTS / "fuzz_files.py",
+        "--here",
+        "--no-bounds",
+        "--seed",
+        "0",
+        "--files",
+        "25",
+        *asked,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count('"done"') == len(names)

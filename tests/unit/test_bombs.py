@@ -1,5 +1,6 @@
 """Small files that ask for much memory, or hold values of another kind: refused, or left out and told."""
 
+import dataclasses
 import json
 import tracemalloc
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from manyhands.seeing.page import report
 from manyhands.seeing.prometheus import metrics_text
 from manyhands.seeing.source import existing_run
 from manyhands.server import replay
+from manyhands.server.log import LostRow, row_from_json, row_to_json
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
@@ -284,3 +286,21 @@ def test_a_recorded_model_of_absurd_width_is_refused_with_the_figure(
         task = TASKS[name].build(**options, width=width)
         with at_most(100 << 20), pytest.raises(UserError, match="the model of its configuration"):
             replay._require_room(tmp_path, task, record)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 5000, '{"row":' * 5000, '{"row": []}', "1" * 5000, '{"row": "lost"}', "{}", "null", '"x"'],
+    ids=lambda line: line[:12],
+)
+def test_a_line_of_a_log_that_is_none_is_refused(line: str) -> None:
+    with pytest.raises(DataError, match=r"a line of the log|row needs exactly"):
+        row_from_json(line)
+
+
+def test_a_loss_of_absurdly_many_updates_is_refused() -> None:
+    row = LostRow(**{field.name: 0 for field in dataclasses.fields(LostRow)})
+    assert row_from_json(row_to_json(row)) == row
+    for until in (2**25, 10**30, -1):
+        with pytest.raises(DataError, match="none that a run writes"):
+            row_from_json(row_to_json(dataclasses.replace(row, until=until)))
