@@ -358,6 +358,23 @@ def _read_checkpoint(folder: Path) -> object:
     return CheckpointStore(folder / "checkpoints", 3).load()
 
 
+def _read_forged(folder: Path) -> object:
+    """The same with a manifest that vouches for whatever the files now hold, as somebody who forges one would write."""
+    import hashlib
+
+    from manyhands.store.atomic import FileDigest
+    from manyhands.store.manifest import CONTENT_FILES, Manifest
+
+    one = folder / "checkpoints" / "step-00000050"
+    contents = {name: (one / name).read_bytes() for name in CONTENT_FILES}
+    files = {
+        name: FileDigest(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in contents.items()
+    }
+    (one / "manifest.json").write_bytes(Manifest(step=50, score=None, files=files).render())
+    return _read_checkpoint(folder)
+
+
 # ── recorded runs of servers ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -425,6 +442,8 @@ READERS = {
         Reader(name="manifest", make=_manifest, read=_read_manifest, files=("manifest.json",), allowed=(ValueError,)),
         Reader(name="checkpoint", make=_checkpoint, read=_read_checkpoint,
                files=("checkpoints/*/*.safetensors", "checkpoints/*/*.json")),
+        Reader(name="checkpoint-forged", make=_checkpoint, read=_read_forged,
+               files=("checkpoints/*/*.safetensors", "checkpoints/*/state.json")),
         Reader(name="audit", make=_server_run, read=_command("audit"), files=_LOG_FILES, live=True),
         Reader(name="replay", make=_server_run, read=_replay, files=_LOG_FILES, live=True),
     )

@@ -42,15 +42,22 @@ def test_damaged_files_are_read_or_refused_in_a_sentence() -> None:
         ("time.sleep(60)", "Timeout"),
         ("raise ManyhandsError('\\ud800')", "cannot be printed"),
         ("os.abort()", "Aborted"),
+        ("outside(np.zeros(3), 7)", "IndexError"),  # as kernels are compiled for a campaign
     ],
 )
 def test_the_harness_sees(does: str, told: str) -> None:
     script = f"""
 import os, sys, tempfile, time
 from pathlib import Path
+os.environ["NUMBA_BOUNDSCHECK"] = "1"
+import numba
 import numpy as np
 import fuzz_files, file_readers
 from manyhands.errors import ManyhandsError
+
+@numba.njit
+def outside(array, at):
+    return array[np.uint64(at)]
 
 def read(folder):
     if (folder / "sample").read_bytes() != b"good":

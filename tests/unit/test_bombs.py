@@ -161,6 +161,10 @@ def test_rows_of_members_of_another_kind_break_nothing(run: Path, odd: Any) -> N
                     key: odd,
                 }
                 file.write(json.dumps(row) + "\n")
+        shards = [{"shard": 0, "primary": odd, "backup": odd}]
+        file.write(
+            json.dumps({"event": "view", "shards": shards, "slots": [], "names": {"2": "server 0"}}) + "\n"
+        )
         file.write(json.dumps({"event": "died", "sentence": "the last one"}) + "\n")
     page = shown(run)
     assert "the last one" in page

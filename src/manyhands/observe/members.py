@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,9 @@ class Members:
         self._started: dict[int, str] = {}  # as they were when their processes began
         self._gone: set[str] = set()
         self._bytes_by_shard: dict[int, int] = {}
-        self._shards: tuple[Mapping[str, Any], ...] = ()
+        self._shards: tuple[
+            tuple[int, int | None, int | None], ...
+        ] = ()  # with who holds them: primary, backup
         self._slots: dict[int, int] = {}
         self._happenings: deque[Happening] = deque(maxlen=_MAX_HAPPENINGS)
 
@@ -63,14 +65,21 @@ class Members:
 
     def servers(self) -> dict[str, ServerPlace]:
         """What each server keeps, by its name."""
-        places: dict[str, ServerPlace] = {}
-        for name in sorted(name for name in self._names.values() if name.startswith("server")):
-            member = {member for member, other in self._names.items() if other == name}
-            primary = tuple(int(one["shard"]) for one in self._shards if one.get("primary") in member)
-            backup = tuple(int(one["shard"]) for one in self._shards if one.get("backup") in member)
-            num_bytes = sum(self._bytes_by_shard.get(shard, 0) for shard in primary)
-            places[name] = ServerPlace(primary_of=primary, backup_of=backup, num_bytes=num_bytes)
-        return places
+        primary_of: dict[str, list[int]] = defaultdict(list)
+        backup_of: dict[str, list[int]] = defaultdict(list)
+        for shard, primary, backup in self._shards:
+            for holder, kept in ((primary, primary_of), (backup, backup_of)):
+                if holder in self._names:
+                    kept[self._names[holder]].append(shard)
+        return {
+            name: ServerPlace(
+                primary_of=tuple(primary_of.get(name, ())),
+                backup_of=tuple(backup_of.get(name, ())),
+                num_bytes=sum(self._bytes_by_shard.get(shard, 0) for shard in primary_of.get(name, ())),
+            )
+            for name in sorted(set(self._names.values()))
+            if name.startswith("server")
+        }
 
     def is_gone(self, name: str) -> bool:
         """Whether the newest thing told of it is that it died, fell silent or left."""
@@ -82,7 +91,8 @@ class Members:
 
     def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
         names = row.get("names", {})
-        known = [one for one in shards if _at(one, "shard") is not None]
+        held = [(_at(one, "shard"), _at(one, "primary"), _at(one, "backup")) for one in shards]
+        known = tuple((shard, primary, backup) for shard, primary, backup in held if shard is not None)
         if not isinstance(names, Mapping) or len(known) < len(shards):
             return False
         self.is_known = True
@@ -90,10 +100,10 @@ class Members:
         self._names |= {
             int(member): text(name) for member, name in names.items() if _MEMBER.fullmatch(member)
         }
-        self._shards = tuple(known)
-        held = ((_at(one, "slot"), _at(one, "member")) for one in slots)
+        self._shards = known
+        seats = ((_at(one, "slot"), _at(one, "member")) for one in slots)
         self._slots = {
-            slot: member for slot, member in held if slot is not None and member is not None and member >= 0
+            slot: member for slot, member in seats if slot is not None and member is not None and member >= 0
         }
         return True
 
