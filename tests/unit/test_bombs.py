@@ -16,10 +16,13 @@ import file_readers
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Trial
 from manyhands.errors import DataError, UserError
+from manyhands.observe.charts import Series, line_chart
 from manyhands.observe.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
 from manyhands.observe.files import _HEADER, EventFileWriter, read_events
 from manyhands.observe.plain import number, text, whole
 from manyhands.regression import online
+from manyhands.regression.labels import Labels
+from manyhands.regression.model import LogregModel
 from manyhands.regression.training import train_logreg
 from manyhands.seeing.page import report
 from manyhands.seeing.prometheus import metrics_text
@@ -201,6 +204,13 @@ def test_values_are_taken_for_what_they_should_be() -> None:
     assert len(text("x" * 10_000)) == 2000
 
 
+@pytest.mark.parametrize("ys", [(1e-320, 0.0), (-1e308, 1e308), (5e-324, 5e-324), (1e308, 1.0), (0.0, 0.0)])
+def test_vast_and_tiny_values_are_drawn(ys: tuple[float, float]) -> None:
+    drawn = line_chart([Series(name="a", xs=(0, 1), ys=ys)], title="t", x_label="x", y_label="y")
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+
+
 # ── data files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -265,6 +275,14 @@ def test_vectors_that_are_no_numbers_are_refused(tmp_path: Path, content: bytes,
 def test_vast_vectors_have_directions_too() -> None:
     unit = Vectors(["a", "b"], np.array([[1e30, 0.0], [3.0, 4.0]], np.float32)).unit
     assert np.array_equal(unit, np.array([[1, 0], [0.6, 0.8]], np.float32))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, bad: float) -> None:
+    table = np.array([0.5, bad, 1.0], np.float32)
+    LogregModel(table=table, labels=Labels(-1.0, 1.0)).save(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="its weights are not all finite"):
+        LogregModel.load(tmp_path)
 
 
 @pytest.mark.parametrize("count", [b"9" * 5000, b"99999999999999999999999999", b"9223372036854775807", b"-1"])
