@@ -63,7 +63,9 @@ def read(folder):
     if (folder / "sample").read_bytes() != b"good":
         {does}
 
-fuzz_files.LIMIT_S = 1.0
+fuzz_files.LIMIT_S = 3.0
+if "outside" in {does!r}:
+    outside(np.zeros(3), 1)  # compiled before the clock runs
 file_readers.READERS["broken"] = file_readers.Reader(name="broken", make=file_readers._write(b"good"), read=read)
 sys.exit(fuzz_files.work("broken", 0, range(20), Path(tempfile.mkdtemp(dir=sys.argv[1]))))
 """
