@@ -20,15 +20,15 @@ from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
 from manyhands.regression.examples import Examples
+from manyhands.regression.kernels import WIDTHS
 from manyhands.regression.model import LogregModel
-from manyhands.regression.online import OnlineLearner, mean_loss, require_room
+from manyhands.regression.online import SAVING_BYTES, OnlineLearner, mean_loss, require_room
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.spool import Spool, SpooledRows
-from manyhands.strategy import Hogwild, Single, Strategy, Tensor
+from manyhands.strategy import Hogwild, Ps, Single, Strategy, Tensor
 
 __all__ = ["LogregResult", "train_logreg"]
 
-_ROW_BYTES = 16  # of one feature with all that a learner keeps of it
 AfterPass = Callable[[int, float], None]
 
 
@@ -160,6 +160,18 @@ def _here(job: _Job, order: str) -> NDArray[np.float32]:
     return table
 
 
+def _row_bytes(job: _Job) -> int:
+    """All that worker processes, servers and this process keep of one feature, until the model is saved."""
+    width = WIDTHS[job.options.learner]  # the weight and the learner's state
+    if isinstance(job.strategy, Hogwild):
+        kept = width + 2 + 2  # one table for all, two saved passes, the model and its copy
+    else:
+        # Each worker and server has a copy, with a gradient, what is sent of it, and the model that it began with.
+        servers = 1 + job.strategy.replicas if isinstance(job.strategy, Ps) else 0
+        kept = (job.workers + servers) * (width + 3) + 3
+    return 4 * kept + SAVING_BYTES
+
+
 def _spool(job: _Job, spool: Spool) -> SpooledRows:
     """Parse everything into files that the worker processes map."""
     with job.bars.phase("reading", None, "bytes") as phase:
@@ -167,7 +179,7 @@ def _spool(job: _Job, spool: Spool) -> SpooledRows:
             for block in stretch:
                 spool.add(block)
     rows = spool.finish()
-    require_room(rows.size, _ROW_BYTES)
+    require_room(rows.size, _row_bytes(job))
     job.rate = job.options.settled(rows.scale).rate or 0.0
     return rows
 

@@ -23,6 +23,8 @@ _START_S = 10.0
 _FAREWELL_S = 3.0
 _STOP_S = 5.0
 _LOOK_S = 0.01
+_WAITING = 1024
+_MAX_HEADER_BYTES = 16 << 10
 
 
 class Dashboard:
@@ -50,10 +52,12 @@ class Dashboard:
         self._failure: BaseException | None = None
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         shown = f"[{shown}]" if ":" in shown else shown
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/?token={guard.token}"
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/#token={guard.token}"
 
     def __enter__(self) -> Dashboard:
         import uvicorn
+
+        from manyhands.seeing.door import ACCEPTED_AT_ONCE, Door, connections_of, room_here
 
         config = uvicorn.Config(
             self._app,
@@ -63,7 +67,9 @@ class Dashboard:
             lifespan="off",
             ws="none",
             server_header=False,
-            limit_concurrency=64,
+            http=connections_of(Door(room_here())),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -75,6 +81,8 @@ class Dashboard:
                 self.stop()
                 raise ManyhandsError(f"the live page did not start within {_START_S:g} s: {self._failure}")
             time.sleep(_LOOK_S)
+        # Who waits in the kernel's queue takes no descriptor; uvicorn makes it as short as what it accepts at once.
+        self._socket.listen(_WAITING)
         return self
 
     def __exit__(

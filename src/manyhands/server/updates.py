@@ -156,7 +156,7 @@ def read_record(run_path: Path) -> RunRecord:
         raise UserError(
             f"{run_path} has no {_FOLDER}/{_RECORD}: only runs of strategy ps with a run directory are recorded"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, it is not JSON: {error}") from None
     if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (_FORMAT, _VERSION):
         raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
@@ -215,7 +215,7 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
 def _computed_from_json(line: str) -> ComputedRow:
     try:
         table = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"it is not JSON ({error}): {line[:80]!r}") from None
     if isinstance(table, dict):
         table = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
