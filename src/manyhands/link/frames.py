@@ -44,7 +44,7 @@ __all__ = [
     "fresh_bytes",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")

@@ -1,0 +1,75 @@
+"""Where others come in: the listening sockets of a hub, and who may wait behind them for how long a list."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+from collections.abc import Iterator
+from typing import Final, Generic
+
+from manyhands.link import doors
+from manyhands.link.strangers import K, Newcomers, Tally
+
+__all__ = ["Entrance"]
+
+_ACCEPTED_PER_TURN: Final = 32  # then those who are here have theirs
+_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Entrance(Generic[K]):
+    """Doors that an epoll object watches; `newcomers` are those who came in, `away` counts those who had to go."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+        self._doors: dict[int, socket.socket] = {}
+        self._rests = False
+        self.newcomers: Newcomers[K] = Newcomers()
+        self.away = Tally()
+
+    def __contains__(self, descriptor: object) -> bool:
+        return descriptor in self._doors
+
+    def listen(self, address: str) -> str:
+        """Open a door; where others reach it."""
+        door, reached_at = doors.listen(address)
+        self._doors[door.fileno()] = door
+        self._epoll.register(door, select.EPOLLIN)
+        return reached_at
+
+    def accept(self, descriptor: int) -> Iterator[socket.socket]:
+        """Those who wait at a door, up to a share that is fair to others.
+
+        Without descriptors for them, they are left in the kernel's queue until `wake`.
+        """
+        for _ in range(_ACCEPTED_PER_TURN):
+            try:
+                end, _ = self._doors[descriptor].accept()
+            except OSError as error:  # nobody else, or nobody any more
+                if error.errno in _NO_DESCRIPTORS:
+                    self._watch(0)
+                return
+            if doors.same_user(end):
+                end.setblocking(False)
+                yield end
+            else:
+                end.close()
+                self.away.add("a process of another user", None)
+
+    def wake(self) -> K | None:
+        """Watch the doors again if that was given up; who must go, so that there is a descriptor for the next one."""
+        if not self._rests:
+            return None
+        self._watch(select.EPOLLIN)
+        return self.newcomers.oldest()
+
+    def close(self) -> None:
+        """Let nobody in any more; idempotent."""
+        for door in self._doors.values():
+            door.close()
+        self._doors.clear()
+
+    def _watch(self, mask: int) -> None:
+        self._rests = mask == 0
+        for door in self._doors.values():
+            self._epoll.modify(door, mask)
