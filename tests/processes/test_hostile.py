@@ -25,7 +25,7 @@ from manyhands.seeing.report import write_report
 
 pytestmark = pytest.mark.timeout(240)
 
-STEPS = 120
+STEPS = 80
 HELD = 300
 
 

@@ -17,7 +17,7 @@ from manyhands.errors import UserError
 __all__ = ["HOW", "check", "dial", "listen", "same_user", "tune"]
 
 HOW: Final = ("unix", "tcp")
-_BACKLOG: Final = 512
+_BACKLOG: Final = 4096  # the kernel may allow less
 _TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 

@@ -1,4 +1,4 @@
-"""Where others come in: the listening sockets of a hub, and who may wait behind them for how long a list."""
+"""Where others come in: the listening sockets of a hub, and whom it lets through them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Entrance(Generic[K]):
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
         self._doors: dict[int, socket.socket] = {}
-        self._rests = False
+        self._rests = self._lacks_descriptors = False
         self.newcomers: Newcomers[K] = Newcomers()
         self.away = Tally()
 
@@ -37,17 +37,21 @@ class Entrance(Generic[K]):
         self._epoll.register(door, select.EPOLLIN)
         return reached_at
 
-    def accept(self, descriptor: int) -> Iterator[socket.socket]:
+    def accept(self, descriptor: int, now_s: float) -> Iterator[socket.socket]:
         """Those who wait at a door, up to a share that is fair to others.
 
-        Without descriptors for them, they are left in the kernel's queue until `wake`.
+        Where there is no room for them, or no descriptor, they are left in the kernel's queue until `wake`.
         """
         for _ in range(_ACCEPTED_PER_TURN):
+            if not self.newcomers.has_room(now_s):
+                self._watch(0)
+                return
             try:
                 end, _ = self._doors[descriptor].accept()
             except OSError as error:  # nobody else, or nobody any more
                 if error.errno in _NO_DESCRIPTORS:
                     self._watch(0)
+                    self._lacks_descriptors = True
                 return
             if doors.same_user(end):
                 end.setblocking(False)
@@ -61,7 +65,8 @@ class Entrance(Generic[K]):
         if not self._rests:
             return None
         self._watch(select.EPOLLIN)
-        return self.newcomers.oldest()
+        lacked, self._lacks_descriptors = self._lacks_descriptors, False
+        return self.newcomers.oldest() if lacked else None
 
     def close(self) -> None:
         """Let nobody in any more; idempotent."""

@@ -368,9 +368,9 @@ class Hub:
 
     def _open(self, door: int, now_s: float) -> None:
         """Let in those who wait at a door, as far as the handshake."""
-        for end in self._entrance.accept(door):
+        for end in self._entrance.accept(door, now_s):
             connection = self._new(end, expected=None)
-            self._show_out(self._entrance.newcomers.arrived(connection))
+            self._show_out(self._entrance.newcomers.arrived(connection, now_s))
             self._serve(connection, _IN, now_s)  # a member's knock is here already, as a rule
 
     def _show_out(self, connection: Connection | None) -> None:
@@ -389,7 +389,7 @@ class Hub:
             on_pending=lambda pending: epoll.modify(descriptor, _IN | _OUT if pending else _IN),
         )
         self._connections[descriptor] = connection
-        self._vigil.arrived(descriptor, self._clock())
+        self._vigil.arrived(descriptor, self._clock(), waits=expected is not None)
         epoll.register(end, _IN)
         return connection
 
@@ -476,7 +476,7 @@ class Hub:
         handshake = connection.handshake
         reply = handshake.handle(message)
         if isinstance(message, Knock):
-            self._show_out(self._entrance.newcomers.knocked(connection))
+            self._show_out(self._entrance.newcomers.knocked(connection, self._clock()))
         if isinstance(message, Proof) and message.arena:
             connection.use_arenas(connection.take_segment(), end=1)
         if isinstance(reply, Proof) and connection.local and self.settings.arena_bytes:

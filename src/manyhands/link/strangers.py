@@ -14,8 +14,11 @@ from manyhands.link.arrivals import TurnedAway
 
 __all__ = ["Newcomers", "Tally"]
 
-_SILENT_PLACES: Final = 128
+_SILENT_PLACES: Final = 256
 _KNOCKED_PLACES: Final = 256
+_GRACE_S: Final = (
+    0.5  # for a first message: a member's is on its way, but its process may have to wait for a core
+)
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 3600.0
 
@@ -25,23 +28,29 @@ K = TypeVar("K", bound=Hashable)
 class Newcomers(Generic[K]):
     """Accepted connections before their proof, in two rooms; where a room is full, the one who has waited longest goes.
 
-    In the first are those who have said nothing that takes the token. A member leaves it with its first message, which
-    is here as soon as it is accepted, or soon after; so strangers push out each other, however many hold connections or
-    keep coming, and a member only if as many come in the moment between. Then it dials again. In the second room are
-    those who have knocked with a good seal, which a stranger can not make.
+    In the first are those who have said nothing that takes the token, each for a moment of grace at least: while the
+    room is full of such, nobody is accepted, and who comes waits in the kernel's queue, where the first is the next. A
+    member leaves the room with its first message, which is there by then. So strangers push out each other, however
+    many hold connections or keep coming, and a member waits a little longer. In the second room are those who have
+    knocked with a good seal, which a stranger can not make.
     """
 
     def __init__(self, silent: int = _SILENT_PLACES, knocked: int = _KNOCKED_PLACES) -> None:
-        self._rooms: tuple[tuple[dict[K, None], int], ...] = (({}, silent), ({}, knocked))
+        self._rooms: tuple[tuple[dict[K, float], int], ...] = (({}, silent), ({}, knocked))
 
-    def arrived(self, one: K) -> K | None:
-        """Somebody connected; who must go for it."""
-        return self._enter(one, 0)
+    def has_room(self, now_s: float) -> bool:
+        """Whether somebody can be accepted now."""
+        inside, places = self._rooms[0]
+        return len(inside) < places or now_s - next(iter(inside.values())) >= _GRACE_S
 
-    def knocked(self, one: K) -> K | None:
+    def arrived(self, one: K, now_s: float) -> K | None:
+        """Somebody was accepted; who must go for it."""
+        return self._enter(one, 0, now_s)
+
+    def knocked(self, one: K, now_s: float) -> K | None:
         """Its seal was good; who must go for it."""
         self.left(one)
-        return self._enter(one, 1)
+        return self._enter(one, 1, now_s)
 
     def left(self, one: K) -> None:
         """It is gone, or a member now."""
@@ -53,9 +62,9 @@ class Newcomers(Generic[K]):
         inside, _ = self._rooms[0]
         return next(iter(inside), None)
 
-    def _enter(self, one: K, room: int) -> K | None:
+    def _enter(self, one: K, room: int, now_s: float) -> K | None:
         inside, places = self._rooms[room]
-        inside[one] = None
+        inside[one] = now_s
         return next(iter(inside)) if len(inside) > places else None
 
 
@@ -76,7 +85,7 @@ class Tally:
     def add(self, reason: str, claimed: int | None) -> None:
         """Somebody was turned away."""
         self.total += 1
-        self._reason, self._claimed = printable(reason), claimed
+        self._reason, self._claimed = reason, claimed
 
     def due(self, now_s: float) -> TurnedAway | None:
         """What to tell now."""
@@ -85,4 +94,4 @@ class Tally:
         count, self._told = self.total - self._told, self.total
         self._not_before_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return TurnedAway(self._reason, self._claimed, count)
+        return TurnedAway(printable(self._reason), self._claimed, count)
