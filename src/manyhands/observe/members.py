@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.errors import printable
 from manyhands.observe.view import Happening
 
 __all__ = ["Members", "ServerPlace"]
 
 _MAX_HAPPENINGS = 200
+_MAX_SENTENCE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class Members:
                 at_s=float(row.get("at_s") or 0.0),
                 what=what,
                 who=who,
-                sentence=str(row.get("sentence", "")),
+                sentence=printable(str(row.get("sentence", "")).replace("\n", " "), _MAX_SENTENCE),
                 epoch=int(row.get("epoch", self.epoch)),
             )
         )
