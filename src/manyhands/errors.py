@@ -23,6 +23,7 @@ __all__ = [
     "WorkerFailed",
     "format_bytes",
     "nearest",
+    "printable",
 ]
 
 
@@ -106,3 +107,14 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def printable(text: str, at_most: int = 400) -> str:
+    r"""What somebody else said, as one line that a terminal, a file and a page can show: `\x1b[2J` for escapes.
+
+    Control characters, line breaks, marks of direction and lone surrogates are escaped; what is longer is cut.
+    """
+    short = text if len(text) <= at_most else f"{text[:at_most]}…"
+    if short.isprintable():
+        return short
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in short)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from manyhands.errors import printable
+
 __all__ = ["number", "text", "whole"]
 
 _MOST_WHOLE = 1 << 53  # what a float holds exactly, so that no division or drawing of it fails
@@ -33,8 +35,5 @@ def number(value: Any) -> float | None:
 
 
 def text(value: Any) -> str:
-    """A text that can be encoded and printed: 2,000 characters at most, control characters escaped; "" for others."""
-    if not isinstance(value, str):
-        return ""
-    shown = value[:_MOST_TEXT].encode(errors="backslashreplace").decode()
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in shown)
+    """A text as one line that can be shown: 2,000 characters at most, control characters escaped; "" for others."""
+    return printable(value.replace("\n", " "), _MOST_TEXT) if isinstance(value, str) else ""

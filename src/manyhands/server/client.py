@@ -130,6 +130,11 @@ class ClientCore:
         return self._clock
 
     @property
+    def welcomed_epoch(self) -> int | None:
+        """The epoch of the view whose every primary has welcomed this worker; None while one has not."""
+        return self._view_epoch if all(shard.welcome for shard in self._shards) else None
+
+    @property
     def waiting_for(self) -> tuple[int, ...]:
         """The shards whose answer is awaited, for whoever must say why nothing happens."""
         if self._left:

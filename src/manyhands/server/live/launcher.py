@@ -40,6 +40,7 @@ from manyhands.server.changes import (
 from manyhands.server.client import Reason
 from manyhands.server.live.job import Job, view_payload
 from manyhands.server.live.losses import LossBook
+from manyhands.server.live.recoveries import Recoveries
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
@@ -125,6 +126,7 @@ class Launcher:
             )
         )
         self._losses = LossBook()
+        self._recoveries = Recoveries()
         self._outcome = Outcome()
         self._addresses: dict[int, str] = {}
         self._servers: set[int] = set()  # that have joined
@@ -232,6 +234,8 @@ class Launcher:
             self._tell_membership(changes.Joined(member=member))
         elif "installed" in said:
             self._tell_membership(Installed(**said["installed"]))
+        elif "welcomed" in said:
+            self._say_recovered(self._recoveries.welcomed(member, said["epoch"]))
         elif "fenced" in said:
             self._tell("fenced", member, sentence=said["sentence"])
             self._tell_membership(changes.Rejoin(member=member))
@@ -308,12 +312,14 @@ class Launcher:
                     self._supervisor.kill(self._process_of(member))
                     self._places.pop(member, None)  # it writes nothing more
                 case Lost(shard=shard, member=member):
+                    self._recoveries.restored(self._membership.view.epoch)
                     self._supervisor.tell(member, {"restore": shard})
                 case Recovered(what=what, member=member):
-                    self._recovered(what, member)
+                    self._say_recovered(self._recoveries.found(what, member))
                 case Fail(sentence=sentence):
                     raise ManyhandsError(sentence)
                 case Over():
+                    self._say_recovered(self._recoveries.over())
                     self._over = True
 
     def _give_place(self, member: int) -> EventRing:
@@ -347,11 +353,12 @@ class Launcher:
             }
         )
 
-    def _recovered(self, what: str, member: int) -> None:
-        seconds = time.monotonic() - self._died_at.pop(what, time.monotonic())
-        self._outcome.recoveries.append({"what": what, "seconds": seconds})
-        sentence = f"{what} is whole again after {seconds:.2f} s, with member {member}"
-        self._tell("recovered", member, what=what, seconds=seconds, sentence=sentence)
+    def _say_recovered(self, recovered: list[tuple[str, int]]) -> None:
+        for what, member in recovered:
+            seconds = time.monotonic() - self._died_at.pop(what, time.monotonic())
+            self._outcome.recoveries.append({"what": what, "seconds": seconds})
+            sentence = f"{what} is whole again after {seconds:.2f} s, with member {member}"
+            self._tell("recovered", member, what=what, seconds=seconds, sentence=sentence)
 
     def _start(
         self, member: int, name: str, target: Callable[..., Mapping[str, Any]], files: Mapping[str, int]

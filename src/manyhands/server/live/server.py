@@ -102,6 +102,7 @@ class _Server:
         self._shared_with: set[tuple[int, int]] = set()
         self._outgoing: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
         self._dialled: set[int] = set()
+        self._met: set[int] = set()  # that are connected
         self._view: View | None = None
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
@@ -145,14 +146,18 @@ class _Server:
                 case Shared(segment=segment, tag=tag):
                     self._gradients.add_area(tag, segment)
                 case Joined(member=member):
+                    self._met.add(member)
                     for unsent in self._unsent.pop(member, []):
                         self._deliver(member, *unsent)
-                case Lost(member=member):
+                case Lost(member=member, reason=reason):
+                    if member in self._dialled and member not in self._met:
+                        self._context.send({"note": f"{self._context.name}: member {member} {reason}"})
                     self._forget(member)
                 case Ready():
                     self._attend()
-                case TurnedAway(reason=reason):
-                    self._context.send({"note": f"{self._context.name} turned somebody away: {reason}"})
+                case TurnedAway(reason=reason, count=count):
+                    whom = "somebody away:" if count == 1 else f"{count} away, the last of them:"
+                    self._context.send({"note": f"{self._context.name} turned {whom} {reason}"})
 
     def _receive(self, event: Received) -> None:
         begin_ns = self._records.began(event.message)
@@ -180,6 +185,7 @@ class _Server:
     def _forget(self, member: int) -> None:
         """Let go of what belongs to a connection that has ended."""
         self._dialled.discard(member)
+        self._met.discard(member)
         self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
         for to, shard in [key for key in self._outgoing if key[0] == member]:
             del self._outgoing[to, shard]
@@ -200,6 +206,9 @@ class _Server:
             for place in view.shards:
                 if place.primary == self._member:
                     self._restore(place.shard, self._job.resume_version)
+        for member in self._dialled - addresses.keys():
+            self._dialled.discard(member)
+            self._hub.hang_up(member)
         for member, address in addresses.items():
             if member < self._member and member not in self._dialled:
                 self._dialled.add(member)
@@ -438,6 +447,9 @@ class _Server:
 
     def _leave(self) -> dict[str, Any]:
         """Leave the parameters where the launcher finds them."""
+        if self._hub.turned_away > 1:
+            sentence = f"{self._context.name} turned {self._hub.turned_away} away in all"
+            self._context.send({"note": sentence})
         final = Segment.attach(os.dup(self._context.descriptor("final")))
         shards = []
         with final:

@@ -31,7 +31,16 @@ from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.records import message_number, wire_of_link
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.worker_tables import WorkerTables
-from manyhands.server.messages import Parameters, Push, ReadRows, RowsUnknown, RowValues, View, Work
+from manyhands.server.messages import (
+    Parameters,
+    Push,
+    ReadRows,
+    RowsUnknown,
+    RowValues,
+    View,
+    Welcome,
+    Work,
+)
 from manyhands.server.updates import ComputedRow, Recorder
 from manyhands.store.tensorfile import encode_tensors
 
@@ -142,6 +151,7 @@ class _Turn:
         self._hub.register(context.control_fileno())
         self._unsent: defaultdict[int, list[Send]] = defaultdict(list)
         self._dialled: set[int] = set()
+        self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
         self._computing: Compute | None = None
         self._left: Leave | None = None
@@ -197,14 +207,20 @@ class _Turn:
                     if isinstance(message, Parameters):
                         self._waited_for = message.waited_for  # of the last shard to answer
                     self._do(self._core.handle(message, member))
+                    if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
+                        self._context.send(
+                            {"welcomed": self._core.member, "epoch": self._core.welcomed_epoch}
+                        )
                     event.release()
                 case Joined(member=member):
+                    self._unreached.pop(member, None)
                     if self._job.strategy.link == "shared":
                         self._hub.share(member, self._body.area.segment, self._core.member)
                     for send in self._unsent.pop(member, []):
                         self._send(send)
-                case Lost(member=member):
+                case Lost(member=member, reason=reason):
                     self._dialled.discard(member)
+                    self._unreached[member] = reason
                     self._body.tables.forget(member)
         again, self._again = self._again, []
         for shard in again:
@@ -213,8 +229,10 @@ class _Turn:
         waited_s = (time.monotonic_ns() - self._heard_ns) / 1e9
         if waited_s > self._job.timeout_s:
             shards = ", ".join(f"shard {shard}" for shard in self._core.waiting_for)
+            why = "".join(f"; member {member}: {reason}" for member, reason in self._unreached.items())
             raise PeerTimeout(
-                f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}", peer=-1
+                f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}{why}",
+                peer=-1,
             )
 
     def _show_wait(self) -> None:
@@ -225,6 +243,10 @@ class _Turn:
 
     def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
         self._latest = view
+        for member in (self._dialled | self._unreached.keys()) - addresses.keys():
+            self._dialled.discard(member)
+            self._unreached.pop(member, None)
+            self._hub.hang_up(member)
         for member, address in addresses.items():
             if member not in self._dialled:
                 self._dialled.add(member)
