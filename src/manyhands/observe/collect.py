@@ -58,6 +58,7 @@ class Collector:
         self._interval_s = interval_s
         self._wall_offset_ns = wall_offset_ns
         self._files: dict[str, EventFileWriter] = {}
+        self._refusal = ""
         self._workers = len(roles) if workers is None else workers
         self._totals = Totals(self._workers)
         # Two locks, so that a view which asks for a snapshot never waits for a disk.
@@ -115,6 +116,7 @@ class Collector:
             for name, ring in self._rings.items()
             if ring.dropped
         ]
+        losses += [self._refusal] if self._refusal else []
         return losses + [file.note for file in self._files.values() if file.note]
 
     def close(self) -> None:
@@ -156,6 +158,8 @@ class Collector:
                     max_bytes=self._max_file_bytes,
                     wall_offset_ns=self._wall_offset_ns,
                 )
+        except OSError as error:  # files that are there go on
+            self._refusal = f"events of some roles are not kept: {directory} took no file ({error.strerror})"
         except BaseException:
             self._close_files()
             raise
