@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from manyhands.errors import DataError, UserError
 from manyhands.server.log import Row, row_from_json, row_to_json
-from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_json
+from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
 from manyhands.store.lines import LineFile
 
 __all__ = [
@@ -224,7 +224,7 @@ def write_record(run_path: Path, record: RunRecord) -> None:
     """Write run.json, before anything else of the run; WriteFailed where the disk does not take it."""
     folder = run_path / _FOLDER
     try:
-        folder.mkdir(exist_ok=True)
+        make_directory(folder)
     except OSError as error:
         raise WriteFailed(f"{folder} could not be made: {reason(error)}") from error
     write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **asdict(record)})

@@ -24,6 +24,7 @@ from manyhands.errors import ManyhandsError, UserError
 __all__ = [
     "FileDigest",
     "WriteFailed",
+    "make_directory",
     "reason",
     "render_json",
     "sync_directory",
@@ -80,6 +81,17 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing, so that their names survive a power failure."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_directory(folder.parent)
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:

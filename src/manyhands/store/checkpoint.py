@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from manyhands.errors import CorruptCheckpoint, NonFinite, UserError, format_bytes
-from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_synced
+from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_synced
 from manyhands.store.manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -191,9 +191,7 @@ class CheckpointStore:
         return best(self._entries())
 
     def _prepare(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            sync_directory(self.folder.parent)
+        make_directory(self.folder)
         self._sweep()
 
     def _install(self, writing: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from manyhands.store.atomic import WriteFailed, reason, write_all
+from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_all
 
 __all__ = ["Backlog", "LineFile"]
 
@@ -31,6 +31,7 @@ class LineFile:
         """Of the whole file, those of earlier lives included; counted from the first `append` on."""
 
         self._descriptor: int | None = None
+        self._is_named = False
 
     def append(self, line: bytes) -> None:
         """Add one line, its end included; WriteFailed leaves the file as it was before."""
@@ -52,6 +53,9 @@ class LineFile:
         if self._descriptor is not None:
             try:
                 os.fsync(self._descriptor)
+                if not self._is_named:  # a new file's name is in the directory's own keeping
+                    sync_directory(self.path.parent)
+                    self._is_named = True
             except OSError as error:
                 raise WriteFailed(f"{self.path} could not be synced: {reason(error)}") from error
 

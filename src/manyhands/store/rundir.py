@@ -22,7 +22,14 @@ from types import TracebackType
 from typing import Any
 
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
-from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_atomically, write_json
+from manyhands.store.atomic import (
+    WriteFailed,
+    make_directory,
+    reason,
+    sync_directory,
+    write_atomically,
+    write_json,
+)
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import LineFile
@@ -66,7 +73,7 @@ class RunDirectory:
         fingerprint(config)
         _require_free(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directory(path)
         except OSError as error:
             raise UserError(f"{path} can not be made: {reason(error)}") from error
         lock = RunLock(path / _LOCK)
