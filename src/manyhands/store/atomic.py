@@ -85,13 +85,12 @@ def sync_directory(path: Path) -> None:
 
 def make_directory(path: Path) -> None:
     """Make a directory and those above it that are missing, so that their names survive a power failure."""
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
-        sync_directory(folder.parent)
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
