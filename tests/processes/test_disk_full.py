@@ -48,7 +48,15 @@ def await_lines(file: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ps servers=2 consistency=async", "ps servers=2 replicas=1", "mirrored"]
+    "strategy",
+    [
+        "single",
+        "ps servers=2 replicas=1",
+        pytest.param("ps servers=2 consistency=async", marks=pytest.mark.soak),
+        pytest.param("ps consistency=bounded:2 link=tcp", marks=pytest.mark.soak),
+        pytest.param("mirrored", marks=pytest.mark.soak),
+        pytest.param("hogwild order=locked", marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_goes_on_when_its_disk_is_full(
     strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

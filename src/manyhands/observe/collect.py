@@ -7,6 +7,7 @@ full ring, a full file nor a full disk stops a run: what is lost is counted, and
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ DEFAULT_MAX_BYTES = 256 << 20
 """What the event files of one run may take on disk together: four million events."""
 
 _STOP_TIMEOUT_S = 10.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Collector:
@@ -158,9 +160,10 @@ class Collector:
                     max_bytes=self._max_file_bytes,
                     wall_offset_ns=self._wall_offset_ns,
                 )
-        except OSError as error:  # files that are there go on
-            self._refusal = f"events of some roles are not kept: {directory} took no file ({error.strerror})"
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _FULL:  # the files that are there go on
+                self._refusal = f"{directory} took no more files ({error.strerror}): some events are not kept"
+                return
             self._close_files()
             raise
 
