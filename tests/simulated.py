@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.audit import audit
+from manyhands.server.audit import Evidence, Verdict, audit
 from manyhands.server.server import ServerCore
 from manyhands.simulate import (
     ComputeModel,
@@ -18,6 +18,7 @@ from manyhands.simulate import (
     draw_faults,
     simulate,
 )
+from manyhands.simulate.models import LedgerStore
 
 STEPS = 30
 
@@ -73,8 +74,15 @@ def complaints(spec: SimulationSpec, make_server: MakeServer | None = None) -> l
     except ManyhandsError as error:
         return [str(error)]
     found = witness.complaints(run)
-    audited = audit(run.written, spec.policy, spec.steps)
+    ended = {
+        shard: len(store.groups) for shard, store in enumerate(run.stores) if isinstance(store, LedgerStore)
+    }
+    audited = audit(run.written, spec.policy, spec.steps, Evidence(versions=ended))
     found += [f"audit: {violation.sentence}" for violation in audited.violations]
+    found += [f"audit: {sentence}" for sentence in audited.missing]
+    wanted = Verdict.RESTORED if witness.lost_replicas else Verdict.COMPLETE
+    if not found and audited.verdict is not wanted:
+        found.append(f"audit: it is {audited.words}, and should be {wanted.value}")
     if spec.replicas and witness.lost_replicas:
         found.append("a shard was lost, although no server died before the last death was made good")
     return found

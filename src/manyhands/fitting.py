@@ -32,11 +32,14 @@ from manyhands.server.live.training import (
     ResumePoint,
     ServerTraining,
     TrainingRequest,
+    forget_after,
     resume_point,
     server_summary,
 )
-from manyhands.store.checkpoint import Loaded, NoCheckpoint
+from manyhands.store.atomic import WriteFailed
+from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
+from manyhands.store.lines import Backlog
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Hogwild, Ps, Single, Strategy
 from manyhands.task import Task
@@ -87,9 +90,17 @@ def fit(
         _advise(request, model)
         directory, start, point = _open_directory(request, model, out, resume)
         if directory is not None:
-            stack.enter_context(directory)
+            stack.callback(_close, directory)
         session = _Session(request, model, directory, start, point)
         return session.train()
+
+
+def _close(directory: RunDirectory) -> None:
+    """Let go of the directory; that the last rows may not be synced is no reason to give up what was trained."""
+    try:
+        directory.close()
+    except WriteFailed as error:
+        _log.warning("%s", error)
 
 
 def _advise(request: Request, model: nn.Module) -> None:
@@ -120,7 +131,8 @@ def _open_directory(
             raise UserError(f"{out} can not be resumed: {conflict}")
         if isinstance(request.strategy, Ps):
             point = _server_resume_point(request.strategy, directory, config)
-            directory.metrics.truncate_after(point.batches if point is not None else 0)
+            forget_after(directory.path, point)
+            directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
             return directory, None, point
         try:
             start = directory.checkpoints().load()
@@ -166,6 +178,9 @@ class _Session:
         self._notes = [f"{damage}" for damage in start.skipped] if start is not None else []
         sharing = sharing_sentence(request.plan.device, request.workers)
         self._notes += [sharing] if sharing is not None else []
+        if directory is not None:
+            self._metrics = Backlog(directory.metrics.append)
+            self._members = Backlog(directory.append_member)
 
     def train(self) -> Run:
         """Run the strategy and put everything in its place."""
@@ -185,14 +200,17 @@ class _Session:
             raise
         summary = self._summarise(result, observed, time.monotonic() - began)
         if self._directory is not None:
-            self._directory.write_summary(summary)
+            try:
+                self._directory.write_summary(summary)
+            except WriteFailed as error:
+                self._say(str(error))  # the notes of the summary at hand have it
         path = self._directory.path if self._directory is not None else None
         return Run(model=self._model, history=self._history, summary=summary, path=path)
 
     def _train_here(self) -> tuple[dict[str, Any], dict[str, Any]]:
         with EventRing.create(role=0) as ring, self._collector({"worker-0": ring}) as collector:
             with self._view(collector):
-                around = _Here(ring, self._take_rows)
+                around = _Here(ring, self._hear)
                 trainer = Trainer(self._request.plan, SingleExchange(), around, self._checkpoints())
                 trained = trainer.run(self._start)
             self._model = trained.model.cpu()
@@ -234,7 +252,7 @@ class _Session:
             with self._collector(rings) as collector:
                 cluster = LocalCluster(
                     roles,
-                    on_note=lambda _rank, payload: self._take_rows(rows.add(payload["rows"])),
+                    on_note=lambda _rank, payload: self._hear(payload, rows),
                     on_failure=files.group.abort,
                     watched=_watched(options, files.rings),
                 )
@@ -275,6 +293,7 @@ class _Session:
             collector = stack.enter_context(self._collector(rings, len(training.rings)))
             with self._view(collector):
                 outcome = training.run(
+                    known=self._history,
                     on_rows=self._take_rows,
                     on_event=self._take_event,
                     commands=options.commands,
@@ -286,13 +305,13 @@ class _Session:
             ]
             self._model = training.model()
             metrics = training.evaluate(self._model)
-            if metrics is not None:
-                steps = request.plan.steps
+            steps = request.plan.steps
+            if metrics is not None and all(row["step"] != steps for row in self._history.evaluations):
                 self._take_rows([{"step": steps, "metrics": metrics, "at_s": outcome.seconds}])
             if self._directory is not None:
                 snapshot = training.checkpoint((metrics or {}).get("evaluation_loss"))
                 if snapshot is not None:
-                    self._checkpoints().save(snapshot)
+                    self._save(snapshot)
         self._notes += outcome.notes
         result = {
             "steps_done": request.plan.steps,
@@ -315,11 +334,34 @@ class _Session:
             return None
         return self._directory.checkpoints(self._request.options.keep_checkpoints)
 
+    def _hear(self, payload: Mapping[str, Any], order: RowsInOrder | None = None) -> None:
+        """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
+        self._take_rows(order.add(payload["rows"]) if order is not None else payload["rows"])
+        if "note" in payload:
+            self._say(payload["note"])
+
+    def _say(self, sentence: str) -> None:
+        """Tell the user now, and again in the summary."""
+        self._notes.append(sentence)
+        _log.warning("%s", sentence)
+
+    def _save(self, snapshot: Snapshot) -> None:
+        """Write the last checkpoint of a run; a full disk costs that and not what was trained."""
+        try:
+            self._checkpoints().save(snapshot)
+        except WriteFailed as error:
+            self._say(str(error))
+
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
         self._history.extend(rows)
         if self._directory is not None:
             for row in rows:
-                self._directory.metrics.append(row)
+                self._keep(self._metrics, row)
+
+    def _keep(self, log: Backlog[Any], record: Any) -> None:
+        sentence = log.add(record)
+        if sentence is not None:
+            self._say(sentence)
 
     def _resumed_from(self) -> int | None:
         if self._point is not None:
@@ -329,7 +371,7 @@ class _Session:
     def _take_event(self, event: Mapping[str, Any]) -> None:
         """Something happened to a member: keep it, and say it where it is more than a start."""
         if self._directory is not None:
-            self._directory.append_member(event)
+            self._keep(self._members, event)
         if "sentence" in event:
             _log.warning(event["sentence"])
 
@@ -380,13 +422,9 @@ def _watched(options: Options, rings: Sequence[EventRing]) -> Watched:
 class _Here:
     """The surroundings of the plain loop, in the caller's own process."""
 
-    def __init__(self, ring: EventRing, take_rows: Callable[[list[dict[str, Any]]], None]) -> None:
+    def __init__(self, ring: EventRing, hear: Callable[[dict[str, Any]], None]) -> None:
         self.record = ring.record
-        self._take_rows = take_rows
-
-    def note(self, payload: dict[str, Any]) -> None:
-        """Straight into the history."""
-        self._take_rows(payload["rows"])
+        self.note = hear
 
     def mark(self, step: int, state: State) -> None:
         """Nobody waits for a single worker."""

@@ -72,7 +72,7 @@ def test_a_paused_worker_is_fenced_and_comes_back(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         _await(lambda: any(event["event"] == "fenced" for event in events(out)))
         running.stop()
-    _audit(out)
+    _audit(out, "incomplete")
 
 
 @pytest.mark.soak
@@ -99,7 +99,7 @@ def test_without_a_replica_a_server_goes_on_from_its_snapshot_and_says_what_was_
         run = mh.fit(task, "ps servers=2 consistency=async", workers=2, steps=400, out=out, options=options)
     assert any(event["event"] == "recovered" for event in events(out))
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
-    _audit(out)
+    _audit(out, "restored")
 
 
 def test_a_killed_run_resumes_to_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
@@ -155,13 +155,12 @@ def _joined(out: Path) -> list[dict[str, Any]]:
     return [event for event in events(out) if event["event"] == "joined"]
 
 
-def _audit(out: Path) -> None:
-    from typer.testing import CliRunner
+def _audit(out: Path, verdict: str = "complete") -> None:
+    from manyhands.server.audit_files import audit_run
 
-    from manyhands.cli.main import app
-
-    result = CliRunner().invoke(app, ["audit", str(out)])
-    assert result.exit_code == 0, f"{result.output}\n{[json.dumps(event) for event in events(out)]}"
+    found = audit_run(out).found
+    told = [*(violation.sentence for violation in found.violations), *found.missing]
+    assert found.verdict.value == verdict, f"{told[:5]}\n{[json.dumps(event) for event in events(out)]}"
 
 
 def _await(condition: Any, within_s: float = 100.0) -> None:

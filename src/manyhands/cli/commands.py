@@ -111,11 +111,16 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(json_file: Path | None, value: Mapping[str, Any]) -> None:
-    """Write a summary where one was asked for."""
-    from manyhands.store.atomic import render_json
+    """Write a summary where one was asked for, whole or not at all; WriteFailed names a disk that does not take it."""
+    from manyhands.store.atomic import render_json, write_atomically
 
-    if json_file is not None:
-        json_file.write_bytes(render_json(value, json_file.name, indent=2))
+    if json_file is None:
+        return
+    content = render_json(value, json_file.name, indent=2)
+    if json_file.exists() and not json_file.is_file():  # a pipe or a terminal
+        json_file.write_bytes(content)
+    else:
+        write_atomically(json_file, [content])
 
 
 def fresh_directory(name: str) -> Path:

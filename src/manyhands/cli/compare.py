@@ -117,6 +117,7 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     from manyhands.compare.narrate import paragraph
     from manyhands.compare.report import Made, report
     from manyhands.compare.table import measures_table, promises_table
+    from manyhands.store.atomic import write_atomically
 
     sentences = paragraph(found.figures, conditions)
     made = Made(
@@ -127,7 +128,7 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     )
     out.mkdir(parents=True, exist_ok=True)
     path = out / _REPORT
-    path.write_text(report(found.figures, sentences, made))
+    write_atomically(path, [report(found.figures, sentences, made).encode()])
     figures = {
         "task": task,
         "command": made.command,

@@ -161,11 +161,11 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     except ManyhandsError:
         _report(out)  # it shows what went wrong, and to whom
         raise
-    write_json(common.json_file, run.summary)
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
     _report(out)
+    write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
 def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int | None]:

@@ -29,6 +29,7 @@ from manyhands.loop.script import Script, run_script
 from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
 from manyhands.observe.ring import EventRing
+from manyhands.store.atomic import WriteFailed
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.version import __version__
@@ -88,7 +89,10 @@ def launch(
             **observed,
         }
         if directory is not None:
-            directory.write_summary(summary)
+            try:
+                directory.write_summary(summary)
+            except WriteFailed as error:  # the script has done its work
+                summary["notes"] = [*summary["notes"], str(error)]
         return summary
 
 

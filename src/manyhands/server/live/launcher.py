@@ -89,6 +89,12 @@ class Outcome:
     shards: list[dict[str, Any]] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    recorded: dict[str, int] = field(default_factory=dict)
+    """Files of updates/ that were written to the end, and how many rows each has."""
+
+    unrecorded: list[str] = field(default_factory=list)
+    """A sentence for each file whose recording ended before."""
+
     seconds: float = 0.0
 
 
@@ -106,6 +112,7 @@ class Launcher:
         workers: int,
         files: RunFiles,
         *,
+        losses: LossBook,
         on_rows: Callable[[list[dict[str, Any]]], None],
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
@@ -125,7 +132,7 @@ class Launcher:
                 can_restore=job.run_path is not None,
             )
         )
-        self._losses = LossBook()
+        self._losses = losses
         self._recoveries = Recoveries()
         self._outcome = Outcome()
         self._addresses: dict[int, str] = {}
@@ -223,7 +230,9 @@ class Launcher:
             if row is not None:
                 self._on_rows([row])
         elif "evaluation" in said:
-            self._on_rows([{**said["evaluation"], "at_s": time.monotonic() - self._began}])
+            row = self._losses.add_evaluation(said["evaluation"], time.monotonic() - self._began)
+            if row is not None:
+                self._on_rows([row])
         elif "joined" in said:
             if "address" in said:
                 self._addresses[member] = said["address"]
@@ -242,8 +251,13 @@ class Launcher:
         elif "left" in said:
             self._tell_membership(changes.Finished(member=member, reason=Reason[said["reason"]]))
         elif "note" in said:
-            self._outcome.notes.append(said["note"])
+            self._take_note(said)
             self._tell("note", member, sentence=said["note"])
+
+    def _take_note(self, said: Mapping[str, Any]) -> None:
+        self._outcome.notes.append(said["note"])
+        if said.get("ends_recording"):
+            self._outcome.unrecorded.append(said["note"])
 
     def _tell(self, event: str, member: int, **details: Any) -> None:
         at_s = time.monotonic() - self._began if self._began else 0.0
@@ -408,7 +422,7 @@ class Launcher:
             if isinstance(event, Interrupted):
                 raise as_exception(event.signal)
             if isinstance(event, Said) and "note" in event.payload:
-                self._outcome.notes.append(event.payload["note"])
+                self._take_note(event.payload)
             if isinstance(event, Ended):
                 self._servers.discard(event.member)
                 if event.payload is not None:
@@ -424,6 +438,7 @@ class Launcher:
         for name in self._outcome.totals:
             self._outcome.totals[name] += payload.get(name, 0)
         self._outcome.shards += payload.get("shards", [])
+        self._outcome.recorded |= payload.get("recorded", {})
 
 
 def new_token() -> str:

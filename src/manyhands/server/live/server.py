@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from manyhands.server.live.records import ServerRecords
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
-from manyhands.server.log import LostRow, Row, StepRow, row_to_json
+from manyhands.server.log import LostRow, StepRow
 from manyhands.server.messages import (
     Forward,
     Install,
@@ -53,6 +52,7 @@ from manyhands.server.messages import (
 )
 from manyhands.server.server import ServerCore
 from manyhands.server.store import Contribution, ShardStore
+from manyhands.server.updates import ShardRecorder
 from manyhands.store.atomic import WriteFailed
 
 __all__ = ["serve"]
@@ -89,7 +89,7 @@ class _Server:
         self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp", home=self._home)
         self._published: dict[int, int] = {}  # by shard, the version that was last copied home
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
-        self._logs = _Logs(job.run_path, self._member)
+        self._logs = ShardRecorder(job.run_path, self._member)
         self._snapshots = ShardSnapshots(job.run_path, job.keep_checkpoints)
         self._stack = ExitStack()
         if self._home is not None:
@@ -106,6 +106,7 @@ class _Server:
         self._view: View | None = None
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
+        self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
         self._finished = False
@@ -276,7 +277,7 @@ class _Server:
                 case Drop(shard=shard, slot=slot, clock=clock):
                     self._gradients.drop(shard, slot, clock)
                 case Log(row=row):
-                    self._logs.write(row)
+                    self._note(self._logs.write(row), ends_recording=True)
                     if isinstance(row, StepRow):
                         self._staleness[row.shard].update(update.staleness for update in row.updates)
                         if self._is_primary(row.shard):  # a backup takes every step once more
@@ -409,6 +410,7 @@ class _Server:
         core = self._core.replicas[shard]
         begin_ns = time.monotonic_ns()
         self._context.mark(core.core.version, State.SAVING)
+        self._note(self._logs.sync(shard), ends_recording=True)  # on the disk before what follows from it
         try:
             self._snapshots.save(
                 shard,
@@ -419,12 +421,11 @@ class _Server:
                     core=json.dumps(core.state()),
                 ),
             )
+            self._unsaved.discard(shard)
         except WriteFailed as error:
-            self._context.send(
-                {
-                    "note": f"no snapshot of shard {shard} at version {core.core.version}: {error}; the older ones stay"
-                }
-            )
+            if shard not in self._unsaved:  # said once, until one is taken again
+                self._unsaved.add(shard)
+                self._note(f"no snapshot of shard {shard} at version {core.core.version}: {error}")
         self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
 
@@ -437,11 +438,14 @@ class _Server:
 
     def _tell_lost(self, row: LostRow) -> None:
         count = row.until - row.first
-        self._context.send(
-            {
-                "note": f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
-            }
+        self._note(
+            f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
         )
+
+    def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
+        """Have the launcher tell the user something, if there is anything."""
+        if sentence is not None:
+            self._context.send({"note": sentence, "ends_recording": ends_recording})
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -468,33 +472,9 @@ class _Server:
                         "staleness": sorted(self._staleness[shard].items()),
                         "nbytes": self._store(shard).nbytes,
                         "sha256": shard_digest(self._store(shard), self._layout, shard),
+                        "version": self._core.replicas[shard].core.version,
                     }
                 )
             del memory
         self._context.mark(self._context.step, State.FINISHED)
-        return {"shards": shards}
-
-
-class _Logs:
-    """The rows of each shard, one file for each server that wrote any; every row is in the kernel's hands at once."""
-
-    def __init__(self, run_path: Path | None, member: int) -> None:
-        self._folder = run_path / "updates" if run_path is not None else None
-        self._member = member
-        self._files: dict[int, int] = {}
-
-    def write(self, row: Row) -> None:
-        """Add a row."""
-        if self._folder is None:
-            return
-        if row.shard not in self._files:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"shard-{row.shard}.member-{self._member}.jsonl"
-            self._files[row.shard] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-        os.write(self._files[row.shard], f"{row_to_json(row)}\n".encode())
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        return {"shards": shards, "recorded": self._logs.kept}

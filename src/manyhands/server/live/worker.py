@@ -120,7 +120,12 @@ class _Body:
 
     def totals(self) -> dict[str, Any]:
         """What the launcher adds up."""
-        return {"messages_sent": self.messages_sent, "bytes_sent": self.bytes_sent, "samples": self.samples}
+        return {
+            "messages_sent": self.messages_sent,
+            "bytes_sent": self.bytes_sent,
+            "samples": self.samples,
+            "recorded": self.recorder.kept,
+        }
 
     def close(self) -> None:
         """Let go of the shared memory."""
@@ -385,7 +390,7 @@ class _Turn:
         )
         failure = body.recorder.write(row)
         if failure is not None:
-            self._context.send({"note": failure})
+            self._context.send({"note": failure, "ends_recording": True})
 
     # ── rows of tables ────────────────────────────────────────────────────────────────────────────────────────────────
 
