@@ -18,6 +18,7 @@ __all__ = [
     "ManyhandsError",
     "NonFinite",
     "OutOfSharedMemory",
+    "Overload",
     "PeerTimeout",
     "UserError",
     "WorkerFailed",
@@ -52,6 +53,14 @@ class OutOfSharedMemory(UserError):
         )
         self.needed_bytes = needed_bytes
         self.room_bytes = room_bytes
+
+
+class Overload(UserError):
+    """The host has no room for so many workers; `most_workers` is how many fit, 0 for none."""
+
+    def __init__(self, message: str, most_workers: int) -> None:
+        super().__init__(message)
+        self.most_workers = most_workers
 
 
 class NonFinite(UserError):

@@ -17,10 +17,12 @@ from torch import nn
 from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.room import require_room
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, NonFinite, UserError
 from manyhands.exchange import SingleExchange
+from manyhands.footprint import cost_of, sizes_of
 from manyhands.hogwild.results import RowsInOrder, overlap_summary
 from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
@@ -43,7 +45,7 @@ from manyhands.task import Task
 from manyhands.worker import Trainer
 from manyhands.worker_process import WorkerFiles, WorkerJob, work
 
-__all__ = ["Options", "View", "fit"]
+__all__ = ["Options", "View", "fit", "require_room_for"]
 
 _log = logging.getLogger("manyhands")
 _MORE_WORKERS = 16  # may be added to a run while it goes on
@@ -84,12 +86,22 @@ def fit(
     with preserved(), ExitStack() as stack:
         seed_all(seed)
         model = task.model()
+        require_room_for(request, model)
         _advise(request, model)
         directory, start, point = _open_directory(request, model, out, resume)
         if directory is not None:
             stack.enter_context(directory)
         session = _Session(request, model, directory, start, point)
         return session.train()
+
+
+def require_room_for(request: Request, model: nn.Module) -> None:
+    """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
+    if request.options.allow_overload or isinstance(request.strategy, Single):
+        return
+    sizes = sizes_of(request.plan.task, model, on_host=request.plan.device == "cpu")
+    cost = cost_of(request.strategy, sizes, threads=threads_per_role(request.workers))
+    require_room(cost, request.workers)
 
 
 def _advise(request: Request, model: nn.Module) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from manyhands.tasks.builtin import BuiltinTask, Option
 
 __all__ = [
+    "AllowOverload",
     "add_command",
     "add_task_command",
     "check_writable",
@@ -29,6 +30,11 @@ __all__ = [
 ]
 
 Asked = TypeVar("Asked")
+
+AllowOverload = Annotated[
+    bool,
+    typer.Option("--allow-overload", help="Start workers even if they do not seem to fit on this host."),
+]
 
 
 def add_command(app: typer.Typer, name: str, options: type[Asked], run: Callable[[Asked], None]) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import (
+    AllowOverload,
     add_task_command,
     check_writable,
     fresh_directory,
@@ -68,6 +69,7 @@ class _Common:
         typer.Option(help="Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."),
     ] = None
     seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    allow_overload: AllowOverload = False
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs.", show_default="runs/compare-TASK-TIME")
     ] = None
@@ -96,6 +98,7 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
         repeats=common.repeats,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
         target=Target.parse(common.target) if common.target is not None else None,
+        allow_overload=common.allow_overload,
     )
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])

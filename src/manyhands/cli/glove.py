@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.cli.commands import add_command, check_writable, fresh_directory, orderly_end, write_json
+from manyhands.cli.commands import (
+    AllowOverload,
+    add_command,
+    check_writable,
+    fresh_directory,
+    orderly_end,
+    write_json,
+)
 
 __all__ = ["add_train_glove", "glove_app"]
 
@@ -68,6 +75,7 @@ class _TrainGlove:
     keep_counts: Annotated[
         bool, typer.Option("--keep-counts", help="Keep the co-occurrence records as cooccurrence.bin.")
     ] = False
+    allow_overload: AllowOverload = False
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
 
 
@@ -103,6 +111,7 @@ def _train(asked: _TrainGlove) -> None:
             rate=asked.rate,
             batch=usual_batch(asked.strategy) if asked.batch is None else asked.batch,
             seed=asked.seed,
+            allow_overload=asked.allow_overload,
         ),
     )
     check_writable(asked.json_file)

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from manyhands.cli.commands import AllowOverload
+
 __all__ = ["launch_command"]
 
 
@@ -32,6 +34,7 @@ def launch_command(
         Path | None,
         typer.Option(help="Keep the run's events in this new directory, for timeline, explain and watch."),
     ] = None,
+    allow_overload: AllowOverload = False,
     watchdog: Annotated[
         float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
     ] = 60.0,
@@ -47,6 +50,7 @@ def launch_command(
         strategy=strategy,
         device=device,
         watchdog_s=watchdog,
+        allow_overload=allow_overload,
         out=out,
     )
     for note in summary["notes"]:

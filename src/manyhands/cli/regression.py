@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from manyhands.cli.commands import add_command, check_writable, fresh_directory, orderly_end, write_json
+from manyhands.cli.commands import (
+    AllowOverload,
+    add_command,
+    check_writable,
+    fresh_directory,
+    orderly_end,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
@@ -74,6 +81,7 @@ class _TrainLogreg:
         Path | None,
         typer.Option(metavar="DIR", help="Where the model goes.", show_default="runs/logreg-TIME"),
     ] = None
+    allow_overload: AllowOverload = False
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
 
 
@@ -152,6 +160,7 @@ def _train(asked: _TrainLogreg) -> None:
         l2=asked.l2,
         batch=asked.batch,
         seed=asked.seed,
+        allow_overload=asked.allow_overload,
     )
     out = asked.out or fresh_directory("logreg")
     check_writable(asked.json_file)

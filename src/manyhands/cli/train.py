@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import (
+    AllowOverload,
     add_task_command,
     check_writable,
     fresh_directory,
@@ -51,6 +52,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
     "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
     "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
+    "allow_overload": (AllowOverload, False),
     "watchdog": (
         Annotated[
             float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
@@ -99,6 +101,7 @@ class _Common:
     compile_model: bool
     evaluate_every: int | None
     checkpoint_every: int | None
+    allow_overload: bool
     watchdog: float
     slow: str | None
     dashboard: bool
@@ -141,6 +144,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
+            allow_overload=common.allow_overload,
             watchdog_s=common.watchdog,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,

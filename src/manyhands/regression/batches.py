@@ -135,7 +135,11 @@ def learn_in_batches(
             epochs=options.passes,
             seed=options.seed,
             out=folder,
-            options=Options(view=partial(bar_view, bars, options.batch), checkpoint_every=steps),
+            options=Options(
+                view=partial(bar_view, bars, options.batch),
+                checkpoint_every=steps,
+                allow_overload=options.allow_overload,
+            ),
         )
         values: Mapping[str, Tensor] = run.model.state_dict()
         losses, interrupted = run.history.loss, False

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.room import require_room as require_host_room
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
@@ -86,6 +88,9 @@ def train_logreg(
     is_here = isinstance(chosen, Single) or (
         isinstance(chosen, Hogwild) and (chosen.hands != "processes" or workers == 1)
     )
+    if not isinstance(chosen, Single):
+        cost = Cost(per_worker=Amount(tasks=1)) if is_here else of_processes()
+        require_host_room(cost, workers, allow_overload=options.allow_overload)
     file = RowFile(path, reading)
     examples = Examples(file, memory_bytes, options.passes) if is_here else Examples(file, 0, 1)
     job = _Job(
