@@ -30,6 +30,9 @@ __all__ = [
 class ManyhandsError(Exception):
     """Anything this library raises on purpose."""
 
+    blamed: str = ""
+    """Whom it happened to, as reports call it: `server 0`; empty where it was nobody in particular."""
+
 
 class UserError(ManyhandsError, ValueError):
     """What was asked for makes no sense; the message names the field, the value and what is allowed."""
@@ -68,7 +71,7 @@ class NonFinite(UserError):
 
 
 class WorkerFailed(ManyhandsError):
-    """A worker raised, died or fell silent; `worker_rank` is the first that did."""
+    """A worker raised, died or fell silent; `worker_rank` is the first that did, -1 for a server."""
 
     def __init__(self, message: str, worker_rank: int) -> None:
         super().__init__(message)

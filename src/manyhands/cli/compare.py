@@ -19,6 +19,7 @@ from manyhands.cli.commands import (
     check_writable,
     fresh_directory,
     option_parameters,
+    own_command,
     write_json,
 )
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
@@ -78,6 +79,7 @@ class _Common:
 
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
+    from manyhands.cluster.signals import ending
     from manyhands.compare.bandwidth import Rate, enter, inside
     from manyhands.compare.narrate import Conditions
     from manyhands.compare.run import Settings, compare
@@ -103,13 +105,17 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{entry.name}")
-    with _told() as tell:
+    with ending() as end, _told() as tell:
         found = compare(entry.build(**task_options), common.strategies, out=out, settings=settings, tell=tell)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     _leave(found, conditions, entry.name, out, common.json)
     if found.interrupted:
-        print("manyhands: interrupted; the figures are those of the runs that had ended", file=sys.stderr)
-        raise typer.Exit(130)
+        print(
+            f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
+            f"comparison can not be resumed, start again with: {own_command(sys.argv)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status)
     if found.failed:
         raise typer.Exit(1)
 

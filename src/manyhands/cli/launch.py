@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from manyhands.cli.commands import AllowOverload
+from manyhands.cli.commands import AllowOverload, own_command
 
 __all__ = ["launch_command"]
 
@@ -40,19 +40,32 @@ def launch_command(
     ] = 60.0,
 ) -> None:
     """Run your own training script on several workers; see `mh.join()`."""
+    from manyhands.cluster.signals import ending, signal_of
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
     from manyhands.observe.table import end_table
 
-    summary = launch(
-        script,
-        arguments or [],
-        workers=workers,
-        strategy=strategy,
-        device=device,
-        watchdog_s=watchdog,
-        allow_overload=allow_overload,
-        out=out,
-    )
+    try:
+        with ending() as end:
+            summary = launch(
+                script,
+                arguments or [],
+                workers=workers,
+                strategy=strategy,
+                device=device,
+                watchdog_s=watchdog,
+                allow_overload=allow_overload,
+                out=out,
+            )
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
+        events = f"the events up to now are in {out}, and " if out is not None else ""
+        print(
+            f"manyhands: ended by {end.name}; all workers have stopped; {events}what the script saved itself is kept; "
+            f"start again with: {own_command(sys.argv)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status) from None
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     if not summary["joined"]:

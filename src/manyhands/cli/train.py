@@ -17,6 +17,7 @@ from manyhands.cli.commands import (
     AllowOverload,
     add_task_command,
     check_writable,
+    command_to_resume,
     fresh_directory,
     parameter,
     write_json,
@@ -112,6 +113,7 @@ class _Common:
 
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
+    from manyhands.cluster.signals import ending, signal_of
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
     from manyhands.observe.progress import ProgressView
@@ -145,6 +147,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
             allow_overload=common.allow_overload,
+            resume_command=command_to_resume(sys.argv, out),
             watchdog_s=common.watchdog,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
@@ -153,13 +156,13 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         ),
     )
     try:
-        with _live_page(common, entry.name, out), _tensorboard(common, out):
+        with ending(), _live_page(common, entry.name, out), _tensorboard(common, out):
             run = fit_here()
-    except KeyboardInterrupt:
-        print(
-            f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr
-        )
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
+        number = signal_of(stop)
+        if number is None:
+            raise
+        raise typer.Exit(128 + number) from None
     except UserError:
         raise
     except ManyhandsError:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from manyhands.cluster.signals import signal_of
 from manyhands.compare.figures import Failed, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
@@ -96,7 +97,9 @@ def compare(
     try:
         for run in _all_runs(requests, order, out, tell or _tell_nobody):
             runs.append(run)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
         interrupted = True
     pairs = [(request.strategy, request.workers) for request in requests]
     found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every)
@@ -122,6 +125,7 @@ def _checked(task: Task, strategies: Sequence[Strategy], settings: Settings) -> 
         checkpoint_every=steps,
         keep_checkpoints=1,
         allow_overload=settings.allow_overload,
+        resume_command="",  # a comparison is not resumed
     )
     requests = [_request(task, strategy, settings, options) for strategy in strategies]
     with preserved():

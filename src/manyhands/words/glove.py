@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from manyhands.cluster.capacity import Amount, Cost, of_processes
 from manyhands.cluster.room import require_room
+from manyhands.cluster.signals import signal_of
 from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
 from manyhands.strategy import AllReduce, Hogwild, Mirrored, Ps, Single, Strategy, Tensor
@@ -95,8 +96,8 @@ def train_glove(
     with Passes(work, bars, after_pass) as passes:
         try:
             train(work, passes)
-        except KeyboardInterrupt:
-            if passes.kept is None:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if passes.kept is None or signal_of(stop) is None:
                 raise
             interrupted = True
     seconds = time.monotonic() - began
