@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -145,6 +146,27 @@ def test_a_script_that_raises_on_one_worker_is_told_with_its_traceback(tmp_path:
         r"worker 1 \(pid \d+\) raised ZeroDivisionError at step \d+: a batch without labels", done.stderr
     )
     assert 'raise ZeroDivisionError("a batch without labels")' in done.stderr
+
+
+def test_a_signal_to_the_launcher_of_a_script_says_what_is_kept_and_how_to_start_again(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    command = [*LAUNCH, "train.py", "--workers", "1", "--out", "events kept"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.strip() == (
+        "manyhands: ended by SIGTERM; all workers have stopped; the events up to now are in events kept, and what the "
+        "script saved itself is kept; start again with: "
+        "manyhands launch train.py --workers 1"
+    )
 
 
 @pytest.mark.soak

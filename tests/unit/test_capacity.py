@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -27,10 +29,12 @@ from manyhands.cluster.capacity import (
 from manyhands.cluster.room import free_memory, free_tasks, group_folders, read_room
 from manyhands.compare.run import Settings, compare
 from manyhands.errors import Overload
+from manyhands.fitting import require_room_for
 from manyhands.footprint import Sizes, cost_of, sizes_of
 from manyhands.loop.launch import launch
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.training import train_logreg
+from manyhands.request import Request
 from manyhands.strategy import Strategy
 from manyhands.words.glove import GloveOptions
 from manyhands.words.learning import Learning
@@ -254,12 +258,12 @@ def test_every_other_way_in_refuses_too(tmp_path: Path) -> None:
 def test_whoever_insists_is_let_through_and_the_command_line_can_insist() -> None:
     Learning(workers=TOO_MANY, strategy="hogwild hands=processes", glove=GloveOptions(allow_overload=True))
     assert LogregOptions(allow_overload=True).allow_overload
-    assert (
-        mh.fit(task(), "mirrored", workers=1, steps=1, options=mh.Options(allow_overload=True)).summary[
-            "steps"
-        ]
-        == 1
-    )
+    for insists in (False, True):
+        options = mh.Options(allow_overload=insists)
+        with warnings.catch_warnings(action="ignore"):
+            request = Request.make(task(), Strategy.parse("ps"), TOO_MANY, (1, None), 0, options, "cpu")
+        with nullcontext() if insists else pytest.raises(Overload):
+            require_room_for(request, nn.Linear(8, 1))
     commands = ("train digits", "train glove", "train logreg", "compare digits", "launch", "bench allreduce")
     for command in (*commands, "bench backend", "bench step"):
         text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output

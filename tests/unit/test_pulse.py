@@ -156,6 +156,19 @@ class Table:
             assert self._changed.wait_for(lambda: key in self._kept, 30.0), key
             return self._kept[key].encode()
 
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            self._kept[key] = str(int(self._kept.get(key, "0")) + amount)
+            return int(self._kept[key])
+
+    def delete_key(self, key: str) -> bool:
+        with self._changed:
+            return self._kept.pop(key, None) is not None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._kept
+
 
 def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_watch() -> None:
     table = Table()
@@ -170,6 +183,7 @@ def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_w
     for thread in threads:
         thread.join(30.0)
     assert met[0][1:] == met[1][1:]
+    assert table.is_empty, "a later group of this name must not find these"
     own, places, secret = met[0]
     lost: list[int] = []
     beats = Heartbeats(0, own, {1: places[1]}, secret, on_lost=lambda rank, _: lost.append(rank))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.commands import command_to_resume, own_command
+from manyhands.cli.commands import command_elsewhere, command_to_resume, own_command
 from manyhands.cluster.signals import as_exception, counted_signals, ending, signal_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,5 +70,7 @@ def test_the_command_to_go_on_can_be_typed_as_it_is() -> None:
     assert command_to_resume(given, out) == resumed
     assert command_to_resume([*given, "--out", "x"], Path("x")).endswith(" --out x --resume")
     assert command_to_resume([*given, "--out=x", "--resume"], Path("x")).endswith(" --out=x --resume")
+    elsewhere = ["manyhands", "launch", "--out", "x", "s.py", "--out=y", "--", "--out", "its own"]
+    assert command_elsewhere(elsewhere) == "manyhands launch s.py -- --out 'its own'"
     module = ["/lib/manyhands/__main__.py", "train"]
     assert own_command(module) == f"{sys.executable} -m manyhands train"

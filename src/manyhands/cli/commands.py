@@ -21,6 +21,7 @@ __all__ = [
     "add_command",
     "add_task_command",
     "check_writable",
+    "command_elsewhere",
     "command_to_resume",
     "fresh_directory",
     "option_parameters",
@@ -139,6 +140,20 @@ def own_command(arguments: Sequence[str], *more: str) -> str:
     given = list(arguments[1:])
     program = ["manyhands"] if Path(arguments[0]).name == "manyhands" else [sys.executable, "-m", "manyhands"]
     return shlex.join([*program, *given, *(word for word in more if word not in given)])
+
+
+def command_elsewhere(arguments: Sequence[str]) -> str:
+    """The same without `--out`: where a command refuses a directory that is not empty, and this one has filled it."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            kept += [word, *words]
+        elif word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return own_command(kept)
 
 
 def command_to_resume(arguments: Sequence[str], out: Path) -> str:

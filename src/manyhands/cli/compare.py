@@ -17,9 +17,9 @@ from manyhands.cli.commands import (
     AllowOverload,
     add_task_command,
     check_writable,
+    command_elsewhere,
     fresh_directory,
     option_parameters,
-    own_command,
     write_json,
 )
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
@@ -112,7 +112,7 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
-            f"comparison can not be resumed, start again with: {own_command(sys.argv)}",
+            f"comparison can not be resumed, start again with: {command_elsewhere(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from manyhands.cli.commands import AllowOverload, own_command
+from manyhands.cli.commands import AllowOverload, command_elsewhere
 
 __all__ = ["launch_command"]
 
@@ -62,7 +62,7 @@ def launch_command(
         events = f"the events up to now are in {out}, and " if out is not None else ""
         print(
             f"manyhands: ended by {end.name}; all workers have stopped; {events}what the script saved itself is kept; "
-            f"start again with: {own_command(sys.argv)}",
+            f"start again with: {command_elsewhere(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status) from None
