@@ -24,7 +24,7 @@ def cpu_quota(share: float) -> Iterator[Path]:
             (root / "cgroup.subtree_control").write_text("+cpu")
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"control groups can not be made here: {error}")
+        pytest.skip(f"control groups cannot be made here: {error}")
     try:
         quota_us = round(share * _PERIOD_US)
         try:

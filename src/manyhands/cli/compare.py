@@ -112,7 +112,7 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
-            f"comparison can not be resumed, start again with: {command_elsewhere(sys.argv)}",
+            f"comparison cannot be resumed, start again with: {command_elsewhere(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)

@@ -135,7 +135,7 @@ def _train(asked: _TrainGlove) -> None:
     if learnt.interrupted:
         print(
             f"manyhands: ended by {end.name}; {out / 'vectors.txt'} holds the vectors of pass "
-            f"{len(learnt.summary['costs'])} of {asked.passes}; a training of vectors can not be resumed, {again}",
+            f"{len(learnt.summary['costs'])} of {asked.passes}; a training of vectors cannot be resumed, {again}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)

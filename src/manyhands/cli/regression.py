@@ -202,7 +202,7 @@ def _train(asked: _TrainLogreg) -> None:
     if result.interrupted:
         print(
             f"manyhands: ended by {end.name}; the model is that after pass {summary['passes']} of {asked.passes}; a "
-            f"regression can not be resumed, start again with: {own_command(sys.argv)}",
+            f"regression cannot be resumed, start again with: {own_command(sys.argv)}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)

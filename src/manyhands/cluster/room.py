@@ -1,7 +1,7 @@
 """How much memory, how many tasks and how many descriptors are free for this process, read from the kernel.
 
 The tightest limit counts: the machine's, those of every control group that this process is in (version 2 or 1, and
-those above it), and its own (`ulimit`). What can not be read limits nothing. Memory that only caches files counts as
+those above it), and its own (`ulimit`). What cannot be read limits nothing. Memory that only caches files counts as
 free, as in the kernel's own MemAvailable.
 """
 
