@@ -18,6 +18,7 @@ __all__ = [
     "ManyhandsError",
     "NonFinite",
     "OutOfSharedMemory",
+    "Overload",
     "PeerTimeout",
     "UserError",
     "WorkerFailed",
@@ -29,6 +30,9 @@ __all__ = [
 
 class ManyhandsError(Exception):
     """Anything this library raises on purpose."""
+
+    blamed: str = ""
+    """Whom it happened to, as reports call it: `server 0`; empty where it was nobody in particular."""
 
 
 class UserError(ManyhandsError, ValueError):
@@ -55,12 +59,20 @@ class OutOfSharedMemory(UserError):
         self.room_bytes = room_bytes
 
 
+class Overload(UserError):
+    """The host has no room for so many workers; `most_workers` is how many fit, 0 for none."""
+
+    def __init__(self, message: str, most_workers: int) -> None:
+        super().__init__(message)
+        self.most_workers = most_workers
+
+
 class NonFinite(UserError):
     """The loss became NaN or infinite; the message names worker, step and the first bad parameter."""
 
 
 class WorkerFailed(ManyhandsError):
-    """A worker raised, died or fell silent; `worker_rank` is the first that did."""
+    """A worker raised, died or fell silent; `worker_rank` is the first that did, -1 for a server."""
 
     def __init__(self, message: str, worker_rank: int) -> None:
         super().__init__(message)

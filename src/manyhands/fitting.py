@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from torch import nn
 from manyhands.allreduce.shared import warm
 from manyhands.cluster.board import State
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.room import require_room
+from manyhands.cluster.signals import signal_of
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, NonFinite, UserError
 from manyhands.exchange import SingleExchange
+from manyhands.footprint import cost_of, sizes_of
 from manyhands.hogwild.results import RowsInOrder, overlap_summary
 from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
@@ -46,7 +50,7 @@ from manyhands.task import Task
 from manyhands.worker import Trainer
 from manyhands.worker_process import WorkerFiles, WorkerJob, work
 
-__all__ = ["Options", "View", "fit"]
+__all__ = ["Options", "View", "fit", "require_room_for"]
 
 _log = logging.getLogger("manyhands")
 _MORE_WORKERS = 16  # may be added to a run while it goes on
@@ -87,6 +91,7 @@ def fit(
     with preserved(), ExitStack() as stack:
         seed_all(seed)
         model = task.model()
+        require_room_for(request, model)
         _advise(request, model)
         directory, start, point = _open_directory(request, model, out, resume)
         if directory is not None:
@@ -101,6 +106,15 @@ def _close(directory: RunDirectory) -> None:
         directory.close()
     except WriteFailed as error:
         _log.warning("%s", error)
+
+
+def require_room_for(request: Request, model: nn.Module) -> None:
+    """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
+    if request.options.allow_overload or isinstance(request.strategy, Single):
+        return
+    sizes = sizes_of(request.plan.task, model, on_host=request.plan.device == "cpu")
+    cost = cost_of(request.strategy, sizes, threads=threads_per_role(request.workers))
+    require_room(cost, request.workers)
 
 
 def _advise(request: Request, model: nn.Module) -> None:
@@ -176,6 +190,7 @@ class _Session:
         self._point = point
         self._history = History(directory.metrics.read() if directory is not None else ())
         self._notes = [f"{damage}" for damage in start.skipped] if start is not None else []
+        self._clock = _TrainingClock()
         sharing = sharing_sentence(request.plan.device, request.workers)
         self._notes += [sharing] if sharing is not None else []
         if directory is not None:
@@ -194,9 +209,14 @@ class _Session:
                 result, observed = self._train_in_processes()
         except ManyhandsError as error:
             if self._directory is not None:
-                self._directory.tell_end(error, time.monotonic() - began)
+                self._directory.tell_end(error, self._clock.seconds)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
+            raise
+        except (KeyboardInterrupt, SystemExit) as stop:
+            number = signal_of(stop)
+            if number is not None:
+                self._tell_interruption(number)
             raise
         summary = self._summarise(result, observed, time.monotonic() - began)
         if self._directory is not None:
@@ -353,6 +373,7 @@ class _Session:
             self._say(str(error))
 
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
+        self._clock.heard(rows)
         self._history.extend(rows)
         if self._directory is not None:
             for row in rows:
@@ -370,10 +391,43 @@ class _Session:
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         """Something happened to a member: keep it, and say it where it is more than a start."""
+        self._clock.heard([event])
         if self._directory is not None:
             self._keep(self._members, event)
         if "sentence" in event:
             _log.warning(event["sentence"])
+
+    def _tell_interruption(self, number: Signals) -> None:
+        """One line: what ended the run, what is kept of it, and how to go on."""
+        directory, command = self._directory, self._request.options.resume_command
+        if directory is None:
+            kept, how = "nothing was kept, because the run has no directory (out=)", ""
+        else:
+            steps = self._request.plan.steps
+            step = self._kept_step(directory)
+            kept = (
+                f"step {step} of {steps} is kept in {directory.path}" if step else "no checkpoint was due yet"
+            )
+            command = f"fit(…, out={str(directory.path)!r}, resume=True)" if command is None else command
+            how = f"; {'go on' if step else 'begin again'} with: {command}"
+            event = {
+                "event": "interrupted",
+                "at_s": self._clock.seconds,
+                "sentence": f"ended by {number.name}; {kept}",
+            }
+            directory.append_member(event)
+        if command != "":
+            _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
+
+    def _kept_step(self, directory: RunDirectory) -> int:
+        """The step that a resumed run would begin after; 0 where nothing is kept."""
+        if isinstance(self._request.strategy, Ps):
+            point = resume_point(directory.path, self._request.strategy)
+            return point.batches if point is not None else 0
+        try:
+            return directory.checkpoints().load().step
+        except NoCheckpoint:
+            return 0
 
     def _last_good(self) -> str:
         if self._directory is None:
@@ -417,6 +471,25 @@ class _Session:
 def _watched(options: Options, rings: Sequence[EventRing]) -> Watched:
     boxes = BlackBoxes(dict(enumerate(rings)))
     return Watched(deadline_s=options.watchdog_s, count_events=boxes.counts, last_events=boxes.last)
+
+
+class _TrainingClock:
+    """Seconds since training began, on the time base of the rows that tell of it."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take the newest of rows that were told just now: the one that took the shortest way is the nearest."""
+        told = [row["at_s"] for row in rows if row.get("at_s")]
+        if told:
+            began_s = time.monotonic() - max(told)
+            self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
+
+    @property
+    def seconds(self) -> float:
+        """0 before training began."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
 
 class _Here:

@@ -17,7 +17,7 @@ import torch
 import manyhands as mh
 from assassin import Assassin, events
 from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
-from manyhands.errors import NonFinite
+from manyhands.errors import ManyhandsError, NonFinite
 from manyhands.tasks import TASKS
 
 pytestmark = pytest.mark.timeout(240)
@@ -117,6 +117,39 @@ def test_a_killed_run_resumes_to_the_weights_of_the_plain_loop(tmp_path: Path) -
     assert distance(resumed.model.state_dict(), train_plainly(task, 60)) < 1e-9
     with pytest.raises(mh.UserError, match="workers is 3"):
         mh.fit(task, "ps servers=2", workers=3, steps=70, out=tmp_path / "r", resume=True)
+
+
+class _BreaksOnAServer(torch.optim.SGD):
+    """Raises in the server that applies the fourth update."""
+
+    steps_taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).steps_taken += 1
+        if type(self).steps_taken > 3:
+            raise RuntimeError("the optimizer broke")
+        return super().step(closure)
+
+
+def test_what_a_server_raised_is_not_blamed_on_a_worker_and_has_the_time_of_the_other_rows(
+    tmp_path: Path,
+) -> None:
+    task = make_task(lambda parameters: _BreaksOnAServer(parameters, lr=0.01))
+    began = time.monotonic()
+    with pytest.raises(ManyhandsError):
+        mh.fit(_patient(task, 0.1), "ps", workers=2, steps=100, out=tmp_path / "r")
+    took_s = time.monotonic() - began
+    rows = [json.loads(line) for line in (tmp_path / "r/members.jsonl").read_text().splitlines()]
+    fault = rows[-1]
+    assert fault["event"] == "fault"
+    assert "the optimizer broke" in fault["sentence"]
+    assert not fault.get("name", "").startswith("worker"), "two workers wait for it, and neither is to blame"
+    started_s = [row["at_s"] for row in rows if row["event"] == "joined"]
+    told_s = [row["at_s"] for row in rows if "at_s" in row]
+    assert told_s == sorted(told_s), "one time base"
+    assert max(started_s) <= fault["at_s"] < took_s - 0.5, (
+        "seconds since training began, without the start before"
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_by_name() -> None:

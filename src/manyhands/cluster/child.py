@@ -32,10 +32,15 @@ class Child:
 
         The child leads a session of its own: Ctrl-C does not reach it, and one kill reaches all its children.
         """
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours, spec.name)
         self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            os.close(self._stacks)
+            raise
+        self.channel = Channel(ours, spec.name)
         self._told_bytes = 0
+        self.is_closed = False
         self.rank = spec.rank
         self.line = spec.line
         try:
@@ -94,7 +99,7 @@ class Child:
         return self.process.wait()
 
     def close(self) -> None:
-        """Make sure that the process is gone, and close every descriptor."""
+        """Make sure that the process is gone, and close every descriptor; may be called again."""
         self.kill()
         try:
             self.process.wait(timeout=_REAP_S)
@@ -103,9 +108,10 @@ class Child:
         for output in (self.stdout, self.stderr):
             output.close()
         self.channel.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+        stacks, self._stacks = self._stacks, -1
+        if stacks >= 0:
+            os.close(stacks)
+        self.is_closed = True

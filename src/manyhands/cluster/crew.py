@@ -75,6 +75,7 @@ class Crew:
         self._spares: list[_Spare] = []
         self._lines: dict[int, int] = {}
         self._free_lines = deque(range(capacity))
+        self._untold: list[Heard | Garbled | Exited] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -120,15 +121,18 @@ class Crew:
             self._spares.append(_Spare(self._spawn(spec, surroundings), surroundings))
 
     def wait(self, timeout_s: float) -> list[Heard | Garbled | Exited]:
-        """What members said and did, waiting up to `timeout_s` for anything; their output is passed on."""
-        ready = self._selector.select(timeout_s)
+        """What members said and did, waiting up to `timeout_s` for anything; their output is passed on.
+
+        What was seen before an exception (a signal handler of the application may raise anywhere) is told by the next
+        call.
+        """
+        ready = self._selector.select(0.0 if self._untold else timeout_s)
         ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
-        events: list[Heard | Garbled | Exited] = []
         for child in dict.fromkeys(key.data for key, _ in ready):
-            said = self._attend(child)
+            self._tell(child, self._attend(child))
             if child in ended:
-                said += self._bury(child)
-            events += said if child.rank != NOBODY else []
+                self._bury(child)
+        events, self._untold = self._untold, []
         return events
 
     def line(self, rank: int) -> Line:
@@ -233,26 +237,35 @@ class Crew:
             waits = selectors.EVENT_WRITE if child.channel.has_more else 0
             self._selector.modify(child.channel, selectors.EVENT_READ | waits, child)
 
-    def _bury(self, child: Child) -> list[Heard | Garbled | Exited]:
+    def _tell(self, child: Child, events: Sequence[Heard | Garbled | Exited]) -> None:
+        self._untold += events if child.rank != NOBODY else []
+
+    def _bury(self, child: Child) -> None:
         status = child.bury()
+        self._tell(child, [Exited(child.rank, status, child.stderr.last_words)])
         self._release(child)
-        return [Exited(child.rank, status, child.stderr.last_words)]
 
     def _release(self, child: Child) -> None:
+        """Forget a child and close it, in this order: what is closed cannot be looked up in the selector."""
         for source in _sources(child):
             self._ignore(source)
-        child.close()
-        self._processes.discard(child)
         self._children.pop(child.rank, None)
         self._spares = [spare for spare in self._spares if spare.child is not child]
-        if (
-            child.process.returncode is not None
-        ):  # else it is stuck in the kernel, and may write to its line yet
-            self._free_lines.append(child.line)
+        try:
+            child.close()
+        finally:
+            if child.is_closed:  # else `end` goes on with it
+                self._processes.discard(child)
+            if child.is_closed and child.process.returncode is not None:
+                # One that is stuck in the kernel may write to its line yet.
+                self._free_lines.append(child.line)
 
     def _ignore(self, source: Channel | Output | int) -> None:
-        if source in self._selector.get_map():
+        """Wait for it no longer; harmless for one that is closed, which nobody waits for."""
+        try:
             self._selector.unregister(source)
+        except (KeyError, ValueError):  # it was not registered, or has no descriptor any more
+            pass
 
 
 @dataclass(frozen=True, slots=True)

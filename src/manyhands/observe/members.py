@@ -124,10 +124,14 @@ class Members:
                 at_s=number(row.get("at_s")) or 0.0,
                 what=what,
                 who=who,
-                sentence=text(row.get("sentence")),
+                sentence=text(_one_line(row.get("sentence"))),
                 epoch=whole(row.get("epoch", self.epoch)) or 0,
             )
         )
+
+
+def _one_line(sentence: Any) -> Any:
+    return sentence.replace("\n", " ") if isinstance(sentence, str) else sentence
 
 
 def _at(one: Any, key: str) -> int | None:

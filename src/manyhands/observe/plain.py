@@ -36,4 +36,4 @@ def number(value: Any) -> float | None:
 
 def text(value: Any) -> str:
     """A text as one line that can be shown: 2,000 characters at most, control characters escaped; "" for others."""
-    return printable(value.replace("\n", " "), _MOST_TEXT) if isinstance(value, str) else ""
+    return printable(value, _MOST_TEXT - 1) if isinstance(value, str) else ""

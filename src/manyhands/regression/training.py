@@ -16,6 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.room import require_room as require_host_room
+from manyhands.cluster.signals import signal_of
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
@@ -68,8 +71,9 @@ def train_logreg(
     """Learn from the examples of a file, plain or gzip, LIBSVM or Vowpal Wabbit; `-` is stdin.
 
     Parsed examples are kept for later passes where they take no more than `memory_bytes`. `after_pass` is called with
-    the number of a pass, from 1, and its progressive loss. Ctrl-C in a later pass than the first gives the model of
-    the last whole pass; in the first it is raised. UserError for what makes no sense and for files that are wrong.
+    the number of a pass, from 1, and its progressive loss. Ctrl-C (or a signal that `cluster.signals` raises) in a
+    later pass than the first gives the model of the last whole pass; in the first it is raised. UserError for what
+    makes no sense and for files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
     if not isinstance(workers, int) or workers < 1:
@@ -86,6 +90,9 @@ def train_logreg(
     is_here = isinstance(chosen, Single) or (
         isinstance(chosen, Hogwild) and (chosen.hands != "processes" or workers == 1)
     )
+    if not isinstance(chosen, Single):
+        cost = Cost(per_worker=Amount(tasks=1)) if is_here else of_processes()
+        require_host_room(cost, workers, allow_overload=options.allow_overload)
     file = RowFile(path, reading)
     examples = Examples(file, memory_bytes, options.passes) if is_here else Examples(file, 0, 1)
     job = _Job(
@@ -152,8 +159,8 @@ def _here(job: _Job, order: str) -> NDArray[np.float32]:
                 table = learner.weights(size)
                 job.rate = learner.rate or 0.0
                 job.finish_pass(mean_loss(sums, number))
-        except KeyboardInterrupt:
-            if table is None or not job.progressive:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if signal_of(stop) is None or table is None or not job.progressive:
                 raise
             job.interrupted = True
     assert table is not None, "there is at least one pass"

@@ -137,9 +137,13 @@ class RunDirectory:
     def tell_end(self, error: ManyhandsError, at_s: float) -> None:
         """Keep what ended the run, for those who look at it: in members.jsonl, and a hang in hang.txt.
 
-        Raises nothing: a disk that does not take it must not hide the error itself.
+        `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
+        does not take it must not hide the error itself.
         """
-        blamed = {"name": f"worker {error.worker_rank}"} if isinstance(error, WorkerFailed) else {}
+        name = error.blamed
+        if not name and isinstance(error, WorkerFailed) and error.worker_rank >= 0:
+            name = f"worker {error.worker_rank}"
+        blamed = {"name": name} if name else {}
         sentence = str(error).partition("\n")[0]
         try:
             self.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})

@@ -19,6 +19,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.room import require_room
+from manyhands.cluster.signals import signal_of
 from manyhands.errors import UserError
 from manyhands.observe.bars import Bars
 from manyhands.strategy import AllReduce, Hogwild, Mirrored, Ps, Single, Strategy, Tensor
@@ -93,8 +96,8 @@ def train_glove(
     with Passes(work, bars, after_pass) as passes:
         try:
             train(work, passes)
-        except KeyboardInterrupt:
-            if passes.kept is None:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if passes.kept is None or signal_of(stop) is None:
                 raise
             interrupted = True
     seconds = time.monotonic() - began
@@ -127,6 +130,8 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
         raise UserError(f"batch={options.batch}: hogwild takes record after record; leave batch at 1")
     if isinstance(strategy, Single) and workers > 1:
         raise UserError(f"workers={workers}: single is one thread; use strategy=hogwild for more")
+    if not isinstance(strategy, Single):
+        require_room(_cost(strategy), workers, allow_overload=options.allow_overload)
     match strategy:
         case Single() if options.batch == 1:
             return _train_single
@@ -139,6 +144,13 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
             f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
         )
     return _batch_trainer(strategy, options)
+
+
+def _cost(strategy: Strategy) -> Cost:
+    """What the workers take before anything is known of the corpus: threads share one process, the others are many."""
+    if isinstance(strategy, Hogwild) and strategy.hands != "processes":
+        return Cost(per_worker=Amount(tasks=1))
+    return of_processes(others=strategy.num_server_processes + 1 if isinstance(strategy, Ps) else 0)
 
 
 def _batch_trainer(strategy: Strategy, options: GloveOptions) -> _Train:

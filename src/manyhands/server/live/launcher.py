@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -179,9 +179,9 @@ class Launcher:
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
                     self._tell_membership(changes.Silent(member=member))
                 case Hung(found=found):
-                    slot = self._slot_of(found.role)
-                    to_blame = slot if slot is not None else found.role
-                    raise Hang(f"{found.sentence}\n\n{found.page}", to_blame, found.details)
+                    hang = Hang(f"{found.sentence}\n\n{found.page}", self._rank_of(found.role), found.details)
+                    hang.blamed = self._names.get(self._process_of(found.role), "")
+                    raise hang
                 case Interrupted(signal=number):
                     raise as_exception(number)
         while not self._commands.empty():
@@ -276,7 +276,7 @@ class Launcher:
             return
         assert ended.failure is not None, "who returned nothing has failed"
         if ended.failure.reported is not None:
-            raise ended.failure.error()
+            raise replace(ended.failure, rank=self._rank_of(member)).error()
         self._missed("died", member, ended.failure.sentence)
         self._tell_membership(changes.Died(member=member))
         self._prepare_spare()
@@ -287,6 +287,14 @@ class Launcher:
 
     def _slot_of(self, member: int) -> int | None:
         return next((view.slot for view in self._membership.view.slots if view.member == member), None)
+
+    def _rank_of(self, member: int) -> int:
+        """A member as errors number it: a worker by its slot, -1 for a server."""
+        slot = self._slot_of(member)
+        if slot is not None:
+            return slot
+        kind, _, number = self._names.get(self._process_of(member), "").partition(" ")
+        return int(number) if kind == "worker" else -1  # before there is a view, a worker has but its name
 
     def _what(self, member: int) -> str:
         slot = self._slot_of(member)
@@ -432,7 +440,7 @@ class Launcher:
                     and event.failure.reported is not None
                     and not event.failure.is_consequence  # who came too late to be of use was asked to stop
                 ):
-                    raise event.failure.error()
+                    raise replace(event.failure, rank=self._rank_of(event.member)).error()
 
     def _add_totals(self, payload: Mapping[str, Any]) -> None:
         for name in self._outcome.totals:
