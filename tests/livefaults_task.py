@@ -1,0 +1,119 @@
+"""What the live-fault soak trains, and the deliberately broken builds that prove its oracle.
+
+Every process of a run imports this module, since the task's functions travel by name: so a run whose environment
+names a breakage gets it in its servers and workers, while the product knows nothing of it.
+
+    LIVEFAULTS_FOLDER    where the harness leaves `go` (nothing more will be struck: hurry) and `raise` (whichever
+                         server takes the next step fails, once)
+    LIVEFAULTS_BREAKAGE  one of `BREAKAGES`
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import equality
+import manyhands as mh
+from manyhands.server.core import ShardCore
+from manyhands.server.replica import ShardReplica
+
+__all__ = ["BREAKAGES", "task"]
+
+_QUICK_STEPS, _QUICK_S, _SLOW_S = 25, 0.01, 0.6
+_calls = 0
+
+
+def task(consistency: str) -> mh.Task:
+    """The awkward model, slowed down so that there is time to strike; its scheduler is where a server may fail."""
+    optimizer = "momentum" if consistency == "sync" else "sgd"
+    made = equality.make_task(equality.OPTIMIZERS[optimizer])
+    return replace(made, loss=_loss, scheduler=_scheduler)
+
+
+def _folder() -> Path:
+    return Path(os.environ["LIVEFAULTS_FOLDER"])
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    """A process begins quickly, so that strikes meet messages on their way, and then waits for the last of them."""
+    global _calls
+    _calls += 1
+    quick = _calls <= _QUICK_STEPS or (_folder() / "go").exists()
+    time.sleep(_QUICK_S if quick else _SLOW_S)
+    return equality.loss(model, batch)
+
+
+def _scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
+
+
+def _rate(step: int) -> float:
+    if step:
+        try:
+            (_folder() / "raise").rename(_folder() / f"raised-{os.getpid()}")
+        except FileNotFoundError:
+            return 1.0
+        raise RuntimeError("this server was told to fail")
+    return 1.0
+
+
+# ── broken builds ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _acknowledge_early() -> None:
+    """A backup that says that it has what it has not: a failover loses what was acknowledged."""
+    real = ShardReplica._take_forward
+
+    def lie(self: ShardReplica, message: Any, sender: int) -> Any:
+        if message.sequence % 3:
+            return real(self, message, sender)
+        self.core.sequence += 1
+        return [self._forwarded_to(sender)]
+
+    ShardReplica._take_forward = lie  # type: ignore[method-assign]
+
+
+def _apply_twice() -> None:
+    """A shard that does not know what it has: an update that a worker sends again is applied again."""
+
+    def forgetful(self: ShardCore, slot: int, clock: int) -> None:
+        return None
+
+    ShardCore.outcome_of = forgetful  # type: ignore[method-assign,assignment]
+
+
+def _do_not_fence() -> None:
+    """A shard that obeys whoever speaks last."""
+    real = ShardReplica._serve_worker
+
+    def gullible(self: ShardReplica, message: Any, sender: int) -> Any:
+        self._holders[message.slot] = min(message.member, self._holders.get(message.slot, message.member))
+        return real(self, message, sender)
+
+    ShardReplica._serve_worker = gullible  # type: ignore[method-assign]
+
+
+def _leave_a_process() -> None:
+    """A process of the run that leaves the session of its role, and so outlives it."""
+    if os.environ.get("MANYHANDS_ROLE") or os.getppid() > 1:
+        subprocess.Popen(["sleep", "120"], start_new_session=True)
+
+
+BREAKAGES: dict[str, Callable[[], None]] = {
+    "acknowledge early": _acknowledge_early,
+    "apply twice": _apply_twice,
+    "do not fence": _do_not_fence,
+    "leave a process": _leave_a_process,
+}
+
+_breakage = os.environ.get("LIVEFAULTS_BREAKAGE")
+if _breakage:
+    BREAKAGES[_breakage]()
