@@ -22,8 +22,10 @@ import torch
 
 import equality
 import manyhands as mh
-from manyhands.server.core import ShardCore
+from manyhands.server.live.server import _Server
 from manyhands.server.replica import ShardReplica
+from manyhands.server.server import ServerCore
+from manyhands.server.store import ShardStore
 
 __all__ = ["BREAKAGES", "task"]
 
@@ -81,36 +83,38 @@ def _acknowledge_early() -> None:
     ShardReplica._take_forward = lie  # type: ignore[method-assign]
 
 
-def _apply_twice() -> None:
-    """A shard that does not know what it has: an update that a worker sends again is applied again."""
+def _do_not_apply() -> None:
+    """A server that says that it has taken a step which it has not."""
+    real = ShardStore.apply
 
-    def forgetful(self: ShardCore, slot: int, clock: int) -> None:
-        return None
+    def lazy(self: ShardStore, contributions: Any, rate: float = 1.0, batches: int = 1) -> None:
+        real(self, () if self._batches == 20 else contributions, rate, batches)
 
-    ShardCore.outcome_of = forgetful  # type: ignore[method-assign,assignment]
+    ShardStore.apply = lazy  # type: ignore[method-assign]
 
 
-def _do_not_fence() -> None:
-    """A shard that obeys whoever speaks last."""
-    real = ShardReplica._serve_worker
+def _look_before_fencing() -> None:
+    """A server that wants every gradient, also of those whose slot is another's by now."""
 
-    def gullible(self: ShardReplica, message: Any, sender: int) -> Any:
-        self._holders[message.slot] = min(message.member, self._holders.get(message.slot, message.member))
-        return real(self, message, sender)
+    def greedy(self: ServerCore, message: Any) -> bool:
+        return True
 
-    ShardReplica._serve_worker = gullible  # type: ignore[method-assign]
+    def fail(self: Any, message: Any, push: Any) -> None:
+        raise RuntimeError("the gradient did not come")
+
+    ServerCore.keeps = greedy  # type: ignore[method-assign]
+    _Server._miss = fail  # type: ignore[method-assign]
 
 
 def _leave_a_process() -> None:
     """A process of the run that leaves the session of its role, and so outlives it."""
-    if os.environ.get("MANYHANDS_ROLE") or os.getppid() > 1:
-        subprocess.Popen(["sleep", "120"], start_new_session=True)
+    subprocess.Popen(["sleep", "120"], start_new_session=True)
 
 
 BREAKAGES: dict[str, Callable[[], None]] = {
     "acknowledge early": _acknowledge_early,
-    "apply twice": _apply_twice,
-    "do not fence": _do_not_fence,
+    "do not apply": _do_not_apply,
+    "look before fencing": _look_before_fencing,
     "leave a process": _leave_a_process,
 }
 

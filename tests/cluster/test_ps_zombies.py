@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,32 @@ def test_who_was_fenced_takes_the_next_place_and_harms_nothing_that_it_left_behi
         gate.opened.set()
         ours = run.finish().state_dict()
     assert distance(ours, train_plainly(task, STEPS)) < 1e-9
+
+
+@pytest.mark.parametrize("link", ["shared", "tcp"])
+def test_what_a_primary_took_before_it_heard_of_a_successor_reaches_its_backup(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backup knows better by then, and has to find the gradient all the same."""
+    gate = Gate("member 4", after=3)
+    task = make_task(OPTIMIZERS["sgd"])
+    job = job_for(replace(task, loss=_loss), f"ps servers=2 replicas=1 link={link}", steps=STEPS, workers=2)
+    monkeypatch.setitem(_GATES, "now", gate)
+    with ThreadedRun(job) as run:
+        run.start_workers()
+        run.await_said("joined", 4)
+        run.publish(1, (1, 2), (2, 1))
+        assert gate.stands.wait(60)
+        run.hold(1, 5)
+        run.publish(2, (1, 2), (2, 1), deaf=(1, 4))  # server 1 leads shard 0, and server 2 is its backup
+        time.sleep(0.5)  # server 2 hears it
+        gate.opened.set()
+        run.await_said("fenced", 1)
+        run.start_worker(1, 5)
+        run.publish(3, (1, 2), (2, 1))
+        ours = run.finish().state_dict()
+    # Not those of the plain loop: shard 0 had taken its step when the successor read for the part that shard 1 lacked.
+    assert distance(ours, train_plainly(task, STEPS)) < 1e-2
 
 
 _GATES: dict[str, Gate] = {}

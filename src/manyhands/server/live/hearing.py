@@ -26,7 +26,7 @@ from manyhands.server.messages import (
     Yield,
 )
 
-__all__ = ["FOR_WORKERS", "require_sense"]
+__all__ = ["FOR_WORKERS", "require_sense", "require_shard"]
 
 FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Ack, Refused, NotPrimary, Fenced)
 
@@ -39,5 +39,10 @@ def require_sense(message: Any, role: str, num_shards: int) -> None:
     from_server = isinstance(message, _FROM_SERVERS) and role == "server"
     if not from_server and not isinstance(message, _FROM_WORKERS):
         raise ProtocolError("message", f"a {type(message).__name__} of a {role} is not for a server to hear")
-    if not 0 <= message.shard < num_shards:
-        raise ProtocolError("shard", f"{message.shard} is none of {num_shards}")
+    require_shard(message.shard, num_shards)
+
+
+def require_shard(shard: int, num_shards: int) -> None:
+    """ProtocolError for a shard that there is not."""
+    if not 0 <= shard < num_shards:
+        raise ProtocolError("shard", f"{shard} is none of {num_shards}")

@@ -32,7 +32,7 @@ from manyhands.memory.sign import LongWait
 from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
-from manyhands.server.live.hearing import require_sense
+from manyhands.server.live.hearing import require_sense, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
@@ -293,6 +293,8 @@ class _Server:
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
         push = message.entry if isinstance(message, Forward) else message
+        if isinstance(push, Push | ReadRows):
+            require_shard(push.shard, self._layout.shards)
         if isinstance(push, ReadRows):
             self._gradients.tables.require_room(push.shard, num_bytes)
         return self._gradients.room_for(push, num_bytes) if isinstance(push, Push) else None

@@ -29,7 +29,7 @@ from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
-from manyhands.server.live.hearing import FOR_WORKERS
+from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.records import message_number, wire_of_link
 from manyhands.server.live.replica_model import ReplicaModel
@@ -237,8 +237,9 @@ class _Turn:
 
     def _hear(self, event: Received) -> None:
         member, message, payload = event.member, event.message, event.payload
-        if not isinstance(message, FOR_WORKERS) or not 0 <= message.shard < self._job.strategy.servers:
-            raise ProtocolError("message", f"{message} is not for a worker to hear")
+        if not isinstance(message, FOR_WORKERS):
+            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
+        require_shard(message.shard, self._job.strategy.servers)
         self._hear_rows(member, message, payload)
         self._record_message(EventKind.RECEIVE, member, message, payload.nbytes)
         if isinstance(message, Parameters):
@@ -315,8 +316,8 @@ class _Turn:
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         """Parameters that come inline and are awaited are received straight into the model."""
-        if isinstance(message, Parameters | RowValues) and not 0 <= message.shard < len(self._body.parts):
-            raise ProtocolError("shard", f"{message.shard} is none of {len(self._body.parts)}")
+        if isinstance(message, Parameters | RowValues):
+            require_shard(message.shard, self._job.strategy.servers)
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
         if isinstance(message, Parameters) and self._core.awaits(message, member):
