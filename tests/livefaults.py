@@ -25,7 +25,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from typing import Any
 from kills import Run, await_that
 from livefaults_plans import PLANS, WORKERS, Case, Failed, Scene
 
-__all__ = ["Report", "Verdict", "campaign", "drawn", "execute", "moving_seed", "verdict"]
+__all__ = ["Report", "Verdict", "campaign", "drawn", "execute", "moving_seed", "read_verdict", "verdict"]
 
 CONSISTENCIES = ("sync", "sync:1", "bounded:2", "async", "softsync:2", "aware:async")
 _CHECKPOINT_EVERY = 10
@@ -127,6 +127,10 @@ def _check_no_socket_is_left(scene: Scene) -> None:
 
 def _check_members(scene: Scene) -> None:
     """Nobody may die or be given up who was not struck, and who was paused must have been told."""
+    told = [*scene.folder.glob("raise-*"), *scene.folder.glob("die-leaving-*")]
+    scene.pids |= {int(path.name.rpartition("-")[2]) for path in told}
+    if len(told) != sum(what.startswith(("an error", "SIGKILL a server that is")) for what in scene.struck):
+        raise Failed(f"{scene.struck} were to be, and {told} were")
     for event in scene.events("died", "silent"):
         found = re.search(r"\(pid (\d+)\)", event["sentence"])
         if found is None or int(found[1]) not in scene.pids:
@@ -173,12 +177,16 @@ def verdict(run: Path) -> Verdict:
     from manyhands.cli.main import app
 
     done = CliRunner().invoke(app, ["audit", str(run)])
-    text, word, lost = done.output, "broken", 0
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        text += repr(done.exception)
+    raised = done.exception is not None and not isinstance(done.exception, SystemExit)
+    return read_verdict(f"{done.output}{done.exception!r}" if raised else done.output)
+
+
+def read_verdict(text: str) -> Verdict:
+    """The verdict in what the audit prints; what has none is broken."""
+    word, lost = "broken", 0
     restored = re.search(r"\brestored, (\d+) lost\b", text)
     other = re.search(r"· (incomplete|complete)\b", text)
-    if "every update applied once, nothing broken" in text and done.exit_code == 0:
+    if "every update applied once, nothing broken" in text:
         word = "complete"
     elif restored:
         word, lost = "restored", int(restored[1])
@@ -288,11 +296,13 @@ def campaign(
         return execute(case, folder)
 
     with ThreadPoolExecutor(processes) as pool:
-        while struck < faults:
-            count = min(processes, faults - struck)
-            cases = [drawn(seed, number + index) for index in range(count)]
-            number += count
-            for report in pool.map(one, cases):
+        running: set[Future[Report]] = set()
+        while running or struck < faults:
+            while len(running) < processes and struck + len(running) < faults:
+                running.add(pool.submit(one, drawn(seed, number)))
+                number += 1
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for report in (future.result() for future in done):
                 struck += max(1, len(report.struck))
                 outcome = f"FAILED: {report.problem}\nkept in {report.folder}" if report.problem else "ok"
                 say(f"{report.case} · {', '.join(report.struck)} · {report.seconds:.0f} s · {outcome}")

@@ -224,7 +224,6 @@ def _server_fails(scene: Scene) -> None:
     scene.struck.append("an error in a server")
     scene.may_restore = scene.may_restore or not scene.case.replicas
     scene.await_recovery(before, "every shard")
-    scene.pids |= {int(path.name.removeprefix("raised-")) for path in scene.folder.glob("raised-*")}
 
 
 def _during_recovery(scene: Scene) -> None:
@@ -252,9 +251,11 @@ def _both_servers(scene: Scene) -> None:
     """More than one replica covers: the shards go back to a snapshot, and say what that loses."""
     scene.await_snapshots()
     before = scene.recoveries("every shard")
-    _, pid = scene.kill("server")
+    first = scene.victim("server")
+    second = scene.victim("server", but=(first[1],))
+    scene.strike(*first, signal.SIGKILL)
     scene.pause(0.5)
-    scene.kill("server", but=(pid,))
+    scene.strike(*second, signal.SIGKILL)
     scene.may_restore = True
     scene.await_recovery(before, "every shard")
 
@@ -262,6 +263,12 @@ def _both_servers(scene: Scene) -> None:
 def _at_the_end(scene: Scene) -> None:
     """A server dies while the run ends: what it was about to leave has to come from somewhere."""
     scene.pause(1.0)
+    scene.may_restore = not scene.case.replicas
+    if scene.draw.random() < 0.6:
+        scene.remember()
+        scene.struck.append("SIGKILL a server that is asked for its shards")
+        (scene.folder / "die-leaving").touch()
+        return
     (scene.folder / "go").touch()
     scene.await_that(lambda: _steps_done(scene.path) > scene.case.steps - 12, "the last steps", _END_S)
     scene.pause(0.5)

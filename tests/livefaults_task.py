@@ -3,14 +3,16 @@
 Every process of a run imports this module, since the task's functions travel by name: so a run whose environment
 names a breakage gets it in its servers and workers, while the product knows nothing of it.
 
-    LIVEFAULTS_FOLDER    where the harness leaves `go` (nothing more will be struck: hurry) and `raise` (whichever
-                         server takes the next step fails, once)
+    LIVEFAULTS_FOLDER    where the harness leaves `go` (nothing more will be struck: hurry), `raise` (whichever server
+                         takes the next step fails, once) and `die-leaving` (the first server that is asked for its
+                         shards at the end is killed instead)
     LIVEFAULTS_BREAKAGE  one of `BREAKAGES`
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -58,13 +60,28 @@ def _scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRS
 
 
 def _rate(step: int) -> float:
-    if step:
-        try:
-            (_folder() / "raise").rename(_folder() / f"raised-{os.getpid()}")
-        except FileNotFoundError:
-            return 1.0
+    if step and _is_told("raise"):
         raise RuntimeError("this server was told to fail")
     return 1.0
+
+
+def _is_told(what: str) -> bool:
+    """Whether the harness wants something of somebody, which nobody else has taken upon itself yet."""
+    try:
+        (_folder() / what).rename(_folder() / f"{what}-{os.getpid()}")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _may_die_leaving(self: _Server, wanted: Any) -> None:
+    if _is_told("die-leaving"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    _leave(self, wanted)
+
+
+_leave = _Server._leave
+_Server._leave = _may_die_leaving  # type: ignore[method-assign]
 
 
 # ── broken builds ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -307,7 +307,7 @@ def test_errors_that_come_back_after_every_recovery_end_the_run() -> None:
         play.install()
     (fail,) = play.do(Died(member=play.view.shards[1].primary, error="ValueError"))
     assert isinstance(fail, Fail)
-    assert "after 4 errors before" in fail.sentence
+    assert "makes 5 errors" in fail.sentence
 
 
 def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None:

@@ -254,11 +254,15 @@ class Membership:
         return [Recovered(what="every shard", member=member)]
 
     def _bury_server(self, member: _Member, error: str) -> list[MembershipAction]:
-        if error and self._is_hopeless(error):
-            return self._fail(
-                f"servers raised {error} again, after {self._num_server_errors - 1} errors before: another server "
-                "would fail in the same way"
-            )
+        if error:
+            again = " again" if error in self._server_errors else ""
+            self._server_errors.add(error)
+            self._num_server_errors += 1
+            if again or self._num_server_errors >= MAX_DEATHS:
+                return self._fail(
+                    f"a server raised {error}{again}, which makes {self._num_server_errors} errors of servers: "
+                    "the next one would fail in the same way"
+                )
         self._server_deaths += 1
         if self._server_deaths >= MAX_DEATHS * self._plan.num_servers:
             return self._fail(
@@ -276,13 +280,6 @@ class Membership:
                     "there is no snapshot; use replicas=1, or snapshots"
                 )
         return [self._publish(), self._start_server(), *(self._end_if_done() if self._over else [])]
-
-    def _is_hopeless(self, error: str) -> bool:
-        """Note an error that ended a server; whether it has repeated."""
-        again = error in self._server_errors
-        self._server_errors.add(error)
-        self._num_server_errors += 1
-        return again or self._num_server_errors >= MAX_DEATHS
 
     def _hand_over(self, shard: _Shard, dead: int) -> bool:
         """Let the backup of a shard take over from a dead primary, or drop a dead backup; whether all is lost."""
