@@ -17,7 +17,7 @@ import torch
 import manyhands as mh
 from assassin import Assassin, events
 from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
-from manyhands.errors import ManyhandsError, NonFinite
+from manyhands.errors import ManyhandsError, NonFinite, WorkerFailed
 from manyhands.tasks import TASKS
 
 pytestmark = pytest.mark.timeout(240)
@@ -59,20 +59,64 @@ def test_six_kills_of_workers_and_servers(tmp_path: Path) -> None:
     _audit(out)
 
 
-def test_a_paused_worker_is_fenced_and_comes_back(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    task = _patient(make_task(OPTIMIZERS["momentum"]), 0.05)
-    with (
-        Assassin(out, kills=1, signal=signal.SIGSTOP, names=("worker 1",)) as assassin,
-        mh.start(task, "ps consistency=async", workers=2, steps=10**6, out=out) as running,
-    ):
-        _await(lambda: assassin.struck)
-        pid = next(event["pid"] for event in events(out) if event.get("name") == "worker 1")
-        _await(lambda: any(event["event"] == "recovered" for event in events(out)))
-        os.kill(pid, signal.SIGCONT)
+@pytest.mark.parametrize(
+    ("consistency", "link"),
+    [
+        ("sync", "shared"),
+        *(
+            pytest.param(consistency, link, marks=pytest.mark.soak)
+            for consistency in ("sync", "bounded:2", "async", "softsync:2")
+            for link in ("shared", "tcp")
+            if (consistency, link) != ("sync", "shared")
+        ),
+    ],
+)
+def test_a_paused_worker_is_fenced_and_takes_the_next_place(
+    consistency: str, link: str, tmp_path: Path
+) -> None:
+    """It wakes when another has its slot, stands by, and is at work again after the next death, to the end."""
+    out, steps = tmp_path / "run", 120
+    task = make_task(OPTIMIZERS["sgd"])
+    strategy = f"ps servers=2 consistency={consistency} link={link}"
+    with mh.start(_until(tmp_path / "go", task), strategy, workers=2, steps=steps, out=out) as running:
+        _await(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size)
+        paused = _pid(out, "worker 1")
+        os.kill(paused, signal.SIGSTOP)
+        _await(lambda: _recovered(out) == 1)
+        os.kill(paused, signal.SIGCONT)
         _await(lambda: any(event["event"] == "fenced" for event in events(out)))
-        running.stop()
-    _audit(out, "incomplete")
+        os.kill(_pid(out, "worker 0"), signal.SIGKILL)
+        _await(lambda: _recovered(out) == 2)
+        (tmp_path / "go").touch()
+        run = running.result(100)
+    started = [event["name"] for event in events(out) if event["event"] == "started"]
+    assert started.count("worker 0") == 1, "nobody new was needed for the one that was killed"
+    assert len(run.history.loss) == steps
+    if consistency == "sync":
+        assert distance(run.model.state_dict(), train_plainly(task, steps)) < 1e-9
+    _audit(out)
+
+
+def test_a_server_that_raises_is_followed_by_its_replica(tmp_path: Path) -> None:
+    out, task = tmp_path / "run", make_task(OPTIMIZERS["sgd"])
+    fragile = replace(_until(tmp_path / "go", task), scheduler=_fails_once(tmp_path / "fail"))
+    with mh.start(fragile, "ps servers=2 replicas=1", workers=2, steps=60, out=out) as running:
+        _await(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size)
+        (tmp_path / "fail").touch()
+        _await(lambda: _recovered(out) == 1)
+        (tmp_path / "go").touch()
+        run = running.result(100)
+    (died,) = [event for event in events(out) if event["event"] == "died"]
+    assert "raised RuntimeError" in died["sentence"]
+    assert distance(run.model.state_dict(), train_plainly(task, 60)) < 1e-9
+    _audit(out)
+
+
+def test_an_error_that_every_server_raises_ends_the_run_with_it() -> None:
+    task = replace(make_task(OPTIMIZERS["sgd"]), scheduler=_fails_at_step_5)
+    with pytest.raises(WorkerFailed, match=r"raised RuntimeError.*step 5 is beyond this schedule") as failed:
+        mh.fit(task, "ps servers=2 replicas=1", workers=2, steps=50)
+    assert any("RuntimeError again" in note for note in failed.value.__notes__)
 
 
 @pytest.mark.soak
@@ -182,6 +226,48 @@ def _patient(task: mh.Task, seconds: float = 0.01) -> mh.Task:
         return task.loss(model, batch)
 
     return replace(task, loss=slow, evaluation=task.evaluation)
+
+
+def _until(go: Path, task: mh.Task) -> mh.Task:
+    """The same task, slow until a file is there."""
+
+    def slow(model: Any, batch: Any) -> torch.Tensor:
+        time.sleep(0.0 if go.exists() else 0.25)
+        return task.loss(model, batch)
+
+    return replace(task, loss=slow)
+
+
+def _fails_once(file: Path) -> Any:
+    """A scheduler, of which only servers take steps: one of them fails when there is such a file, and takes it away."""
+
+    def rate(step: int) -> float:
+        if step and file.exists():
+            file.unlink()
+            raise RuntimeError("this server was told to fail")
+        return 1.0
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def _fails_at_step_5(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def rate(step: int) -> float:
+        if step == 5:
+            raise RuntimeError("step 5 is beyond this schedule")
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def _pid(out: Path, name: str) -> int:
+    """The first process of that name."""
+    return next(
+        event["pid"] for event in events(out) if event["event"] == "started" and event["name"] == name
+    )
+
+
+def _recovered(out: Path) -> int:
+    return sum(event["event"] == "recovered" for event in events(out))
 
 
 def _joined(out: Path) -> list[dict[str, Any]]:

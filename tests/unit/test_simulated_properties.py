@@ -8,18 +8,20 @@ nothing: three broken servers are put before it.
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 
 from manyhands.consistency.bounded import Bounded
 from manyhands.consistency.policy import Policy
+from manyhands.server.actions import Action, Keep
 from manyhands.server.core import ShardCore
-from manyhands.server.messages import Outcome
+from manyhands.server.messages import Forward, Message, Outcome, Push
 from manyhands.server.replica import ShardReplica
 from manyhands.server.server import ServerCore
 from manyhands.server.steps import ShardConfig
-from manyhands.simulate import SimulationSpec
+from manyhands.simulate import SimulationSpec, simulate
 from simulated import PROMISES, MakeServer, complaints, drawn
 
 SEEDS_PER_CASE = 25
@@ -51,6 +53,32 @@ def config_of(spec: SimulationSpec, policy: Policy | None = None) -> ShardConfig
         steps=spec.steps,
         slots=tuple(range(spec.workers)),
     )
+
+
+class Announcing(ServerCore):
+    """Says before each message whether it will keep the gradient, and is held to it."""
+
+    kept = turned_away = 0
+
+    def handle(self, message: Message, sender: int) -> list[Action]:
+        push = message.entry if isinstance(message, Forward) else message
+        if not isinstance(message, Push | Forward) or not isinstance(push, Push) or push.skip:
+            return super().handle(message, sender)
+        announced = self.keeps(message)
+        actions = super().handle(message, sender)
+        assert announced == any(isinstance(action, Keep) for action in actions), message
+        Announcing.kept += announced
+        Announcing.turned_away += not announced
+        return actions
+
+
+def test_a_server_knows_before_it_looks_at_a_gradient_whether_it_will_keep_it() -> None:
+    Announcing.kept = Announcing.turned_away = 0
+    for seed, consistency in product(range(12), ("sync", "sync:1", "async", "softsync:2")):
+        spec = drawn(seed, consistency, replicas=1)
+        simulate(spec, make_server=lambda member, spec: Announcing(config_of(spec), member))
+    assert Announcing.kept > 1000
+    assert Announcing.turned_away > 10
 
 
 class ForgetfulCore(ShardCore):

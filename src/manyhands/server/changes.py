@@ -42,9 +42,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """A member's process has ended."""
+    """A member's process has ended; `error` is the type of the exception that ended it, "" where it was killed."""
 
     member: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Every active slot has finished: stop the servers and whoever else is left."""
+    """Every active slot has finished, and every shard is there: have the servers leave what they hold.
+
+    Said again when a server that had perhaps not done so has died and its shards are there again.
+    """
 
 
 MembershipAction = Publish | StartServer | StartWorker | Assign | Kill | Lost | Recovered | Fail | Over

@@ -253,6 +253,21 @@ class ShardReplica:
             case _:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
 
+    def keeps(self, message: Push | Forward) -> bool:
+        """Whether `handle` will keep the gradient of this message.
+
+        That of a fenced worker, of an update that is known already, or of a primary of an older epoch may be gone.
+        """
+        if isinstance(message, Forward):
+            is_next = message.sequence == self.core.sequence + 1
+            return self.role is Role.BACKUP and message.epoch >= self.epoch and is_next
+        if self.role is not Role.PRIMARY or self.core.awaiting:
+            return False
+        if message.member < self._holders.get(message.slot, 0):
+            return False
+        known = self.core.outcome_of(message.slot, message.clock) is not None
+        return not known and message.clock >= self._taken.get(message.slot, 0)
+
     @property
     def awaited_member(self) -> int | None:
         """Whom reads that are held back wait for: the member of the lowest slot whose own read has not come yet."""

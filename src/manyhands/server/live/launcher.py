@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from manyhands.cluster.control import Unread
+from manyhands.cluster.failure import Failure
 from manyhands.cluster.job import pack
 from manyhands.cluster.signals import as_exception
 from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
@@ -141,6 +143,8 @@ class Launcher:
         self._numbers: dict[int, int] = {}  # what each process goes by, where that has changed
         self._names: dict[int, str] = {}
         self._places: dict[int, int] = {}  # of the servers, by member
+        self._server_members: set[int] = set()  # that were ever started
+        self._left: dict[int, dict[str, Any]] = {}  # by shard: what its server said when it had left it
         self._died_at: dict[str, float] = {}
         self._over = False
         self._began = 0.0
@@ -248,6 +252,8 @@ class Launcher:
         elif "fenced" in said:
             self._tell("fenced", member, sentence=said["sentence"])
             self._tell_membership(changes.Rejoin(member=member))
+        elif "shards" in said:
+            self._left |= {one["shard"]: one for one in said["shards"]}
         elif "left" in said:
             self._tell_membership(changes.Finished(member=member, reason=Reason[said["reason"]]))
         elif "note" in said:
@@ -275,11 +281,33 @@ class Launcher:
             self._add_totals(ended.payload)
             return
         assert ended.failure is not None, "who returned nothing has failed"
-        if ended.failure.reported is not None:
-            raise replace(ended.failure, rank=self._rank_of(member)).error()
+        reported = ended.failure.reported
+        if reported is not None and member not in self._server_members:
+            raise replace(
+                ended.failure, rank=self._rank_of(member)
+            ).error()  # a task that fails in one worker fails in its successor
         self._missed("died", member, ended.failure.sentence)
-        self._tell_membership(changes.Died(member=member))
+        if self._has_left(member):
+            return
+        error = reported.error if reported is not None else ""
+        actions = self._membership.handle(changes.Died(member=member, error=error))
+        if error and any(isinstance(action, Fail) for action in actions):
+            raise self._repeated(ended.failure, actions)
+        self._do(actions)
         self._prepare_spare()
+
+    def _has_left(self, server: int) -> bool:
+        """Whether everything that a server served is already where it is wanted at the end."""
+        served = {place.shard for place in self._membership.view.shards if place.primary == server}
+        return self._over and server in self._server_members and served <= self._left.keys()
+
+    def _repeated(self, failure: Failure, actions: list[MembershipAction]) -> ManyhandsError:
+        """The error that ended a server and would end the next one: as it was raised, with what was made of it."""
+        error = failure.error()
+        for action in actions:
+            if isinstance(action, Fail):
+                error.add_note(action.sentence)
+        return error
 
     def _missed(self, event: str, member: int, sentence: str) -> None:
         self._died_at.setdefault(self._what(member), time.monotonic())
@@ -313,8 +341,9 @@ class Launcher:
                     self._tell_view(view)
                     payload = view_payload(view, self._addresses, self._roles())
                     for process in [*self._servers, *self._workers.values()]:
-                        self._supervisor.tell(process, payload)
+                        self._tell_process(process, payload)
                 case StartServer(member=member):
+                    self._server_members.add(member)
                     ring = self._give_place(member)
                     files = {"final": self._files.final, "events": ring.descriptor}
                     self._start(member, f"server {self._places[member]}", serve, files)
@@ -329,13 +358,13 @@ class Launcher:
                     process = self._process_of(member)
                     self._workers.pop(member, None)
                     self._numbers[process], self._workers[number] = number, process
-                    self._supervisor.tell(process, {"place": {"slot": slot, "member": number}})
+                    self._tell_process(process, {"place": {"slot": slot, "member": number}})
                 case Kill(member=member):
                     self._supervisor.kill(self._process_of(member))
                     self._places.pop(member, None)  # it writes nothing more
                 case Lost(shard=shard, member=member):
                     self._recoveries.restored(self._membership.view.epoch)
-                    self._supervisor.tell(member, {"restore": shard})
+                    self._tell_process(member, {"restore": shard})
                 case Recovered(what=what, member=member):
                     self._say_recovered(self._recoveries.found(what, member))
                 case Fail(sentence=sentence):
@@ -343,6 +372,19 @@ class Launcher:
                 case Over():
                     self._say_recovered(self._recoveries.over())
                     self._over = True
+                    for server in self._servers:
+                        self._tell_process(server, {"leave": self._missing_shards()})
+
+    def _tell_process(self, process: int, payload: Mapping[str, Any]) -> None:
+        """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
+        try:
+            self._supervisor.tell(process, payload)
+        except Unread:
+            self._supervisor.kill(process)
+
+    def _missing_shards(self) -> list[int]:
+        """Those that no server has left yet."""
+        return [shard for shard in range(self._job.strategy.servers) if shard not in self._left]
 
     def _give_place(self, member: int) -> EventRing:
         """The first place that no live server has, and its ring."""
@@ -409,16 +451,17 @@ class Launcher:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
-        """Let the servers leave what they hold, and hear everyone's last word."""
+        """See that the servers leave what they hold, whoever dies meanwhile, and hear everyone's last word."""
         self._outcome.seconds = time.monotonic() - self._began
-        for server in self._servers:
-            self._supervisor.tell(server, {"finish": True})
         deadline = time.monotonic() + self._job.timeout_s
-        while self._servers:
+        while missing := self._missing_shards():
             if time.monotonic() > deadline:
-                raise PeerTimeout(
-                    f"servers {sorted(self._servers)} did not leave their shards in time", peer=-1
-                )
+                raise PeerTimeout(f"the servers of shards {missing} did not leave them in time", peer=-1)
+            self._turn()
+        self._outcome.shards = list(self._left.values())
+        for server in self._servers:
+            self._tell_process(server, {"finish": True})
+        while self._servers and time.monotonic() < deadline:
             self._turn_down()
         for process in self._supervisor.members:
             self._supervisor.ask_to_stop(process)
@@ -426,26 +469,29 @@ class Launcher:
             self._turn_down()
 
     def _turn_down(self) -> None:
+        """Everything is where it is wanted: what still goes wrong with a server is said and does no harm."""
         for event in self._supervisor.poll(_LOOK_S):
-            if isinstance(event, Interrupted):
-                raise as_exception(event.signal)
-            if isinstance(event, Said) and "note" in event.payload:
-                self._take_note(event.payload)
-            if isinstance(event, Ended):
-                self._servers.discard(event.member)
-                if event.payload is not None:
-                    self._add_totals(event.payload)
-                elif (
-                    event.failure is not None
-                    and event.failure.reported is not None
-                    and not event.failure.is_consequence  # who came too late to be of use was asked to stop
-                ):
-                    raise replace(event.failure, rank=self._rank_of(event.member)).error()
+            match event:
+                case Interrupted(signal=number):
+                    raise as_exception(number)
+                case Said(payload=payload) if "note" in payload:
+                    self._take_note(payload)
+                case Silent(member=process):
+                    self._supervisor.kill(process)
+                case Ended(member=process, payload=payload, failure=failure):
+                    self._servers.discard(process)
+                    if payload is not None:
+                        self._add_totals(payload)
+                    elif failure is None or failure.is_consequence:
+                        pass  # who came too late to be of use was asked to stop
+                    elif process in self._server_members:
+                        self._outcome.notes.append(failure.sentence)
+                    elif failure.reported is not None:
+                        raise replace(failure, rank=self._rank_of(process)).error()
 
     def _add_totals(self, payload: Mapping[str, Any]) -> None:
         for name in self._outcome.totals:
             self._outcome.totals[name] += payload.get(name, 0)
-        self._outcome.shards += payload.get("shards", [])
         self._outcome.recorded |= payload.get("recorded", {})
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
@@ -31,6 +31,7 @@ from manyhands.memory.sign import LongWait
 from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
+from manyhands.server.live.hearing import require_sense, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
@@ -50,6 +51,7 @@ from manyhands.server.messages import (
     RowValues,
     View,
 )
+from manyhands.server.replica import Role as ReplicaRole
 from manyhands.server.server import ServerCore
 from manyhands.server.store import Contribution, ShardStore
 from manyhands.server.updates import ShardRecorder
@@ -103,6 +105,7 @@ class _Server:
         self._outgoing: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
         self._dialled: set[int] = set()
         self._met: set[int] = set()  # that are connected
+        self._peers: dict[int, str] = {}  # what each member that ever connected is
         self._view: View | None = None
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
@@ -126,7 +129,10 @@ class _Server:
         self._attend()
         while not self._finished:
             self._listen()
-        return self._leave()
+        if self._hub.turned_away > 1:
+            self._note(f"{self._context.name} turned {self._hub.turned_away} away in all")
+        self._context.mark(self._context.step, State.FINISHED)
+        return {"recorded": self._logs.kept}
 
     def _listen(self) -> None:
         events = self._hub.poll(_LOOK_S)
@@ -144,10 +150,11 @@ class _Server:
                     self._receive(event)
                     if not isinstance(following, Received) or following.member != member:
                         self._hub.send_off()
-                case Shared(segment=segment, tag=tag):
-                    self._gradients.add_area(tag, segment)
-                case Joined(member=member):
+                case Shared():
+                    self._take_area(event)
+                case Joined(member=member, role=role):
                     self._met.add(member)
+                    self._peers[member] = role
                     for unsent in self._unsent.pop(member, []):
                         self._deliver(member, *unsent)
                 case Lost(member=member, reason=reason):
@@ -170,6 +177,17 @@ class _Server:
             self._cut(event.member, error)
         event.release()
 
+    def _take_area(self, shared: Shared) -> None:
+        if self._peers[shared.member] != "server" and shared.tag != shared.member:
+            error = ProtocolError("tag", f"member {shared.member} shares memory as if it were {shared.tag}")
+            shared.segment.close()
+            self._cut(shared.member, error)
+            return
+        try:
+            self._gradients.add_area(shared.tag, shared.segment)
+        except ValueError as error:
+            self._cut(shared.member, ProtocolError("segment", str(error)))
+
     def _attend(self) -> None:
         """Do what the launcher says; called when there is something, for it costs as much as a small message."""
         for told in self._context.told():
@@ -187,6 +205,7 @@ class _Server:
         """Let go of what belongs to a connection that has ended."""
         self._dialled.discard(member)
         self._met.discard(member)
+        self._gradients.lost(member)
         self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
         for to, shard in [key for key in self._outgoing if key[0] == member]:
             del self._outgoing[to, shard]
@@ -198,6 +217,8 @@ class _Server:
             self._follow(*view_from(told))
         elif "restore" in told:
             self._restore(told["restore"])
+        elif "leave" in told:
+            self._leave(told["leave"])
         elif "finish" in told:
             self._finished = True
 
@@ -214,19 +235,33 @@ class _Server:
             if member < self._member and member not in self._dialled:
                 self._dialled.add(member)
                 self._hub.connect(member, address)
+        for gone in [member for member in self._unsent if not self._is_server(member)]:
+            del self._unsent[gone]
         self._do(self._core.view(view), None, None)
-        for slot in view.slots:
-            self._gradients.forget_before(slot.slot, slot.member)
+        for slot in (*view.slots, *view.retiring):
+            self._gradients.succeed(slot.slot, slot.member, self._fencing_shards())
+
+    def _fencing_shards(self) -> list[int]:
+        """Those of which nobody's gradient is taken any more whose slot has been given to another.
+
+        All but the ones that this server is the backup of: what the primary took before it heard is still to come.
+        """
+        backed_up = {
+            shard for shard, replica in self._core.replicas.items() if replica.role is ReplicaRole.BACKUP
+        }
+        return [shard for shard in range(self._layout.shards) if shard not in backed_up]
 
     def _handle(self, member: int, message: Any, payload: memoryview) -> None:
+        require_sense(message, self._peers[member], self._layout.shards)
         push = message.entry if isinstance(message, Forward) else message
         contribution: Contribution | None = None
         try:
-            if isinstance(push, Push) and not push.skip:
+            # Fenced first: whose slot is another's by now has no memory here any more.
+            if isinstance(push, Push) and not push.skip and self._core.keeps(message):
                 contribution = self._gradients.of(push, payload)
                 if contribution is None:
-                    raise ManyhandsError(f"the gradient of slot {push.slot}, clock {push.clock} did not come")
-                if push is message and self._refuse(member, push, contribution):
+                    self._miss(message, push)
+                elif push is message and self._refuse(member, push, contribution):
                     return
             elif isinstance(message, ReadRows):
                 self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
@@ -234,6 +269,15 @@ class _Server:
             self._ask_rows(member, message, unknown)
             return
         self._do(self._core.handle(message, member), contribution, payload)
+        if isinstance(push, Push) and contribution is not None:
+            self._gradients.taken(push)
+
+    def _miss(self, message: Push | Forward, push: Push) -> None:
+        """There is no gradient: a worker's own mistake; without one that a primary took, this copy is of no use."""
+        sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
+        if message is push:
+            raise ProtocolError("push", sentence)
+        raise ManyhandsError(sentence)
 
     def _ask_rows(self, member: int, message: Any, unknown: UnknownSets) -> None:
         """Let a worker send again, with its rows, what it named; a server gives them always."""
@@ -247,7 +291,10 @@ class _Server:
     def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
         """Turn down a gradient that is not finite, by name."""
         store = self._stores.get(push.shard)
-        bad = store.first_bad(contribution) if store is not None else None
+        try:
+            bad = store.first_bad(contribution) if store is not None else None
+        except (IndexError, ValueError) as error:
+            raise ProtocolError("rows", str(error)) from error
         if bad is None:
             return False
         reason = f"the gradient of {bad!r} is not finite"
@@ -258,6 +305,8 @@ class _Server:
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
         push = message.entry if isinstance(message, Forward) else message
+        if isinstance(push, Push | ReadRows):
+            require_shard(push.shard, self._layout.shards)
         if isinstance(push, ReadRows):
             self._gradients.tables.require_room(push.shard, num_bytes)
         return self._gradients.room_for(push, num_bytes) if isinstance(push, Push) else None
@@ -449,17 +498,14 @@ class _Server:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _leave(self) -> dict[str, Any]:
-        """Leave the parameters where the launcher finds them."""
-        if self._hub.turned_away > 1:
-            sentence = f"{self._context.name} turned {self._hub.turned_away} away in all"
-            self._context.send({"note": sentence})
+    def _leave(self, wanted: Collection[int]) -> None:
+        """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
         final = Segment.attach(os.dup(self._context.descriptor("final")))
         shards = []
         with final:
             memory = final.tensor(0, final_bytes(self._layout), torch.uint8)
             for shard in range(self._layout.shards):
-                if not self._is_primary(shard):
+                if shard not in wanted or not self._is_primary(shard):
                     continue
                 begin, end = self._layout.bounds[shard]
                 self._store(shard).read_into(memory[begin:end])
@@ -476,5 +522,4 @@ class _Server:
                     }
                 )
             del memory
-        self._context.mark(self._context.step, State.FINISHED)
-        return {"shards": shards, "recorded": self._logs.kept}
+        self._context.send({"shards": shards})
