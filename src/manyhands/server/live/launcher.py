@@ -292,7 +292,7 @@ class Launcher:
         error = reported.error if reported is not None else ""
         actions = self._membership.handle(changes.Died(member=member, error=error))
         if error and any(isinstance(action, Fail) for action in actions):
-            raise self._repeated(ended.failure, actions)
+            raise self._repeated(replace(ended.failure, rank=self._rank_of(member)), actions)
         self._do(actions)
         self._prepare_spare()
 
