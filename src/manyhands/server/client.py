@@ -346,9 +346,18 @@ class ClientCore:
         work = self._shards[LEAD].work
         if any(shard.read is not None for shard in self._shards):
             return []
-        if work.kind is not WorkKind.TRAIN and not all(shard.welcome for shard in self._shards):
-            return []
-        return self._begin(work)
+        if work.kind is not WorkKind.TRAIN:
+            return self._begin(work) if all(shard.welcome for shard in self._shards) else []
+        return self._ask_again(work.clock) or self._begin(work)
+
+    def _ask_again(self, clock: int) -> list[ClientAction]:
+        """Read once more where a shard, by an older table of slots, did not wait for others: we are to train."""
+        actions: list[ClientAction] = []
+        for shard in self._shards:
+            if shard.index != LEAD and shard.work.kind in (WorkKind.FINISHED, WorkKind.RETIRED):
+                shard.work = _UNKNOWN
+                actions += self._ask(shard, clock)
+        return actions
 
     def _next_clock(self, lead: _Shard, work: Work) -> int:
         """The clock to go on with, now that the lead has said what to do."""

@@ -43,7 +43,7 @@ from manyhands.server.live.losses import LossBook
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
-from manyhands.server.messages import Installed, View
+from manyhands.server.messages import Concluded, Installed, View
 
 __all__ = ["Command", "Launcher", "Outcome", "RunFiles"]
 
@@ -233,6 +233,8 @@ class Launcher:
             self._tell_membership(changes.Joined(member=member))
         elif "installed" in said:
             self._tell_membership(Installed(**said["installed"]))
+        elif "concluded" in said:
+            self._tell_membership(Concluded(**said["concluded"]))
         elif "fenced" in said:
             self._tell("fenced", member, sentence=said["sentence"])
             self._tell_membership(changes.Rejoin(member=member))
