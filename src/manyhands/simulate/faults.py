@@ -105,7 +105,10 @@ Fault = Kill | Pause | SlowLink | AddWorker | RemoveWorker
 
 
 def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) -> tuple[Fault, ...]:
-    """`count` faults before `until_s`, in the order of time; with `resize` workers also come and go."""
+    """`count` faults before `until_s`, in the order of time; with `resize` workers also come and go.
+
+    What a seed means never changes, here and in `draw_storm`: seeds that failed once are kept as tests.
+    """
     draw = random.Random(f"faults {seed}")
     kinds = [Kill, Kill, Pause, SlowLink, *([AddWorker, RemoveWorker] if resize else [])]
     faults: list[Fault] = []
