@@ -448,6 +448,26 @@ def test_a_choice_in_flight_is_confirmed_to_the_lead_that_came_since(first: str)
     assert [(to, type(message)) for to, message in answers] == [(THIRD, ChosenKept)] * 2
 
 
+def test_while_nobody_leads_a_choice_is_confirmed_to_nobody() -> None:
+    shared = config("softsync:1", shards=2)
+    other = ShardReplica(replace(shared, shard=1), SECOND)
+    lead, mine = (
+        ShardView(shard=0, epoch=1, primary=FIRST),
+        ShardView(shard=1, epoch=1, primary=SECOND, backup=THIRD),
+    )
+    other.view(View(epoch=1, shards=(lead, mine), slots=(SlotView(slot=0, member=WORKER),)))
+    table = tuple(other.core.table.generations)
+    other.handle(
+        Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0, updates=(), epoch=1), FIRST
+    )
+    lost = replace(lead, epoch=2, primary=0)
+    other.view(View(epoch=2, shards=(lost, mine), slots=(SlotView(slot=0, member=WORKER),)))
+    assert sent(other.handle(Forwarded(shard=1, epoch=1, sequence=1), THIRD)) == []
+    found = replace(lead, epoch=3, primary=FIRST + 9)
+    actions = other.view(View(epoch=3, shards=(found, mine), slots=(SlotView(slot=0, member=WORKER),)))
+    assert [(to, type(message)) for to, message in sent(actions)] == [(FIRST + 9, ChosenKept)]
+
+
 def test_when_everyone_has_left_the_rest_is_applied_and_the_launcher_is_told() -> None:
     lead, other = two_shards("softsync:1")
     for server, shard in ((lead, 0), (other, 1)):

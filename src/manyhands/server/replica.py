@@ -219,9 +219,11 @@ class ShardReplica:
         """Once everyone has left: let what waits be the last step, and tell the launcher when nothing is open."""
         if not self._everyone_left or self._in_flight or self.core.awaiting:
             return []
-        if self.config.leads and self.core.steps.num_waiting:
-            return self._append(Closing())
-        if self.core.steps.num_waiting or not self.core.concluded or self._concluded == self._view.epoch:
+        if (
+            self.core.steps.num_waiting
+        ):  # steps by clock are closed by what is lost, others' by the lead's choice
+            return self._append(Closing()) if self.config.leads and not self.config.policy.stepwise else []
+        if not self.core.concluded or self._concluded == self._view.epoch:
             return []
         self._concluded = self._view.epoch
         return [Send(to=LAUNCHER, message=Concluded(shard=self.config.shard, view=self._view.epoch))]
@@ -412,7 +414,8 @@ class ShardReplica:
             case Lost():
                 self._land(entry.slot)
             case Chosen():
-                actions.append(self._tell(self._lead[1], self.core.kept_answer()))
+                if self._lead[1]:  # else whoever is to lead will greet us
+                    actions.append(self._tell(self._lead[1], self.core.kept_answer()))
                 actions += self._settle_membership()
             case ChosenKept():
                 actions += self._heard()
