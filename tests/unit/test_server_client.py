@@ -98,6 +98,16 @@ def test_reads_again_where_a_shard_waited_for_nobody_by_an_older_table_of_slots(
     assert actions == [Compute(work=train(5), versions=(12, 25))]
 
 
+def test_reads_again_no_more_than_once() -> None:
+    """The lead said so before it was restored: the shards will not count the update, and tell the worker then."""
+    core = computing(clock=4)
+    core.computed(weight=1.0)
+    retired = parameters(1, 5, version=22, work=Work(kind=WorkKind.RETIRED, clock=5))
+    core.handle(parameters(0, 5, version=12, work=train(5)), 1)
+    assert sent(core.handle(retired, 2)) == [(2, read(1, 5))]
+    assert core.handle(retired, 2) == [Compute(work=train(5), versions=(12, 22))]
+
+
 def test_pushes_what_it_computed_and_reads_on_without_waiting_for_the_ack() -> None:
     core = computing(clock=4)
     assert core.waiting_for == ()

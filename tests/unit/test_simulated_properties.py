@@ -51,6 +51,9 @@ FAILED_ONCE = [
     ("stormy", 20003, "sync:2", 0),
     ("stormy", 20045, "sync", 0),
     ("stormy", 20051, "sync:1", 1),
+    ("drawn", 90142, "sync:1", 1),
+    ("stormy", 90123, "sync:1", 1),
+    ("stormy", 90164, "sync:2", 1),
     ("stormy", 20053, "aware:bounded:2", 0),
 ]
 """Every run that ever broke a promise, with a server or with a judge of its time."""

@@ -162,10 +162,11 @@ class Witness(Observer):
         return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
 
     def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """When a run ends nothing waits, and a backup has what its primary has."""
+        """When a run ends nothing waits but what came too late, and a backup has what its primary has."""
+        late = {(row.slot, row.clock) for row in run.logs[shard] if isinstance(row, LateRow)}
         found = [
             f"shard {shard} ended with update {clock} of slot {slot} in no step"
-            for slot, clock in sorted(run.held[shard])
+            for slot, clock in sorted(run.held[shard] - late)
         ]
         backup = run.backups[shard]
         if isinstance(backup, LedgerStore) and backup.groups != store.groups:
@@ -252,6 +253,8 @@ class Witness(Observer):
             if reading.seen[shard].store not in self._life[shard]:
                 continue  # what it had read is not in the history any more
             length, clock = reading.seen[shard].length, reading.work.clock
+            if self._at_risk and (reading.slot, clock) not in position:
+                continue  # begun before a restore, and in no step: nothing came of what it read
             who = f"slot {reading.slot} read {length} steps of shard {shard} for its update {clock}"
             own = position.get((reading.slot, clock - 1), -1)
             if promise.own and own >= length:
