@@ -113,7 +113,7 @@ def complaints(spec: SimulationSpec, make_server: MakeServer | None = None) -> l
     found = witness.complaints(run)
     audited = audit(run.written, spec.policy, spec.steps)
     found += [f"audit: {violation.sentence}" for violation in audited.violations]
-    return found + (witness.needless_restores() if spec.replicas else [])
+    return found + (witness.needless_restores(spec.timing.death_noticed_s) if spec.replicas else [])
 
 
 def _ends_by_design(sentence: str, witness: Witness, spec: SimulationSpec) -> bool:

@@ -54,6 +54,7 @@ FAILED_ONCE = [
     ("drawn", 90142, "sync:1", 1),
     ("stormy", 90123, "sync:1", 1),
     ("stormy", 90164, "sync:2", 1),
+    ("stormy", 300182, "sync", 1),
     ("stormy", 20053, "aware:bounded:2", 0),
 ]
 """Every run that ever broke a promise, with a server or with a judge of its time."""

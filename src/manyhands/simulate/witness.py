@@ -115,18 +115,20 @@ class Witness(Observer):
             return len(strikes)
         return max(Counter(slot for slot in strikes if slot >= 0).values(), default=0)
 
-    def needless_restores(self) -> list[str]:
-        """With replicas: every return to a snapshot without two deaths of servers before all copies were there."""
+    def needless_restores(self, noticed_s: float) -> list[str]:
+        """With replicas: every return to a snapshot without two deaths of servers before all copies were there.
+
+        A death is known `noticed_s` later: that all copies are there may be said in between.
+        """
         found = []
-        deaths = 1  # the first copies are on their way
+        deaths_s = [0.0]  # the first copies are on their way
         for happening in self._happenings:
-            if happening.what == "recovered every shard" or (
-                happening.what == "first copies" and deaths == 1
-            ):
-                deaths = 0
+            whole = happening.what == "recovered every shard"
+            if whole or (happening.what == "first copies" and len(deaths_s) == 1):
+                deaths_s = [at_s for at_s in deaths_s if at_s >= happening.at_s - noticed_s]
             elif happening.what == "server killed":
-                deaths += 1
-            elif happening.what.endswith("restored") and deaths < 2:
+                deaths_s.append(happening.at_s)
+            elif happening.what.endswith("restored") and len(deaths_s) < 2:
                 found.append(f"{happening.what} at {happening.at_s:g} s, although a copy of it was left")
         return found
 
