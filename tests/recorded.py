@@ -13,6 +13,7 @@ from manyhands.server.messages import Message, Push
 from manyhands.server.updates import ComputedRow
 from manyhands.simulate import SimulatedRun, SimulationSpec, Witness, simulate
 from manyhands.simulate.models import LedgerStore
+from manyhands.simulate.run import Happening
 
 __all__ = ["Recorded", "changed", "record"]
 
@@ -132,6 +133,10 @@ class _Scribe(Witness):
     def restores(self, *arguments: Any) -> None:
         if self._witness is not None:
             self._witness.restores(*arguments)
+
+    def happens(self, happening: Happening) -> None:
+        if self._witness is not None:
+            self._witness.happens(happening)
 
     def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
         if self._witness is not None:

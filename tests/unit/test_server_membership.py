@@ -28,7 +28,7 @@ from manyhands.server.changes import (
 )
 from manyhands.server.client import Reason
 from manyhands.server.membership import MAX_DEATHS, Membership, MembershipPlan
-from manyhands.server.messages import Installed, Update, View
+from manyhands.server.messages import Concluded, Installed, Update, View
 
 
 class Play:
@@ -274,7 +274,9 @@ def test_a_server_that_dies_when_all_is_done_is_followed_by_one_that_restores() 
     play.hold = True
     assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer"], "shard 0 can not be left by anybody"
     assert kinds(play.join()) == ["Lost", "Publish"]
-    assert kinds(play.install())[-2:] == ["Publish", "Over"]
+    assert kinds(play.install())[-1:] == ["Publish"]
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == []
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == [Over()], "and leave what they hold once more"
 
 
 def test_a_server_that_raises_is_a_dead_server() -> None:
@@ -323,7 +325,24 @@ def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None
     play.do(Died(member=play.view.shards[0].primary))
     assert kinds(play.do(Finished(member=play.holder(2), reason=Reason.FINISHED))) == ["Publish"], "not yet"
     play.join()
-    assert kinds(play.install())[-2:] == ["Publish", "Over"]
+    assert "Over" not in kinds(play.install())
+    assert [last.slot for last in play.view.gone] == [0, 1, 2]
+
+
+def test_after_a_restore_the_run_is_over_when_nothing_is_open_at_any_shard() -> None:
+    play = Play(workers=1, replicas=0)
+    play.do(Died(member=play.view.shards[1].primary))
+    play.install()
+    assert kinds(play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))) == ["Publish"]
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
+    play.hold = True
+    play.do(Died(member=play.view.shards[0].primary))
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [], "shard 0 is lost"
+    play.join()
+    play.install()
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
+    assert play.do(Concluded(shard=1, view=play.view.epoch - 1)) == [], "it has not heard of that restore"
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [Over()]
 
 
 def test_who_was_given_a_new_place_keeps_it_when_it_says_that_it_is_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.server.client import Reason
-from manyhands.server.messages import Installed, View
+from manyhands.server.messages import Concluded, Installed, View
 
 __all__ = [
     "AddSlot",
@@ -90,7 +90,9 @@ class RemoveSlot:
     slot: int
 
 
-MembershipEvent = Joined | Died | Silent | Installed | Progressed | Rejoin | Finished | AddSlot | RemoveSlot
+MembershipEvent = (
+    Joined | Died | Silent | Installed | Concluded | Progressed | Rejoin | Finished | AddSlot | RemoveSlot
+)
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -49,7 +49,7 @@ from manyhands.server.changes import (
     StartWorker,
 )
 from manyhands.server.client import Reason
-from manyhands.server.messages import Installed, ShardView, SlotView, Update, View
+from manyhands.server.messages import Concluded, Installed, ShardView, SlotView, Update, View
 
 __all__ = ["MAX_DEATHS", "Membership", "MembershipPlan"]
 
@@ -143,6 +143,7 @@ class Membership:
         )
         self._gone: dict[int, int] = {}  # by slot that was left for good: the clock after its last update
         self._restored = False  # a shard went back to a snapshot: it may lack what slots did that were left
+        self._concluded: set[int] = set()  # shards where nothing is open, by the newest view
         self._server_deaths = 0  # since every shard was whole
         self._server_errors: set[str] = set()  # that ended servers since then
         self._num_server_errors = 0
@@ -179,6 +180,8 @@ class Membership:
                 return self._remove_slot(number)
             case Installed():
                 return self._installed(event)
+            case Concluded():
+                return self._conclude(event)
         member = self._members.get(event.member)
         if member is None:
             return []  # it died, or goes by another number now
@@ -392,19 +395,34 @@ class Membership:
         return self._end_if_done() or ([self._publish()] if self._restored else [])
 
     def _end_if_done(self) -> list[MembershipAction]:
-        """The run is over when every slot has finished and no shard is on its way back from a snapshot.
+        """The run is over when every slot has finished, which without a restore leaves nothing open at any shard.
 
-        One that came back has to know how far every slot had come, to say what it lost.
+        Where one came back from a snapshot, every shard has to hear how far the slots had come and to log what is lost:
+        the view tells, and `Concluded` of all of them answers.
         """
+        if not self._is_done():
+            return []
+        if self._restored:
+            return [self._publish()]
+        self._over = True
+        return [Over()]
+
+    def _is_done(self) -> bool:
         busy = any(slot.phase is not _Phase.FINISHED for slot in self._slots.values())
-        if busy or any(shard.lost for shard in self._shards):
+        return not busy and not any(shard.lost for shard in self._shards)
+
+    def _conclude(self, message: Concluded) -> list[MembershipAction]:
+        if message.view != self._epoch or not self._is_done():
+            return []
+        self._concluded.add(message.shard)
+        if len(self._concluded) < len(self._shards):
             return []
         self._over = True
-        return [self._publish(), Over()] if self._restored else [Over()]
+        return [Over()]
 
     def _concerns_servers(self, event: MembershipEvent) -> bool:
         match event:
-            case Installed():
+            case Installed() | Concluded():
                 return True
             case AddSlot() | RemoveSlot():
                 return False
@@ -447,6 +465,7 @@ class Membership:
 
     def _publish(self) -> Publish:
         self._epoch += 1
+        self._concluded.clear()
         return Publish(view=self.view)
 
     def _fail(self, sentence: str) -> list[MembershipAction]:

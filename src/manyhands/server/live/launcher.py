@@ -46,7 +46,7 @@ from manyhands.server.live.recoveries import Recoveries
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
-from manyhands.server.messages import Installed, View
+from manyhands.server.messages import Concluded, Installed, View
 
 __all__ = ["Command", "Launcher", "Outcome", "RunFiles"]
 
@@ -249,6 +249,8 @@ class Launcher:
             self._tell_membership(Installed(**said["installed"]))
         elif "welcomed" in said:
             self._say_recovered(self._recoveries.welcomed(member, said["epoch"]))
+        elif "concluded" in said:
+            self._tell_membership(Concluded(**said["concluded"]))
         elif "fenced" in said:
             self._tell("fenced", member, sentence=said["sentence"])
             self._tell_membership(changes.Rejoin(member=member))

@@ -40,6 +40,7 @@ from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
 from manyhands.server.log import LostRow, StepRow
 from manyhands.server.messages import (
+    Concluded,
     Forward,
     Install,
     Installed,
@@ -365,6 +366,9 @@ class _Server:
                 installed = {"shard": message.shard, "epoch": message.epoch, "member": message.member}
                 self._context.send({"installed": installed})
                 return
+            case Concluded():
+                self._context.send({"concluded": {"shard": message.shard, "view": message.view}})
+                return
             case Parameters(shard=shard):
                 payload = self._parameters(to, shard)
                 self._records.answered(message, self._layout.range_bytes(shard) if self._home is None else 0)
@@ -466,7 +470,11 @@ class _Server:
                 ShardSnapshot(
                     version=core.core.version,
                     state=self._store(shard).state(),
-                    held=self._gradients.held(shard),
+                    held={
+                        name: gradient
+                        for name, gradient in self._gradients.held(shard).items()
+                        if name in core.core.steps.waiting
+                    },
                     core=json.dumps(core.state()),
                 ),
             )
