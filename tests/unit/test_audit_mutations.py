@@ -227,7 +227,12 @@ def test_what_a_restore_lost_is_counted(consistency: str) -> None:
     if not found.policy.stepwise:  # a step may have lost some of its parts
         assert found.audit().lost == lacking
     assert found.audit().words == f"restored, {found.audit().lost} lost"
-    require(found.with_rows(without_last(2), files=slice(-1, None)), Verdict.INCOMPLETE)
+    require(found.with_rows(without_last_step, files=slice(-1, None)), Verdict.INCOMPLETE)
+
+
+def without_last_step(rows: list[Row]) -> list[Row]:
+    """Behind the last step there may be rows of updates that came too late; after a restore nobody misses those."""
+    return rows[: max(number for number, row in enumerate(rows) if isinstance(row, StepRow))]
 
 
 @pytest.mark.parametrize("consistency", ["bounded:3", "async", "softsync:2"])
