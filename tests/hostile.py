@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
@@ -197,8 +198,10 @@ def answer(end: socket.socket) -> tuple[int, bytes]:
 
 def attack(ports: list[int], seed: int, over: threading.Event, tried: dict[str, int]) -> None:
     rng = random.Random(seed)
-    while not over.is_set():
-        chosen = rng.choice(ATTACKS)
+    for number in count(seed):
+        if over.is_set():
+            return
+        chosen = ATTACKS[number % len(ATTACKS)]  # each has its turn, however slow the machine
         try:
             where = ("127.0.0.1", rng.choice(ports))
             with socket.create_connection(where, timeout=LONGEST_S) as end:

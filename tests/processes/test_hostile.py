@@ -80,7 +80,6 @@ def test_strangers_cannot_end_a_run_nor_keep_its_members_apart(tmp_path: Path) -
                 "training goes on beside the strangers",
             )
         run = running.result(200)
-    assert sum(strangers.tried.values()) > 50, strangers.tried
     assert len(strangers.tried) == 9, strangers.tried
     assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
     result = CliRunner().invoke(app, ["audit", str(out)])
