@@ -11,7 +11,7 @@ help:
 	@echo "make test   everything CI checks: format, lint, types, import layers, tests, docs"
 	@echo "make check  the static part of it: format, lint, types, import layers"
 	@echo "make bench  the benchmarks, side by side with peers; writes benchmarks/results/"
-	@echo "make soak   the long checks: 100 kills, long runs"
+	@echo "make soak   the long checks: kills, 300 live faults, long runs"
 
 setup: $(READY)
 

@@ -28,6 +28,7 @@ from manyhands.training.exchange import LocalStep
 RESULT = Path(__file__).parent / "results" / "desync.json"
 WIDTHS = (64, 512, 2048)
 EVERY = 100
+WITHIN_S = 300
 
 
 def model_of(width: int) -> nn.Module:
@@ -75,11 +76,16 @@ def measure(width: int, workers: int, rounds: int) -> dict[str, float]:
                     found[name] = statistics.median(times[rounds // 5 :]) * 1e3
             exchange.close()
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"worker {rank}", daemon=True)
+            for rank in range(workers)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(WITHIN_S)
+            if thread.is_alive():
+                raise SystemExit(f"{thread.name} did not end within {WITHIN_S} s")
     return found
 
 

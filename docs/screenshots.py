@@ -97,7 +97,8 @@ def picture_run(driver: Any, folder: Path) -> None:
 
 def picture_comparison(driver: Any, folder: Path) -> None:
     """Strategies side by side, one worker slowed."""
-    subprocess.run([sys.executable, "-m", "manyhands", "compare", *COMPARE], cwd=folder, check=True)
+    command = [sys.executable, "-m", "manyhands", "compare", *COMPARE]
+    subprocess.run(command, cwd=folder, check=True, timeout=600)
     shutil.copy(folder / "compare" / "figures.json", RESULTS / "compare.json")
     driver.get((folder / "compare" / "report.html").as_uri())
     picture(driver, "compare.png", LAPTOP)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +92,19 @@ class Run:
 
     @classmethod
     @contextmanager
-    def of(cls, command: Sequence[str], folder: Path) -> Iterator[Run]:
+    def of(
+        cls, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> Iterator[Run]:
         """Start `command`; what is left of it at the end is killed, so that a failed test spoils no other."""
         mark = uuid.uuid4().hex
         output = folder / f"{mark}.out"
         with output.open("w") as file:
             parent = subprocess.Popen(
-                command, env={**os.environ, _MARK: mark}, cwd=folder, stdout=file, stderr=file
+                command,
+                env={**os.environ, **(environment or {}), _MARK: mark},
+                cwd=folder,
+                stdout=file,
+                stderr=file,
             )
         run = cls(parent, mark, output)
         try:

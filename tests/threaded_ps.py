@@ -68,6 +68,7 @@ class ThreadedRun:
         self.addresses: dict[int, str] = {}
         self._servers = job.strategy.num_server_processes
         self._stack = ExitStack()
+        self._holders: dict[int, int] = {}  # by slot
         self._channels: dict[int, Channel] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._failures: list[BaseException] = []
@@ -101,31 +102,48 @@ class ThreadedRun:
     def start_workers(self) -> None:
         """One thread for each slot."""
         for slot in range(self.job.workers):
-            ring = self._ring(slot)
-            buffers = os.memfd_create("buffers")
-            self._stack.callback(os.close, buffers)
-            files = {
-                "events": os.dup(ring.descriptor),
-                "buffers": buffers,
-                "final": self._final.descriptor,
-            }
-            self._start(self._servers + 1 + slot, partial(work, slot=slot), files)
+            self.start_worker(slot, self._servers + 1 + slot)
 
-    def publish(self, epoch: int, primaries: tuple[int, ...], backups: tuple[int, ...] = ()) -> None:
-        """Tell everybody who serves which shard."""
+    def start_worker(self, slot: int, member: int) -> None:
+        """One more thread; it holds the slot in every view that is published from now on."""
+        ring = self._ring(slot)
+        buffers = os.memfd_create("buffers")
+        self._stack.callback(os.close, buffers)
+        files = {
+            "events": os.dup(ring.descriptor),
+            "buffers": buffers,
+            "final": self._final.descriptor,
+        }
+        self._holders[slot] = member
+        self._start(member, partial(work, slot=slot), files)
+
+    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
+        """Say something to one role."""
+        self._channels[member].post(Note(payload=payload))
+
+    def hold(self, slot: int, member: int) -> None:
+        """In every view from now on, `member` holds the slot."""
+        self._holders[slot] = member
+
+    def publish(
+        self,
+        epoch: int,
+        primaries: tuple[int, ...],
+        backups: tuple[int, ...] = (),
+        deaf: tuple[int, ...] = (),
+    ) -> None:
+        """Tell everybody but the `deaf` who serves which shard, and who works in which slot."""
         view = View(
             epoch=epoch,
             shards=tuple(
                 ShardView(shard=shard, epoch=epoch, primary=primary, backup=backups[shard] if backups else 0)
                 for shard, primary in enumerate(primaries)
             ),
-            slots=tuple(
-                SlotView(slot=slot, member=self._servers + 1 + slot) for slot in range(self.job.workers)
-            ),
+            slots=tuple(SlotView(slot=slot, member=member) for slot, member in self._holders.items()),
         )
-        for channel in self._channels.values():
-            roles = {member: self._role_of(member) for member in range(1, self._servers + 1)}
-            channel.post(Note(payload=view_payload(view, self.addresses, roles)))
+        roles = {member: self._role_of(member) for member in range(1, self._servers + 1)}
+        for member in self._channels.keys() - set(deaf):
+            self.tell(member, view_payload(view, self.addresses, roles))
 
     def said(self, key: str) -> list[Mapping[str, Any]]:
         """What the roles said under this word so far."""
@@ -140,7 +158,8 @@ class ThreadedRun:
         """Wait for the workers, let the servers leave, and give the trained model."""
         self.await_said("left", self.job.workers)
         for member in range(1, self._servers + 1):
-            self._channels[member].post(Note(payload={"finish": True}))
+            self.tell(member, {"leave": list(range(self.job.strategy.servers))})
+            self.tell(member, {"finish": True})
             self._threads[member].join(_WITHIN_S)
         for member, channel in self._channels.items():
             if member > self._servers:

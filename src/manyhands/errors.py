@@ -18,16 +18,21 @@ __all__ = [
     "ManyhandsError",
     "NonFinite",
     "OutOfSharedMemory",
+    "Overload",
     "PeerTimeout",
     "UserError",
     "WorkerFailed",
     "format_bytes",
     "nearest",
+    "printable",
 ]
 
 
 class ManyhandsError(Exception):
     """Anything this library raises on purpose."""
+
+    blamed: str = ""
+    """Whom it happened to, as reports call it: `server 0`; empty where it was nobody in particular."""
 
 
 class UserError(ManyhandsError, ValueError):
@@ -54,12 +59,20 @@ class OutOfSharedMemory(UserError):
         self.room_bytes = room_bytes
 
 
+class Overload(UserError):
+    """The host has no room for so many workers; `most_workers` is how many fit, 0 for none."""
+
+    def __init__(self, message: str, most_workers: int) -> None:
+        super().__init__(message)
+        self.most_workers = most_workers
+
+
 class NonFinite(UserError):
     """The loss became NaN or infinite; the message names worker, step and the first bad parameter."""
 
 
 class WorkerFailed(ManyhandsError):
-    """A worker raised, died or fell silent; `worker_rank` is the first that did."""
+    """A worker raised, died or fell silent; `worker_rank` is the first that did, -1 for a server."""
 
     def __init__(self, message: str, worker_rank: int) -> None:
         super().__init__(message)
@@ -106,3 +119,14 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def printable(text: str, at_most: int = 400) -> str:
+    r"""What somebody else said, as one line that a terminal, a file and a page can show: `\x1b[2J` for escapes.
+
+    Control characters, line breaks, marks of direction and lone surrogates are escaped; what is longer is cut.
+    """
+    short = text if len(text) <= at_most else f"{text[:at_most]}…"
+    if short.isprintable():
+        return short
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in short)

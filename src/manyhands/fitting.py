@@ -5,26 +5,33 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from torch import nn
 
+from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.room import require_room
+from manyhands.cluster.signals import signal_of
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, NonFinite, UserError
+from manyhands.footprint import cost_of, sizes_of
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
+from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import NoCheckpoint
 from manyhands.store.fingerprint import fingerprint
+from manyhands.store.lines import Backlog
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.request import Options, Request, View
 from manyhands.training.training import Result, Stage, Training, training_class
 
-__all__ = ["Options", "View", "fit"]
+__all__ = ["Options", "View", "fit", "require_room_for"]
 
 _log = logging.getLogger("manyhands")
 
@@ -64,12 +71,30 @@ def fit(
     with preserved(), ExitStack() as stack:
         seed_all(seed)
         model = task.model()
+        require_room_for(request, model)
         _advise(request, model)
         training = training_class(request.strategy)(request, model)
         directory, done = _open_directory(training, request.config(model), out, resume)
         if directory is not None:
-            stack.enter_context(directory)
+            stack.callback(_close, directory)
         return _Session(request, directory, done).train(training)
+
+
+def _close(directory: RunDirectory) -> None:
+    """Let go of the directory; that the last rows may not be synced is no reason to give up what was trained."""
+    try:
+        directory.close()
+    except WriteFailed as error:
+        _log.warning("%s", error)
+
+
+def require_room_for(request: Request, model: nn.Module) -> None:
+    """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
+    if request.options.allow_overload or request.strategy.most_workers == 1:
+        return
+    sizes = sizes_of(request.plan.task, model, on_host=request.plan.device == "cpu")
+    cost = cost_of(request.strategy, sizes, threads=threads_per_role(request.workers))
+    require_room(cost, request.workers)
 
 
 def _advise(request: Request, model: nn.Module) -> None:
@@ -95,9 +120,7 @@ def _open_directory(
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} can not be resumed: {conflict}")
-        done = training.resume(directory, config)
-        directory.metrics.truncate_after(done or 0)
-        return directory, done
+        return directory, training.resume(directory, config)
     except BaseException:
         directory.close()
         raise
@@ -111,44 +134,94 @@ class _Session:
         self._directory = directory
         self._resumed_from = done
         self._history = History(directory.metrics.read() if directory is not None else ())
+        self._notes: list[str] = []
+        self._clock = _TrainingClock()
+        if directory is not None:
+            self._metrics = Backlog(directory.metrics.append)
+            self._members = Backlog(directory.append_member)
 
     def train(self, training: Training) -> Run:
         """Run the training and put everything in its place."""
         began = time.monotonic()
+        sharing = sharing_sentence(self._request.plan.device, self._request.workers)
+        self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
         stage = Stage(
             request=self._request,
             directory=self._directory,
+            history=self._history,
             take_rows=self._take_rows,
             take_event=self._take_event,
+            say=self._say,
         )
         try:
             result = training.run(stage)
         except ManyhandsError as error:
             if self._directory is not None:
-                self._directory.tell_end(error, time.monotonic() - began)
+                self._directory.tell_end(error, self._clock.seconds)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
             raise
-        sharing = sharing_sentence(self._request.plan.device, self._request.workers)
-        notes = [*training.notes, *([sharing] if sharing is not None else []), *result.notes]
-        summary = self._summarise(result, notes, time.monotonic() - began)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            number = signal_of(stop)
+            if number is not None:
+                self._tell_interruption(number, training)
+            raise
+        self._notes += result.notes
+        summary = self._summarise(result, time.monotonic() - began)
         if self._directory is not None:
-            self._directory.write_summary(summary)
+            try:
+                self._directory.write_summary(summary)
+            except WriteFailed as error:
+                self._say(str(error))  # the notes of the summary at hand have it
         path = self._directory.path if self._directory is not None else None
         return Run(model=result.model, history=self._history, summary=summary, path=path)
 
+    def _say(self, sentence: str) -> None:
+        """Tell the user now, and again in the summary."""
+        self._notes.append(sentence)
+        _log.warning("%s", sentence)
+
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
+        self._clock.heard(rows)
         self._history.extend(rows)
         if self._directory is not None:
             for row in rows:
-                self._directory.metrics.append(row)
+                self._keep(self._metrics, row)
+
+    def _keep(self, log: Backlog[Any], record: Any) -> None:
+        sentence = log.add(record)
+        if sentence is not None:
+            self._say(sentence)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
         """Something happened to a member: keep it, and say it where it is more than a start."""
+        self._clock.heard([event])
         if self._directory is not None:
-            self._directory.append_member(event)
+            self._keep(self._members, event)
         if "sentence" in event:
             _log.warning(event["sentence"])
+
+    def _tell_interruption(self, number: Signals, training: Training) -> None:
+        """One line: what ended the run, what is kept of it, and how to go on."""
+        directory, command = self._directory, self._request.options.resume_command
+        if directory is None:
+            kept, how = "nothing was kept, because the run has no directory (out=)", ""
+        else:
+            steps = self._request.plan.steps
+            step = training.kept_step(directory)
+            kept = (
+                f"step {step} of {steps} is kept in {directory.path}" if step else "no checkpoint was due yet"
+            )
+            command = f"fit(…, out={str(directory.path)!r}, resume=True)" if command is None else command
+            how = f"; {'go on' if step else 'begin again'} with: {command}"
+            event = {
+                "event": "interrupted",
+                "at_s": self._clock.seconds,
+                "sentence": f"ended by {number.name}; {kept}",
+            }
+            directory.append_member(event)
+        if command != "":
+            _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
 
     def _last_good(self) -> str:
         if self._directory is None:
@@ -159,7 +232,7 @@ class _Session:
             return "it broke before the first checkpoint"
         return f"the last good checkpoint is {kept.path}"
 
-    def _summarise(self, result: Result, notes: list[str], wall_s: float) -> dict[str, Any]:
+    def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request = self._request
         final = {"loss": self._history.loss[-1]} if self._history.loss else {}
         if self._history.evaluations:
@@ -182,6 +255,25 @@ class _Session:
             "bytes_sent": result.bytes_sent,
             "messages_sent": result.messages_sent,
             "stopped_early": result.stopped_early,
-            "notes": notes,
+            "notes": self._notes,
             **result.observed,
         }
+
+
+class _TrainingClock:
+    """Seconds since training began, on the time base of the rows that tell of it."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take the newest of rows that were told just now: the one that took the shortest way is the nearest."""
+        told = [row["at_s"] for row in rows if row.get("at_s")]
+        if told:
+            began_s = time.monotonic() - max(told)
+            self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
+
+    @property
+    def seconds(self) -> float:
+        """0 before training began."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s

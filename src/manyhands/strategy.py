@@ -95,6 +95,16 @@ class Strategy(ABC):
         return False
 
     @property
+    def uses_links(self) -> bool:
+        """Whether the workers of one host exchange over links, besides the memory they share."""
+        return False
+
+    @property
+    def kept_copies(self) -> int:
+        """How many copies of parameters and optimizer state servers keep."""
+        return 1
+
+    @property
     def straggler_advice(self) -> str:
         """What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would."""
         if self.waits_for is not Waits.ALL:

@@ -7,8 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,91 +15,33 @@ import pytest
 
 import manyhands.link.handshake as handshake
 from descriptors import open_descriptors
+from hubs import (
+    CLAIM,
+    CODEC,
+    FAST,
+    GOOD,
+    PATIENCE_S,
+    TOKEN,
+    Clock,
+    Number,
+    Party,
+    Text,
+    control,
+    dial,
+    impostor,
+    raw,
+    read_all,
+    read_end,
+)
 from manyhands.errors import UserError
-from manyhands.link.codec import Codec
-from manyhands.link.frames import HEADER_BYTES, IN_ARENA, Limits, encode_header
-from manyhands.link.handshake import CONTROL, Credentials, Handshake, Proof, Welcome
-from manyhands.link.hub import Hub, HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.link.frames import IN_ARENA, Limits, encode_header
+from manyhands.link.handshake import NO_PROOF, Credentials, Handshake, Proof, Refusal, Welcome
+from manyhands.link.hub import Hub, Joined, Lost, Ready, Received, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.link.settings import Settings, spin_for
-from manyhands.link.silence import Silence
 from manyhands.memory.segment import Segment
 
 pytestmark = pytest.mark.timeout(30)
-
-PATIENCE_S = 10.0
-TOKEN = b"the secret of this run, 32 bytes"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    value: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    text: str
-
-
-CODEC = Codec({1: Number, 2: Text})
-FAST = Settings(silence=Silence(beat_s=0.02, silence_s=0.5, handshake_s=0.5))
-
-
-class Clock:
-    """Stands still unless told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Party:
-    """Hubs that take turns; `events` has what each was told."""
-
-    def __init__(self) -> None:
-        self.hubs: dict[int, Hub] = {}
-        self.events: dict[int, list[HubEvent]] = {}
-        self._stack = ExitStack()
-
-    def add(self, member: int, *, token: bytes = TOKEN, fingerprint: str = "task", **options: Any) -> Hub:
-        mine = Credentials(member=member, role=f"role {member}", token=token, fingerprint=fingerprint)
-        self.hubs[member] = hub = self._stack.enter_context(Hub(mine, CODEC, **options))
-        self.events[member] = []
-        return hub
-
-    def until(self, done: Callable[[], bool]) -> None:
-        """Poll everyone until `done`."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not done():
-            assert time.monotonic() < deadline, self.events
-            for member, hub in self.hubs.items():
-                self.events[member] += hub.poll(0.001)
-
-    def of(self, member: int, kind: type) -> list[Any]:
-        return [event for event in self.events[member] if isinstance(event, kind)]
-
-    def one(self, member: int, kind: type) -> Any:
-        """Wait for one more event of a kind, and take it."""
-        self.until(lambda: bool(self.of(member, kind)))
-        event = self.of(member, kind)[0]
-        self.events[member].remove(event)
-        return event
-
-    def pair(
-        self, how: str, first: dict[str, Any] | None = None, second: dict[str, Any] | None = None
-    ) -> tuple[Hub, Hub]:
-        """Members 1 and 2, of which 2 connected."""
-        one, two = self.add(1, **(first or {})), self.add(2, **(second or {}))
-        two.connect(1, one.listen(how))
-        assert self.one(1, Joined) == Joined(2, "role 2")
-        assert self.one(2, Joined) == Joined(1, "role 1")
-        return one, two
-
-    def close(self) -> None:
-        self._stack.close()
-        self.events.clear()
 
 
 @pytest.fixture
@@ -380,10 +321,11 @@ def test_another_member_than_expected_is_refused(party: Party) -> None:
 
 def test_the_token_never_travels(party: Party) -> None:
     one = party.add(1)
-    shake = Handshake(Credentials(member=2, role="", token=b"x" * 16, fingerprint="task"), expected=1)
+    shake = Handshake(Credentials(member=2, role="", token=TOKEN, fingerprint="task"), expected=1)
     with dial(one.listen("unix")) as end:
-        end.sendall(control(shake.greeting()))
-        data = read_all(party, end)
+        knock = control(shake.knock())
+        end.sendall(knock)
+        data = knock + read_all(party, end)
         assert TOKEN not in data
         assert TOKEN.hex().encode() not in data
         assert "token" not in repr(Credentials(member=2, role="", token=TOKEN, fingerprint="task"))
@@ -393,21 +335,33 @@ def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
     mine = Credentials(member=1, role="", token=TOKEN, fingerprint="task")
     theirs = replace(mine, member=2)
     client, server = Handshake(theirs, expected=1), Handshake(mine, expected=None)
-    proof = client.handle(server.handle(client.greeting()))
+    proof = client.handle(server.handle(client.knock()))
     assert isinstance(proof, Proof)
-    again = Handshake(mine, expected=None)
-    answer = again.handle(client.greeting())
-    assert answer is not None
-    for used in (proof, Proof(proof=answer.proof, arena=False)):  # type: ignore[union-attr]
+    for change in (
+        {},  # as it was, at another connection
+        {"proof": proof.proof[:-1] + bytes([proof.proof[-1] ^ 1])},
+        {"claim": replace(proof.claim, member=3)},
+        {"claim": replace(proof.claim, role="server")},
+        {"expected": 3},
+    ):
+        again = Handshake(mine, expected=None)
+        challenge = again.handle(client.knock())
         with pytest.raises(ProtocolError, match="token"):
-            again.handle(used)
-    assert again.peer is None
-    assert isinstance(server.handle(proof), Welcome)
-    assert server.peer is not None
+            again.handle(replace(proof, **change))
+        with pytest.raises(ProtocolError, match="token"):
+            again.handle(replace(proof, proof=challenge.proof))  # type: ignore[union-attr]
+        assert (again.trusted, again.peer) == (False, None)
+    welcome = server.handle(proof)
+    assert isinstance(welcome, Welcome)
+    assert server.peer == proof.claim
+    with pytest.raises(ProtocolError, match="token"):
+        client.handle(replace(welcome, claim=replace(welcome.claim, role="worker")))
+    assert client.handle(welcome) is None
+    assert client.peer == welcome.claim
 
 
 def test_nobody_there_is_told_as_lost(party: Party) -> None:
-    hub = party.add(1)
+    hub = party.add(1, settings=Settings(connect_s=0.3))
     hub.connect(2, "unix:nobody-listens-at-this-name")
     assert party.one(1, Lost).member == 2
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -415,6 +369,8 @@ def test_nobody_there_is_told_as_lost(party: Party) -> None:
     hub.connect(3, f"tcp:127.0.0.1:{port}")
     lost = party.one(1, Lost)
     assert (lost.member, lost.in_peace) == (3, False)
+    assert f"not reached at tcp:127.0.0.1:{port} within 0.3 s" in lost.reason
+    assert "refused" in lost.reason
 
 
 @pytest.mark.parametrize("address", ["tcp:0.0.0.0:0", "tcp:192.168.1.7:80", "tcp:8.8.8.8:53"])
@@ -455,53 +411,6 @@ def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party)
 # ── strangers, damage and silence ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def dial(address: str) -> socket.socket:
-    how, _, place = address.partition(":")
-    if how == "unix":
-        end = socket.socket(socket.AF_UNIX)
-        end.connect(f"\0{place}")
-    else:
-        host, port = place.split(":")
-        end = socket.create_connection((host, int(port)))
-    return end
-
-
-def control(message: object) -> bytes:
-    kind, body = CONTROL.encode(message)
-    return encode_header(kind, 1, len(body), 0) + body
-
-
-def read_all(party: Party, end: socket.socket) -> bytes:
-    """What comes until something has come and nothing more is there."""
-    data = bytearray()
-
-    def some() -> bool:
-        try:
-            data.extend(end.recv(1 << 16, socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            pass
-        return len(data) > HEADER_BYTES
-
-    party.until(some)
-    return bytes(data)
-
-
-def impostor(party: Party, address: str) -> socket.socket:
-    """A member 9 made of a bare socket, let in by hub 1, that beats no heart."""
-    shake = Handshake(Credentials(member=9, role="impostor", token=TOKEN, fingerprint="task"), expected=1)
-    end = dial(address)
-    end.sendall(control(shake.greeting()))
-    data = read_all(party, end)
-    answer = CONTROL.decode(2, data[HEADER_BYTES:])
-    proof = shake.handle(answer)
-    end.sendall(control(proof))
-    assert party.one(1, Joined).member == 9
-    return end
-
-
-GOOD = encode_header(1, 0, 8, 0) + bytes(8)
-
-
 @both
 @pytest.mark.parametrize(
     ("data", "reason"),
@@ -511,10 +420,28 @@ GOOD = encode_header(1, 0, 8, 0) + bytes(8)
         (encode_header(1, 1, 1 << 20, 0), "body_bytes"),
         (encode_header(1, 1, 0, 1), "payload_bytes"),
         (encode_header(6, 1, 8, 0) + bytes(8), "out of turn"),
-        (control(Welcome()), "out of turn"),
+        (control(Welcome(claim=CLAIM, proof=bytes(32))), "out of turn"),
+        (control(Proof(claim=CLAIM, expected=1, proof=bytes(32), arena=False)), "out of turn"),
+        (control(Refusal(field="x", reason="\x1b[2J")), "it refused"),
+        (raw(5, b'["x","\\ud800"]'), "lone surrogate"),
+        (raw(9, f'["{"ab" * 32}","\\ud800{"0" * 64}"]'.encode()), "Knock.seal"),
+        (raw(9, b'["abab","cdcdcd"]'), "must be 32 bytes"),
         (GOOD, "before the handshake"),
     ],
-    ids=["garbage", "http", "oversize body", "payload", "heartbeat", "welcome", "message"],
+    ids=[
+        "garbage",
+        "http",
+        "oversize body",
+        "payload",
+        "heartbeat",
+        "welcome",
+        "proof",
+        "refusal",
+        "surrogate",
+        "seal",
+        "short seal",
+        "message",
+    ],
 )
 def test_a_stranger_is_turned_away_and_the_hub_goes_on(
     party: Party, how: str, data: bytes, reason: str
@@ -522,7 +449,10 @@ def test_a_stranger_is_turned_away_and_the_hub_goes_on(
     one, two = party.pair(how)
     with dial(one.listen(how)) as end:
         end.sendall(data)
-        assert reason in party.one(1, TurnedAway).reason
+        away = party.one(1, TurnedAway)
+        assert reason in away.reason
+        assert away.reason.isprintable()
+        assert read_end(end) in (b"", control(NO_PROOF))
     assert two.send(1, Number(value=1))
     assert party.one(1, Received).message == Number(value=1)
 

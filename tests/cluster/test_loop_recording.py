@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from manyhands.errors import Aborted, UserError
 from manyhands.loop.alignment import align
 from manyhands.loop.group import Group
+from manyhands.loop.join import open_group
+from manyhands.loop.place import Place
 from manyhands.observe.clocks import Bracket, Offset, offset_from
 from manyhands.observe.events import RECORD, EventKind
 from manyhands.observe.explain import explain
@@ -102,3 +106,26 @@ def test_a_directory_that_is_taken_is_refused_and_the_others_do_not_wait(tmp_pat
     assert isinstance(first, UserError)
     assert "is not empty" in str(first)
     assert isinstance(second, Aborted)
+
+
+def test_workers_that_do_not_all_keep_their_events_are_told_so(tmp_path: Path) -> None:
+    store = HashStore()
+    raised: list[BaseException | None] = [None, None]
+
+    def work(rank: int) -> None:
+        place = Place(rank=rank, world=2, open_store=lambda _: store)
+        out = tmp_path / "run" if rank == 0 else None
+        try:
+            with open_group(place, "test", timeout_s=20.0, out=out) as group:
+                group.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+        except BaseException as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    assert all(isinstance(error, UserError | Aborted) for error in raised)
+    assert any("worker 0 joins with out=, worker 1 is in prepare()" in str(error) for error in raised)

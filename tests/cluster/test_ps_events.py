@@ -74,7 +74,9 @@ def test_every_update_is_applied_once_by_each_shard_with_the_staleness_that_the_
         run.publish(1, (1, 2))
         run.finish()
         reported = {
-            shard["shard"]: dict(shard["staleness"]) for m in (1, 2) for shard in run.totals[m]["shards"]
+            shard["shard"]: dict(shard["staleness"])
+            for said in run.said("shards")
+            for shard in said["shards"]
         }
         for shard in range(SERVERS):
             records = run.rings[WORKERS + shard].drain()

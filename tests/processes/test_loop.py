@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from equality import distance
+from hosts import Hosts, two_hosts
 from manyhands.observe.events import EventKind
 from manyhands.observe.recorded import read_run_events
 from manyhands.store.rundir import RunDirectory
+
+__all__ = ["two_hosts"]
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -83,48 +84,9 @@ def test_torchrun_workers_end_with_the_weights_of_one_process(
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between them, at 10.231.77.1 and 10.231.77.2; gone after the test."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    names = (f"manyhands-a-{os.getpid()}", f"manyhands-b-{os.getpid()}")
-
-    def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
-        if done.returncode != 0:
-            pytest.skip(
-                f"network namespaces are not permitted here: ip {' '.join(words)}: {done.stderr.strip()}"
-            )
-
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
-        ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            names[1],
-        )
-        for number, name in enumerate(names, start=1):
-            ip("-n", name, "address", "add", f"10.231.77.{number}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-
-
 @pytest.mark.soak
 def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_weights(
-    tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: tuple[str, str]
+    tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: Hosts
 ) -> None:
     options = [
         "--nnodes",
@@ -137,11 +99,11 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
         "29517",
     ]
     nodes = []
-    for number, host in enumerate(two_hosts):
+    for number in range(2):
         command = [*TORCHRUN, *options, "--node-rank", str(number), SCRIPT, tmp_path / "weights.pt"]
         nodes.append(
             subprocess.Popen(
-                ["ip", "netns", "exec", host, *map(str, command)],
+                [*two_hosts.inside(number), *map(str, command)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -184,6 +146,27 @@ def test_a_script_that_raises_on_one_worker_is_told_with_its_traceback(tmp_path:
         r"worker 1 \(pid \d+\) raised ZeroDivisionError at step \d+: a batch without labels", done.stderr
     )
     assert 'raise ZeroDivisionError("a batch without labels")' in done.stderr
+
+
+def test_a_signal_to_the_launcher_of_a_script_says_what_is_kept_and_how_to_start_again(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    command = [*LAUNCH, "train.py", "--workers", "1", "--out", "events kept"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.strip() == (
+        "manyhands: ended by SIGTERM; all workers have stopped; the events up to now are in events kept, and what the "
+        "script saved itself is kept; start again with: "
+        "manyhands launch train.py --workers 1"
+    )
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ import http.server
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -110,12 +110,48 @@ def complaints(browser: Any) -> list[str]:
 
 def test_the_page_shows_the_run_and_the_token_leaves_the_address(browser: Any, dashboard: Dashboard) -> None:
     opened(browser, dashboard.url)
-    assert browser.current_url == dashboard.url.partition("?")[0]
+    assert browser.current_url == dashboard.url.partition("#")[0]
     assert browser.title == "digits · ps servers=2"
     assert "120 of 400" in text_of(browser, "now")
     assert "worker 2 is 2.9× slower" in text_of(browser, "wrong")
-    assert browser.execute_script("return document.cookie") == "", "no script can read the token"
+    assert browser.execute_script("return document.cookie") == "", "no cookie, which other ports would get"
     assert complaints(browser) == []
+    browser.refresh()
+    awaited(browser, lambda: "120 of 400" in text_of(browser, "now"), "the page to come again after a reload")
+
+
+def test_no_other_port_of_this_machine_gets_the_token(
+    browser: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    opened(browser, dashboard.url)
+    token = dashboard.url.partition("token=")[2]
+    with another_origin(tmp_path) as foreign:
+        browser.get(foreign)
+        assert browser.execute_script("return document.title") == "another"
+        assert browser.execute_script("return JSON.stringify(sessionStorage) + document.cookie") == "{}"
+        assert _Quiet.asked, "the other server was asked"
+        assert not any(token in headers for headers in _Quiet.asked)
+    browser.get(dashboard.url.partition("#")[0])
+    awaited(browser, lambda: "120 of 400" in text_of(browser, "now"), "the tab to have kept its token")
+
+
+def test_the_report_can_be_saved(browser: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    opened(browser, dashboard.url)
+    behaviour = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
+    browser.execute_script("document.getElementById('save').click()")
+    awaited(browser, lambda: (tmp_path / "report.html").exists(), "the report")
+    assert "120 of 400" in (tmp_path / "report.html").read_text()
+    assert complaints(browser) == []
+
+
+def test_another_token_in_the_same_tab_is_taken_up(browser: Any, dashboard: Dashboard) -> None:
+    browser.get("about:blank")
+    browser.get(dashboard.url + "x")
+    awaited(browser, lambda: line_of(browser).startswith("The token is missing or wrong"), "the refusal")
+    browser.get(dashboard.url)
+    awaited(browser, lambda: "120 of 400" in text_of(browser, "now"), "the page to become live")
+    complaints(browser)  # the browser's own words about the refusal
 
 
 def test_it_asks_nobody_else_for_anything(browser: Any, dashboard: Dashboard) -> None:
@@ -124,7 +160,7 @@ def test_it_asks_nobody_else_for_anything(browser: Any, dashboard: Dashboard) ->
     opened(browser, dashboard.url)
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = {one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"}
-    own = dashboard.url.partition("?")[0]
+    own = dashboard.url.partition("#")[0]
     assert asked
     assert all(url.startswith((own, "data:", "about:")) for url in asked), asked
 
@@ -175,8 +211,8 @@ def test_a_page_that_is_closed_is_forgotten(browser: Any, dashboard: Dashboard) 
 def test_a_wrong_token_gets_one_sentence(browser: Any, dashboard: Dashboard) -> None:
     browser.get("about:blank")
     browser.get(dashboard.url + "x")
-    text = browser.execute_script("return document.body.textContent")
-    assert text.startswith("The token is missing or wrong")
+    awaited(browser, lambda: line_of(browser).startswith("The token is missing or wrong"), "the refusal")
+    complaints(browser)  # the browser's own words about it
     assert "digits" not in browser.page_source
 
 
@@ -187,8 +223,8 @@ def test_a_name_bound_to_this_machine_by_others_gets_nothing(browser: Any, dashb
 
 
 def test_a_page_of_another_origin_can_not_read_it(browser: Any, dashboard: Dashboard, tmp_path: Path) -> None:
-    opened(browser, dashboard.url)  # the browser holds the cookie from here on
-    own = dashboard.url.partition("?")[0]
+    opened(browser, dashboard.url)  # this tab holds the token from here on
+    own = dashboard.url.partition("#")[0]
     with another_origin(tmp_path) as foreign:
         browser.get(foreign)
         tried = browser.execute_async_script(
@@ -236,6 +272,12 @@ class another_origin:  # noqa: N801 - reads as a context, not as a thing
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
+    asked: ClassVar[list[str]] = []  # the headers of each request
+
+    def do_GET(self) -> None:
+        self.asked.append(str(self.headers))
+        super().do_GET()
+
     def log_message(self, format: str, *args: Any) -> None:
         pass
 

@@ -39,7 +39,7 @@ def printed_address(process: subprocess.Popen[str]) -> tuple[str, dict[str, str]
     for line in process.stderr:
         if line.startswith("page  "):
             parts = urlsplit(line.split()[1])
-            (token,) = parse_qs(parts.query)["token"]
+            (token,) = parse_qs(parts.fragment)["token"]
             return f"http://{parts.netloc}", {"authorization": f"Bearer {token}"}
     raise AssertionError("no address was printed")
 
@@ -55,7 +55,7 @@ def follow_to_the_end(address: str, headers: dict[str, str]) -> tuple[dict[str, 
                 name = line.removeprefix("event: ")
             elif line.startswith("data: ") and name == "sections":
                 sections.update(json.loads(line.removeprefix("data: ")))
-            elif line.startswith("data: "):
+            elif line.startswith("data: ") and name == "end":
                 return sections, json.loads(line.removeprefix("data: "))
     raise AssertionError("the stream ended without a farewell")
 
@@ -75,7 +75,8 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
 
     with command("watch", str(run)) as watching:
         address, headers = printed_address(watching)
-        assert "20 of 20" in httpx.get(address, headers=headers).text
+        assert "20 of 20" in httpx.get(f"{address}/report", headers=headers).text
+        assert "20 of 20" not in httpx.get(address).text
         assert httpx.get(f"{address}/metrics").status_code == 401
         assert "# TYPE" in httpx.get(f"{address}/metrics", headers=headers).text
         watching.send_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ import torch
 import manyhands as mh
 from assassin import Assassin, events
 from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
-from manyhands.errors import NonFinite
+from manyhands.errors import ManyhandsError, NonFinite, WorkerFailed
 from manyhands.tasks import TASKS
 
 pytestmark = pytest.mark.timeout(240)
@@ -59,20 +59,64 @@ def test_six_kills_of_workers_and_servers(tmp_path: Path) -> None:
     _audit(out)
 
 
-def test_a_paused_worker_is_fenced_and_comes_back(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    task = _patient(make_task(OPTIMIZERS["momentum"]), 0.05)
-    with (
-        Assassin(out, kills=1, signal=signal.SIGSTOP, names=("worker 1",)) as assassin,
-        mh.start(task, "ps consistency=async", workers=2, steps=10**6, out=out) as running,
-    ):
-        _await(lambda: assassin.struck)
-        pid = next(event["pid"] for event in events(out) if event.get("name") == "worker 1")
-        _await(lambda: any(event["event"] == "recovered" for event in events(out)))
-        os.kill(pid, signal.SIGCONT)
+@pytest.mark.parametrize(
+    ("consistency", "link"),
+    [
+        ("sync", "shared"),
+        *(
+            pytest.param(consistency, link, marks=pytest.mark.soak)
+            for consistency in ("sync", "bounded:2", "async", "softsync:2")
+            for link in ("shared", "tcp")
+            if (consistency, link) != ("sync", "shared")
+        ),
+    ],
+)
+def test_a_paused_worker_is_fenced_and_takes_the_next_place(
+    consistency: str, link: str, tmp_path: Path
+) -> None:
+    """It wakes when another has its slot, stands by, and is at work again after the next death, to the end."""
+    out, steps = tmp_path / "run", 120
+    task = make_task(OPTIMIZERS["sgd"])
+    strategy = f"ps servers=2 consistency={consistency} link={link}"
+    with mh.start(_until(tmp_path / "go", task), strategy, workers=2, steps=steps, out=out) as running:
+        _await(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size)
+        paused = _pid(out, "worker 1")
+        os.kill(paused, signal.SIGSTOP)
+        _await(lambda: _recovered(out) == 1)
+        os.kill(paused, signal.SIGCONT)
         _await(lambda: any(event["event"] == "fenced" for event in events(out)))
-        running.stop()
+        os.kill(_pid(out, "worker 0"), signal.SIGKILL)
+        _await(lambda: _recovered(out) == 2)
+        (tmp_path / "go").touch()
+        run = running.result(100)
+    started = [event["name"] for event in events(out) if event["event"] == "started"]
+    assert started.count("worker 0") == 1, "nobody new was needed for the one that was killed"
+    assert len(run.history.loss) == steps
+    if consistency == "sync":
+        assert distance(run.model.state_dict(), train_plainly(task, steps)) < 1e-9
     _audit(out)
+
+
+def test_a_server_that_raises_is_followed_by_its_replica(tmp_path: Path) -> None:
+    out, task = tmp_path / "run", make_task(OPTIMIZERS["sgd"])
+    fragile = replace(_until(tmp_path / "go", task), scheduler=_fails_once(tmp_path / "fail"))
+    with mh.start(fragile, "ps servers=2 replicas=1", workers=2, steps=60, out=out) as running:
+        _await(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size)
+        (tmp_path / "fail").touch()
+        _await(lambda: _recovered(out) == 1)
+        (tmp_path / "go").touch()
+        run = running.result(100)
+    (died,) = [event for event in events(out) if event["event"] == "died"]
+    assert "raised RuntimeError" in died["sentence"]
+    assert distance(run.model.state_dict(), train_plainly(task, 60)) < 1e-9
+    _audit(out)
+
+
+def test_an_error_that_every_server_raises_ends_the_run_with_it() -> None:
+    task = replace(make_task(OPTIMIZERS["sgd"]), scheduler=_fails_at_step_5)
+    with pytest.raises(WorkerFailed, match=r"raised RuntimeError.*step 5 is beyond this schedule") as failed:
+        mh.fit(task, "ps servers=2 replicas=1", workers=2, steps=50)
+    assert any("RuntimeError again" in note for note in failed.value.__notes__)
 
 
 @pytest.mark.soak
@@ -99,7 +143,7 @@ def test_without_a_replica_a_server_goes_on_from_its_snapshot_and_says_what_was_
         run = mh.fit(task, "ps servers=2 consistency=async", workers=2, steps=400, out=out, options=options)
     assert any(event["event"] == "recovered" for event in events(out))
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
-    _audit(out)
+    _audit(out, "restored")
 
 
 def test_a_killed_run_resumes_to_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
@@ -117,6 +161,39 @@ def test_a_killed_run_resumes_to_the_weights_of_the_plain_loop(tmp_path: Path) -
     assert distance(resumed.model.state_dict(), train_plainly(task, 60)) < 1e-9
     with pytest.raises(mh.UserError, match="workers is 3"):
         mh.fit(task, "ps servers=2", workers=3, steps=70, out=tmp_path / "r", resume=True)
+
+
+class _BreaksOnAServer(torch.optim.SGD):
+    """Raises in the server that applies the fourth update."""
+
+    steps_taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).steps_taken += 1
+        if type(self).steps_taken > 3:
+            raise RuntimeError("the optimizer broke")
+        return super().step(closure)
+
+
+def test_what_a_server_raised_is_not_blamed_on_a_worker_and_has_the_time_of_the_other_rows(
+    tmp_path: Path,
+) -> None:
+    task = make_task(lambda parameters: _BreaksOnAServer(parameters, lr=0.01))
+    began = time.monotonic()
+    with pytest.raises(ManyhandsError):
+        mh.fit(_patient(task, 0.1), "ps", workers=2, steps=100, out=tmp_path / "r")
+    took_s = time.monotonic() - began
+    rows = [json.loads(line) for line in (tmp_path / "r/members.jsonl").read_text().splitlines()]
+    fault = rows[-1]
+    assert fault["event"] == "fault"
+    assert "the optimizer broke" in fault["sentence"]
+    assert not fault.get("name", "").startswith("worker"), "two workers wait for it, and neither is to blame"
+    started_s = [row["at_s"] for row in rows if row["event"] == "joined"]
+    told_s = [row["at_s"] for row in rows if "at_s" in row]
+    assert told_s == sorted(told_s), "one time base"
+    assert max(started_s) <= fault["at_s"] < took_s - 0.5, (
+        "seconds since training began, without the start before"
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_by_name() -> None:
@@ -151,17 +228,58 @@ def _patient(task: mh.Task, seconds: float = 0.01) -> mh.Task:
     return replace(task, loss=slow, evaluation=task.evaluation)
 
 
+def _until(go: Path, task: mh.Task) -> mh.Task:
+    """The same task, slow until a file is there."""
+
+    def slow(model: Any, batch: Any) -> torch.Tensor:
+        time.sleep(0.0 if go.exists() else 0.25)
+        return task.loss(model, batch)
+
+    return replace(task, loss=slow)
+
+
+def _fails_once(file: Path) -> Any:
+    """A scheduler, of which only servers take steps: one of them fails when there is such a file, and takes it away."""
+
+    def rate(step: int) -> float:
+        if step and file.exists():
+            file.unlink()
+            raise RuntimeError("this server was told to fail")
+        return 1.0
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def _fails_at_step_5(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def rate(step: int) -> float:
+        if step == 5:
+            raise RuntimeError("step 5 is beyond this schedule")
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def _pid(out: Path, name: str) -> int:
+    """The first process of that name."""
+    return next(
+        event["pid"] for event in events(out) if event["event"] == "started" and event["name"] == name
+    )
+
+
+def _recovered(out: Path) -> int:
+    return sum(event["event"] == "recovered" for event in events(out))
+
+
 def _joined(out: Path) -> list[dict[str, Any]]:
     return [event for event in events(out) if event["event"] == "joined"]
 
 
-def _audit(out: Path) -> None:
-    from typer.testing import CliRunner
+def _audit(out: Path, verdict: str = "complete") -> None:
+    from manyhands.server.audit_files import audit_run
 
-    from manyhands.cli.main import app
-
-    result = CliRunner().invoke(app, ["audit", str(out)])
-    assert result.exit_code == 0, f"{result.output}\n{[json.dumps(event) for event in events(out)]}"
+    found = audit_run(out).found
+    told = [*(violation.sentence for violation in found.violations), *found.missing]
+    assert found.verdict.value == verdict, f"{told[:5]}\n{[json.dumps(event) for event in events(out)]}"
 
 
 def _await(condition: Any, within_s: float = 100.0) -> None:

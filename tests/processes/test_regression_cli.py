@@ -280,7 +280,7 @@ def test_ctrl_c_keeps_the_last_pass_of_batches(tmp_path: Path, strategy: str) ->
         process.kill()
         process.wait()
     assert process.returncode == 130, error
-    assert b"interrupted; the model is that after pass" in error
+    assert b"ended by SIGINT; the model is that after pass" in error
     assert LogregModel.load(tmp_path / "m").weight.any()
     assert not list(spools.glob("manyhands-*")), "nothing is left behind"
 

@@ -250,7 +250,7 @@ def test_the_commands_on_a_built_in_task(
     train = ("train", "digits", "--width", "8", "--strategy", strategy, "--workers", "2", "--steps", "24")
     assert run_command(monkeypatch, *train, "--out", str(run)) == 0, capfd.readouterr().err
     assert run_command(monkeypatch, "audit", str(run)) == 0
-    assert "reads lag by at most 2 clocks · every update applied once" in capfd.readouterr().out
+    assert "reads lag by at most 2 clocks · complete" in capfd.readouterr().out
     assert run_command(monkeypatch, "replay", str(run), "--save", str(weights)) == 0
     printed = capfd.readouterr()
     assert "the weights are the same bytes" in printed.out
@@ -287,8 +287,11 @@ def test_audit_names_the_first_violation_and_says_what_is_missing(
     path = shutil.copytree(original, tmp_path / "cut")
     log = sorted(path.glob("updates/shard-2.*"))[0]
     log.write_text(log.read_text()[:-30])
-    assert run_command(monkeypatch, "audit", str(path)) == 0
-    assert "its last line is cut" in capfd.readouterr().err
+    assert run_command(monkeypatch, "audit", str(path)) == 3
+    printed = capfd.readouterr()
+    assert "its last line is cut" in printed.err
+    assert f"{log.name} has {UPDATES} rows of the {UPDATES + 1} that were written" in printed.err
+    assert "· incomplete" in printed.out
     log.unlink()
     assert run_command(monkeypatch, "audit", str(path)) == 2
     assert "no log of shard 2" in capfd.readouterr().err

@@ -22,9 +22,10 @@ import pytest
 from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.cluster.board import State
+from manyhands.cluster.child import Child
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import MAX_FRAME_BYTES, Unread
-from manyhands.cluster.supervisor import Ended, Event, Role, Said, Silent, Started, Supervisor
+from manyhands.cluster.supervisor import Ended, Event, Hung, Role, Said, Silent, Started, Supervisor
 from manyhands.cluster.template import kept_pid
 from manyhands.errors import ManyhandsError, UserError
 
@@ -293,6 +294,43 @@ def test_lines_of_the_board_are_used_again_but_not_more_than_there_are() -> None
         heard.first(Started, last)
         assert supervisor.line(stays).pid == heard.first(Started, stays).pid
         assert supervisor.line(last).pid == heard.first(Started, last).pid
+
+
+def quiet_end(context: RoleContext) -> Mapping[str, Any]:
+    return {"rank": context.rank}
+
+
+def test_an_interruption_in_the_middle_of_a_burial_loses_neither_the_death_nor_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal handler of the user's own may raise anywhere: here when a dead member's descriptors are just closed."""
+    close = Child.close
+
+    def close_and_be_interrupted(child: Child) -> None:
+        close(child)
+        if child.rank == 1:
+            monkeypatch.setattr(Child, "close", close)
+            raise KeyboardInterrupt
+
+    with Supervisor(num_members=2) as supervisor:
+        supervisor.start(role("dies", quiet_end))
+        supervisor.start(role("lives"))
+        monkeypatch.setattr(Child, "close", close_and_be_interrupted)
+        seen: list[Event | Hung] = []
+
+        def poll_on() -> None:
+            while True:
+                seen.extend(supervisor.poll(10.0))
+
+        with pytest.raises(KeyboardInterrupt):
+            poll_on()
+        supervisor.tell(1, {"anything": "to one who is gone"})
+        while not any(isinstance(event, Ended) for event in seen):
+            told = supervisor.poll(10.0)
+            assert told, "the death that was being noticed is told after all"
+            seen += told
+        assert [event.payload for event in seen if isinstance(event, Ended)] == [{"rank": 1}]
+        assert supervisor.members == (2,)
 
 
 def test_leaving_by_an_error_ends_everyone_and_one_who_does_not_stop_is_killed() -> None:

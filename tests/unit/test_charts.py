@@ -200,3 +200,8 @@ def test_equal_numbers_give_equal_bytes() -> None:
 )  # fmt: skip
 def test_numbers_are_short(value: float, said: str) -> None:
     assert short_number(value) == said
+
+
+def test_a_page_of_what_is_no_text_can_be_written() -> None:
+    page = document("half a character: \ud800", [section("x", "\udfff", "\ud800")])
+    assert page.encode().count(b"ud800") == 3  # in title, heading and body

@@ -272,7 +272,7 @@ def test_the_users_mistake_keeps_its_type_message_and_numbers(error: UserError) 
     raised = play.failure()
     assert type(raised) is type(error)
     assert str(raised) == str(error)
-    assert vars(raised) == {**vars(error), "__notes__": raised.__notes__}
+    assert vars(raised) == {**vars(error), "__notes__": raised.__notes__, "blamed": "worker 0"}
     assert raised.__notes__[0].startswith(f"worker 0 (pid 100) raised {type(error).__name__} at step 17")
 
 

@@ -48,6 +48,11 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Picky:
     even: int
 
@@ -61,7 +66,7 @@ class Nothing:
     pass
 
 
-OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing}
+OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing, 5: Secret}
 ALL = dict(enumerate(get_args(messages.Message), 1))
 CODEC, SERVER = Codec(OWN), Codec(ALL)
 POINT = Point(x=-3, colour=Colour.BLUE, far=True)
@@ -148,6 +153,45 @@ def test_wrong_bytes_are_refused_with_the_name_of_the_field(kind: int, body: byt
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "where"),
+    [
+        (2, b'["a\\ud800b",[],["Point",[1,1,true]],null,0.5]', "Named.name"),
+        (2, b'["\\udc80\\ud800",[],["Point",[1,1,true]],null,0.5]', "Named.name"),
+        (2, b'["n",[],["\\ud800",[1,1,true]],null,0.5]', "Named.either"),
+        (
+            2,
+            b'["\xed\xa0\x80",[],["Point",[1,1,true]],null,0.5]',
+            "Named",
+        ),  # a surrogate in what calls itself UTF-8
+        (5, b'["abc"]', "Secret.nonce"),
+        (5, b'["AB"]', "Secret.nonce"),
+        (5, b'["a b"]', "Secret.nonce"),
+        (5, b'["\\ud800"]', "Secret.nonce"),
+        (5, '["\u0661\u0662"]'.encode(), "Secret.nonce"),  # digits, of another script
+        (5, b"[17]", "Secret.nonce"),
+    ],
+)
+def test_text_that_is_no_text_and_bytes_that_are_no_bytes_are_refused(
+    kind: int, body: bytes, where: str
+) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        CODEC.decode(kind, body)
+    assert caught.value.field == where
+    assert str(caught.value).isprintable()
+
+
+def test_a_pair_of_surrogates_is_one_character() -> None:
+    named = CODEC.decode(2, b'["\\ud83d\\ude00",[],["Point",[1,1,true]],null,0.5]')
+    assert named.name == "\N{GRINNING FACE}"
+    assert CODEC.decode(*CODEC.encode(named)) == named
+
+
+def test_bytes_travel_as_hexadecimal_digits() -> None:
+    assert CODEC.encode(Secret(nonce=b"\0\xff")) == (5, b'["00ff"]')
+    assert CODEC.decode(5, b'["00ff"]') == Secret(nonce=b"\0\xff")
+
+
 @given(st.integers(0, len(ALL) + 1), st.binary(max_size=200))
 def test_random_bytes_give_a_message_or_a_protocol_error(kind: int, body: bytes) -> None:
     try:
@@ -199,6 +243,8 @@ def test_a_protocol_that_can_not_be_is_refused_when_it_is_made(kinds: dict[int, 
         Unsendable(table={}),
         Flat(number=2**63, point=POINT, weight=0.0),
         Flat(number=0, point=POINT, weight="much"),  # type: ignore[arg-type]
+        Named(name="\ud800", points=(), either=POINT),
+        Secret(nonce="ab"),  # type: ignore[arg-type]
         Named(name=b"bytes", points=(), either=POINT),  # type: ignore[arg-type]
         Named(name="", points=[], either=POINT),  # type: ignore[arg-type]
         Named(name="", points=(), either=Picky(even=2)),  # type: ignore[arg-type]

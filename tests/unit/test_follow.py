@@ -1,6 +1,7 @@
 """A run directory followed while it is written, after its end, after a resume and with damage."""
 
 import os
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from manyhands.errors import UserError
 from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
 from manyhands.observe.files import EventFileWriter
 from manyhands.observe.view import Phase
+from manyhands.seeing import follow
 from manyhands.seeing.follow import RunFollower
 from manyhands.store import RunDirectory
 
@@ -195,3 +197,35 @@ def test_a_look_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     assert RunDirectory.open(run.path, lock=False).is_held() is False
     with RunDirectory.open(run.path):
         assert run.is_held() is True
+
+
+def test_a_file_that_names_roles_and_peers_without_end_costs_no_memory(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", CONFIG) as run:
+        records = steps_of(0, range(3))
+        records["kind"], records["peer"] = EventKind.WAIT, 2**31 - 1
+        far = steps_of(65_000, range(3))
+        for role, written in ((0, records), (65_000, far)):
+            file = EventFileWriter.create(
+                run.events_path, name=f"worker-{role}", role=role, max_bytes=1 << 20
+            )
+            file.append(written)
+            file.close(0)
+        tracemalloc.start()
+        view = RunFollower(tmp_path / "run").poll()
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most < 100 << 20
+    assert [worker.name for worker in view.workers][:1] == ["worker 0"]
+    assert not any(worker.role == 65_000 for worker in view.workers)
+    assert any("role 65000; views show those below 512" in note for note in view.notes)
+
+
+def test_a_line_without_end_is_damage_and_what_follows_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "_MOST_BYTES", 256)
+    with RunDirectory.create(tmp_path / "run", CONFIG) as run:
+        run.metrics_path.write_bytes(b"x" * 1000 + b"\n" + b'{"step": 7, "loss": 0.5}\n')
+        view = RunFollower(tmp_path / "run").poll()
+    assert view.step == 7
+    assert any("no JSON objects" in note for note in view.notes)

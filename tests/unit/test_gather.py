@@ -336,3 +336,13 @@ def test_a_worker_that_comes_later_gets_a_place() -> None:
     assert [worker.role for worker in view.workers] == [0, 1, 5]
     assert (len(view.waits), {len(row) for row in view.waits}) == (3, {3})
     assert replace(view.workers[2], present=False).name == "worker 5"
+
+
+def test_words_of_strangers_in_a_file_can_be_shown() -> None:
+    """Escape sequences, marks of direction and half a character, as an older or a foreign run may have them."""
+    gather = server_run()
+    words = "\x1b[2J\ud800\u202e" + "x" * 10**6
+    gather.add_members([{"event": "note", "at_s": 1.0, "member": 1, "sentence": words}])
+    (happening,) = at(gather, 6).happenings
+    assert happening.sentence.startswith(r"\x1b[2J\ud800\u202exxx")
+    assert len(happening.sentence) < 3000

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manyhands.cluster.signals import ending
 from manyhands.errors import DataError
 from manyhands.words.glove import GloveOptions, train_glove
 from manyhands.words.records import RECORD
@@ -48,14 +49,24 @@ def test_any_order_reaches_the_cost_of_one_thread_within_a_hundredth(path: Path,
     np.testing.assert_allclose(found.costs[-1], alone.costs[-1], rtol=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["single", "hogwild"])
-def test_an_interruption_keeps_the_last_whole_pass(path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        ("single", signal.SIGINT),
+        ("single", signal.SIGHUP),
+        ("hogwild", signal.SIGINT),
+        ("hogwild", signal.SIGTERM),
+    ],
+)
+def test_an_interruption_keeps_the_last_whole_pass(path: Path, strategy: str, number: signal.Signals) -> None:
     first = train_glove(path, SIZE, replace(OPTIONS, passes=1), strategy=strategy)
 
     def interrupt(_number: int, _cost: float) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
-    found = train_glove(path, SIZE, OPTIONS, strategy=strategy, after_pass=interrupt)
+    with ending() as end:
+        found = train_glove(path, SIZE, OPTIONS, strategy=strategy, after_pass=interrupt)
+    assert end.signal == number
     assert found.interrupted
     assert found.costs == first.costs
     np.testing.assert_array_equal(found.word, first.word)

@@ -19,7 +19,6 @@ WORKLOADS = {
     "bench/server_memory.py": "Ps",
     "bench/server_ours.py": "Ps",
     "bench/server_worker.py": "Ps",
-    "cli/audit.py": "Ps",
 }
 """What drives the parameter server's own parts, and takes its settings from the value."""
 

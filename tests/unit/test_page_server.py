@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -13,13 +14,13 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.observe.view import RunView
 from manyhands.seeing.dashboard import Dashboard
+from manyhands.seeing.door import Door, room_here
 from manyhands.seeing.guard import Guard
 from manyhands.seeing.server import MAX_STREAMS, PageApp
 from views import empty_view, run_view
 
 TOKEN = "a-token-of-this-run"
 GUARD = Guard(token=TOKEN)
-COOKIE = {"cookie": f"{GUARD.cookie}={TOKEN}"}
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
@@ -50,42 +51,51 @@ def ask(
 @pytest.mark.parametrize(
     ("path", "method", "headers", "status"),
     [
-        ("/", "GET", {}, 401),
-        ("/?token=wrong", "GET", {}, 401),
-        ("/?token=", "GET", {}, 401),
-        ("/?token=%C3%A4%FF", "GET", {}, 401),
-        ("/", "GET", {"cookie": f"{GUARD.cookie}=wrong"}, 401),
-        ("/", "GET", {"cookie": f"other={TOKEN}"}, 401),
-        ("/", "GET", {"authorization": f"Basic {TOKEN}"}, 401),
+        ("/metrics", "GET", {}, 401),
+        ("/report?token=wrong", "GET", {}, 401),
+        (f"/report?token={TOKEN}", "GET", {}, 401),
+        ("/events?token=", "GET", {}, 401),
+        ("/events?token=%C3%A4%FF", "GET", {}, 401),
+        (f"/events?token={TOKEN}", "GET", {}, 401),
+        ("/report", "GET", {"cookie": f"token={TOKEN}"}, 401),
+        ("/report", "GET", {"cookie": TOKEN}, 401),
+        ("/report", "GET", {"authorization": f"Basic {TOKEN}"}, 401),
+        ("/report", "GET", {"authorization": f"Bearer {TOKEN}x"}, 401),
+        ("/report", "GET", {"authorization": "Bearer "}, 401),
+        ("/report", "GET", {"authorization": TOKEN}, 401),
         ("/metrics", "GET", {"authorization": "Bearer wrong"}, 401),
         (f"/metrics?token={TOKEN}", "GET", {}, 401),
         ("/events", "GET", {}, 401),
         ("/report", "GET", {}, 401),
         ("/nothing", "GET", {}, 401),
-        ("/", "GET", {**COOKIE, "host": "evil.example"}, 403),
-        ("/", "GET", {**COOKIE, "host": "127.0.0.1.evil.example:8000"}, 403),
-        ("/", "GET", {**COOKIE, "host": "192.168.1.7:8000"}, 403),
-        ("/", "GET", {**COOKIE, "host": ""}, 403),
-        ("/events", "GET", {**COOKIE, "origin": "http://evil.example"}, 403),
-        ("/events", "GET", {**COOKIE, "origin": "http://127.0.0.1:9999"}, 403),
-        ("/events", "GET", {**COOKIE, "origin": "null"}, 403),
-        ("/", "POST", COOKIE, 405),
-        ("/", "PUT", COOKIE, 405),
-        ("/", "DELETE", COOKIE, 405),
-        ("/", "OPTIONS", COOKIE, 405),
-        ("/metrics", "POST", COOKIE, 405),
-        ("/../../etc/passwd", "GET", COOKIE, 404),
-        ("/%2e%2e/%2e%2e/etc/passwd", "GET", COOKIE, 404),
-        ("//etc/passwd", "GET", COOKIE, 404),
-        ("/report/../config.json", "GET", COOKIE, 404),
-        ("/", "GET", COOKIE, 200),
-        ("/", "HEAD", COOKIE, 200),
-        ("/events", "HEAD", COOKIE, 200),
-        ("/", "GET", {**COOKIE, "origin": "http://127.0.0.1:8000"}, 200),
-        ("/", "GET", {**COOKIE, "host": "localhost:8000"}, 200),
-        ("/", "GET", {**COOKIE, "host": "[::1]:8000"}, 200),
+        ("/", "GET", {**BEARER, "host": "evil.example"}, 403),
+        ("/", "GET", {**BEARER, "host": "127.0.0.1.evil.example:8000"}, 403),
+        ("/", "GET", {**BEARER, "host": "192.168.1.7:8000"}, 403),
+        ("/", "GET", {**BEARER, "host": ""}, 403),
+        ("/events", "GET", {**BEARER, "origin": "http://evil.example"}, 403),
+        ("/events", "GET", {**BEARER, "origin": "http://127.0.0.1:9999"}, 403),
+        ("/events", "GET", {**BEARER, "origin": "null"}, 403),
+        ("/", "POST", BEARER, 405),
+        ("/", "PUT", BEARER, 405),
+        ("/", "DELETE", BEARER, 405),
+        ("/", "OPTIONS", BEARER, 405),
+        ("/metrics", "POST", BEARER, 405),
+        ("/../../etc/passwd", "GET", BEARER, 404),
+        ("/%2e%2e/%2e%2e/etc/passwd", "GET", BEARER, 404),
+        ("//etc/passwd", "GET", BEARER, 404),
+        ("/report/../config.json", "GET", BEARER, 404),
+        ("/", "GET", {"host": "evil.example"}, 403),
+        ("/", "GET", {"origin": "http://evil.example"}, 403),
+        ("/", "POST", {}, 405),
+        ("/", "GET", {}, 200),
+        (f"/?token={TOKEN}", "GET", {}, 200),
         ("/", "GET", BEARER, 200),
-        ("/report", "GET", COOKIE, 200),
+        ("/", "HEAD", BEARER, 200),
+        ("/events", "HEAD", BEARER, 200),
+        ("/", "GET", {**BEARER, "origin": "http://127.0.0.1:8000"}, 200),
+        ("/", "GET", {**BEARER, "host": "localhost:8000"}, 200),
+        ("/", "GET", {**BEARER, "host": "[::1]:8000"}, 200),
+        ("/report", "GET", BEARER, 200),
         ("/metrics", "GET", BEARER, 200),
     ],
 )  # fmt: skip
@@ -105,18 +115,21 @@ def test_who_gets_in(path: str, method: str, headers: dict[str, str], status: in
         assert "digits" not in answer.text
 
 
-def test_the_token_moves_from_the_address_into_a_cookie() -> None:
-    answer = ask(f"/?token={TOKEN}")
-    assert answer.status_code == 200
-    assert 'content="0; url=/"' in answer.text
-    cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie
-    assert "samesite=strict" in cookie
-    assert ask("/", cookie=answer.headers["set-cookie"].partition(";")[0]).status_code == 200
+def test_the_frame_is_for_everybody_and_says_nothing_of_the_run() -> None:
+    stranger, owner = ask("/"), ask("/", **BEARER)
+    assert stranger.text == owner.text
+    for word in ("digits", "worker 2", "120", "ps servers=2", "<section"):
+        assert word not in stranger.text
+    assert "set-cookie" not in owner.headers, "a cookie would go to every port of this address"
+    assert "set-cookie" not in ask("/metrics", **BEARER).headers
 
 
-def test_two_runs_of_one_host_have_cookies_of_their_own() -> None:
-    assert Guard().cookie != Guard().cookie
+@pytest.mark.parametrize(
+    ("path", "headers"), [("/", {}), ("/metrics", {}), ("/nothing", {"host": "evil.example"})]
+)
+def test_a_stranger_gets_one_answer_on_a_connection(path: str, headers: dict[str, str]) -> None:
+    assert ask(path, **headers).headers["connection"] == "close"
+    assert "connection" not in ask(path, **{**headers, **BEARER}).headers
 
 
 def test_a_server_for_others_takes_addresses_and_its_own_name() -> None:
@@ -127,12 +140,11 @@ def test_a_server_for_others_takes_addresses_and_its_own_name() -> None:
         ("[fe80::1]:80", 200),
         ("evil.example", 403),
     ):
-        assert ask("/", app=an_app(guard=guard), host=host, **COOKIE).status_code == status
+        assert ask("/report", app=an_app(guard=guard), host=host, **BEARER).status_code == status
 
 
-def test_the_page_the_report_and_the_metrics_show_the_view() -> None:
-    assert "120 of 400" in ask("/", **COOKIE).text
-    report = ask("/report", **COOKIE)
+def test_the_report_and_the_metrics_show_the_view() -> None:
+    report = ask("/report", **BEARER)
     assert report.headers["content-disposition"].startswith("attachment")
     assert "120 of 400" in report.text
     assert ask("/metrics", **BEARER).text == "manyhands_step 120\n"
@@ -149,9 +161,9 @@ def test_a_stream_sends_all_then_what_changed_then_the_end() -> None:
 
     async def follow() -> None:
         stream = app.stream()
-        assert (await anext(stream)).startswith(b"retry:")
+        assert parse(await anext(stream)) == ("title", "digits · ps servers=2")
         name, first = parse(await anext(stream))
-        assert (name, app.num_streams) == ("sections", 1)
+        assert name == "sections"
         assert list(first) == ["now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers",
                                "staleness", "members", "traffic", "notes"]  # fmt: skip
         shown[0] = empty_view(step=7)
@@ -162,7 +174,6 @@ def test_a_stream_sends_all_then_what_changed_then_the_end() -> None:
         assert parse(await anext(stream)) == ("end", "over")
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-        assert app.num_streams == 0
 
     asyncio.run(follow())
 
@@ -180,14 +191,38 @@ def test_readers_at_the_same_time_share_one_look_at_the_run() -> None:
             await stream.aclose()
 
     asyncio.run(two())
-    assert (len(looks), app.num_streams) == (1, 0)
+    assert len(looks) == 1
+
+
+def test_a_page_is_counted_while_it_is_live() -> None:
+    app = an_app()
+    counted: list[int] = []
+
+    async def follow() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            counted.append(app.num_streams)
+            app.end("over")
+
+        headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode())]
+        scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": headers}
+        await app(scope, receive, send)
+
+    asyncio.run(follow())
+    assert set(counted) == {1}
+    assert app.num_streams == 0
 
 
 def test_too_many_pages_are_refused_in_a_sentence() -> None:
     app = an_app()
     app.num_streams = MAX_STREAMS
-    answer = ask("/events", app=app, **COOKIE)
+    answer = ask("/events", app=app, **BEARER)
     assert (answer.status_code, answer.text) == (503, f"{MAX_STREAMS} pages are open already; close one.\n")
+    assert app.num_streams == MAX_STREAMS
+    assert ask("/events", app=app).status_code == 401, "only with the token is it told"
 
 
 def test_a_port_that_is_taken_is_one_sentence() -> None:
@@ -201,3 +236,31 @@ def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(UserError, match=r"needs the web extra: pip install 'manyhands\[web\]'"):
         Dashboard(run_view, metrics)
+
+
+def test_the_door_lets_a_newcomer_displace_the_oldest_stranger_and_nobody_else() -> None:
+    door: Door[str] = Door(3)
+    assert [door.come(who) for who in ("a", "b", "c")] == [None, None, None]
+    door.know("a")
+    assert door.come("d") == "b"
+    assert door.come("e") == "c"
+    door.know("d"), door.know("e")
+    assert door.come("f") == "f", "all others have shown the token"
+    door.gone("a"), door.gone("b")
+    assert door.come("g") is None
+    door.know("f")
+    assert door.come("h") == "g", "who was turned away can not be known any more"
+
+
+@pytest.mark.parametrize(("limit", "room"), [(1 << 20, 64), (300, None), (40, 4)])
+def test_the_room_leaves_most_descriptors_to_the_run(limit: int, room: int | None) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, before[1]), before[1]))
+    try:
+        found = room_here()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    if room is None:
+        assert 4 <= found <= 300 // 8
+    else:
+        assert found == room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import safetensors.numpy
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
+from manyhands.cluster.signals import as_exception
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import DataError, UserError
 from manyhands.regression import online
@@ -183,8 +185,13 @@ def test_features_that_come_late_make_the_table_grow(tmp_path: Path) -> None:
     assert result.model.evaluate(RowFile(tmp_path / "grows")).accuracy == 1.0
 
 
+@pytest.mark.parametrize(
+    "stopped", [KeyboardInterrupt(), as_exception(signal.SIGTERM)], ids=["SIGINT", "SIGTERM"]
+)
 @pytest.mark.parametrize("strategy", ["single", "hogwild order=turns"])
-def test_an_interrupted_training_has_the_last_whole_pass(tmp_path: Path, strategy: str) -> None:
+def test_an_interrupted_training_has_the_last_whole_pass(
+    tmp_path: Path, strategy: str, stopped: BaseException
+) -> None:
     path = small_file(tmp_path)
 
     class Stop:
@@ -196,7 +203,7 @@ def test_an_interrupted_training_has_the_last_whole_pass(tmp_path: Path, strateg
         def __call__(self, count: int, total: float | None) -> None:
             self.examples += count
             if self.examples > 500:
-                raise KeyboardInterrupt
+                raise stopped
 
     stop = Stop()
 
@@ -220,7 +227,7 @@ def test_an_interrupted_training_has_the_last_whole_pass(tmp_path: Path, strateg
     assert len(found.progressive) == 1
     np.testing.assert_array_equal(found.model.table, train(path, passes=1, rate=0.2).model.table)
     stop.examples = 450
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(stopped)):
         train_logreg(path, bars=Bars(), **options)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, WorkerFailed
 from manyhands.store import MetricsLog, RunDirectory, WriteFailed, fingerprint, parameter_shapes, write_json
 
 CONFIG: dict[str, Any] = {
@@ -44,6 +44,21 @@ def test_a_created_run_is_opened_again_with_the_same_configuration(tmp_path: Pat
         assert directory.read_summary() == {"steps": 1}
         assert directory.events_path.is_dir()
         assert directory.checkpoints(keep=2).steps() == ()
+
+
+def test_what_ended_a_run_is_blamed_on_whom_it_happened_to(tmp_path: Path) -> None:
+    server = WorkerFailed("server 0 (pid 7) raised\nand more", worker_rank=-1)
+    server.blamed = "server 0"
+    with RunDirectory.create(tmp_path, CONFIG) as directory:
+        directory.tell_end(server, 1.5)
+        directory.tell_end(WorkerFailed("rank 1 is gone", worker_rank=1), 2.0)
+        directory.tell_end(WorkerFailed("a server is gone", worker_rank=-1), 2.5)
+        rows = [json.loads(line) for line in directory.members_path.read_text().splitlines()]
+    assert rows == [
+        {"event": "fault", "at_s": 1.5, "name": "server 0", "sentence": "server 0 (pid 7) raised"},
+        {"event": "fault", "at_s": 2.0, "name": "worker 1", "sentence": "rank 1 is gone"},
+        {"event": "fault", "at_s": 2.5, "sentence": "a server is gone"},
+    ]
 
 
 def test_what_json_can_not_say_is_made_plain_in_the_configuration(tmp_path: Path) -> None:

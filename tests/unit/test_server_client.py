@@ -87,6 +87,27 @@ def test_greets_every_primary_and_starts_at_the_lowest_clock_that_a_shard_lacks(
     assert core.clock == 8
 
 
+@pytest.mark.parametrize("kind", [WorkKind.FINISHED, WorkKind.RETIRED])
+def test_reads_again_where_a_shard_waited_for_nobody_by_an_older_table_of_slots(kind: WorkKind) -> None:
+    core = computing(clock=4)
+    core.computed(weight=1.0)
+    assert core.handle(parameters(1, 5, version=22, work=Work(kind=kind, clock=5)), 2) == []
+    assert sent(core.handle(parameters(0, 5, version=12, work=train(5)), 1)) == [(2, read(1, 5))]
+    assert core.waiting_for == (1,)
+    actions = core.handle(parameters(1, 5, version=25), 2)
+    assert actions == [Compute(work=train(5), versions=(12, 25))]
+
+
+def test_reads_again_no_more_than_once() -> None:
+    """The lead said so before it was restored: the shards will not count the update, and tell the worker then."""
+    core = computing(clock=4)
+    core.computed(weight=1.0)
+    retired = parameters(1, 5, version=22, work=Work(kind=WorkKind.RETIRED, clock=5))
+    core.handle(parameters(0, 5, version=12, work=train(5)), 1)
+    assert sent(core.handle(retired, 2)) == [(2, read(1, 5))]
+    assert core.handle(retired, 2) == [Compute(work=train(5), versions=(12, 22))]
+
+
 def test_pushes_what_it_computed_and_reads_on_without_waiting_for_the_ack() -> None:
     core = computing(clock=4)
     assert core.waiting_for == ()

@@ -18,6 +18,7 @@ from manyhands.server.messages import (
     Assigned,
     Chosen,
     ChosenKept,
+    Closing,
     Entry,
     Generation,
     Lost,
@@ -288,6 +289,33 @@ def test_a_follower_learns_the_slots_from_the_lead() -> None:
     assert steps_of(shard.commit(push(0, 2, shard=1))) == [[(0, 2)]]
 
 
+def test_a_follower_says_when_it_waits_for_nobody_because_the_slot_is_at_its_end() -> None:
+    """Only by its table, which may be an old one: here the lead has just removed slot 1, and slot 0 trains on."""
+    shard = core("bounded:1", shard=1, shards=2, slots=2, steps=5)
+    for clock in range(3):
+        shard.commit(push(0, clock, shard=1))
+    assert shard.answer(0, 3) == Work(kind=WorkKind.FINISHED, clock=3)
+    table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=2, base=4, slots=(0,)))
+    shard.commit(Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0))
+    assert shard.answer(0, 2) is Hold.OTHERS, "update 0 of slot 1"
+
+
+def test_every_table_of_slots_is_kept_before_it_counts() -> None:
+    """Two changes, one right after the other: the clock between them belongs to the first."""
+    shard = core("sync", shards=2, slots=2)
+    shard.commit(SlotsChanged(slots=(0, 1, 2)))
+    shard.commit(SlotsChanged(slots=(0, 1)))
+    assert [generation.start for generation in shard.table.generations] == [0, 1, 2]
+    for slot in (0, 1):
+        shard.commit(push(slot, 0, parts=2))
+    assert shard.answer(0, 1) is Hold.SHARDS
+    shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
+    assert shard.answer(0, 1) == train(1, 1, part=0, parts=3)
+    for slot in (0, 1, 2):
+        shard.commit(push(slot, 1, parts=3))
+    assert shard.answer(0, 2) is Hold.SHARDS
+
+
 def test_the_end_of_a_run_is_told_at_every_consistency() -> None:
     finished = Work(kind=WorkKind.FINISHED, clock=1)
     bounded = core("bounded:1", slots=2, steps=3)
@@ -311,6 +339,60 @@ def test_nobody_is_let_go_before_every_shard_keeps_the_last_choice() -> None:
     assert shard.answer(0, 1) is Hold.SHARDS, "the other shard might not know of it"
     shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
     assert shard.answer(0, 1) == Work(kind=WorkKind.FINISHED, clock=1)
+
+
+def test_the_worker_of_a_removed_slot_may_be_the_last_one_to_leave() -> None:
+    """Two joins, one leave and a slow link: the choice of its last update was on its way when the run ended."""
+    shard = core("softsync:1", shards=2, slots=2, steps=2)
+    shard.commit(Assigned(slot=1, clock=0))
+    shard.commit(SlotsChanged(slots=(0,)))
+    shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
+    assert shard.answer(1, 1) is Hold.OWN
+    shard.commit(Assigned(slot=0, clock=0))
+    shard.commit(push(0, 0))
+    shard.commit(push(1, 0))
+    assert shard.answer(1, 1) is Hold.SHARDS, "the other shard might not know of its last update"
+    shard.commit(ChosenKept(shard=1, term=0, number=3, generations=(), top_clock=0, top_batch=0))
+    assert shard.answer(1, 1) == Work(kind=WorkKind.RETIRED, clock=1)
+
+
+def test_an_update_that_was_given_out_and_lost_is_not_said_to_be_here() -> None:
+    shard = core("async")
+    for clock in (0, 1):
+        shard.commit(Assigned(slot=0, clock=clock))
+    shard.commit(push(0, 0))
+    shard.commit(Lost(slot=0, until=3))
+    shard = ShardCore.from_state(shard.config, json.loads(json.dumps(shard.state())))
+    assert shard.outcome_of(0, 0) is Outcome.DUPLICATE
+    assert shard.outcome_of(0, 1) is Outcome.LATE, (
+        "its worker said that it was settled: it went with a server"
+    )
+    assert shard.answer(0, 1) == train(1, 1), "another shard may lack it"
+
+
+def test_what_waits_when_everyone_has_left_is_the_last_step() -> None:
+    shard = core("softsync:1", slots=2)
+    shard.commit(Assigned(slot=0, clock=0))
+    assert steps_of(shard.commit(push(0, 0))) == []
+    assert steps_of(shard.commit(Closing())) == [[(0, 0)]]
+    assert steps_of(shard.commit(push(1, 0))) == [], "somebody came all the same: groups are as before"
+
+
+def test_a_restored_shard_closes_no_step_before_it_knows_the_slots() -> None:
+    """The lead was restored too, and greets without a table: what a slot that was added lost must be said later."""
+    shard = core("sync:1", shard=1, shards=2, slots=1)
+    shard.restore(term=5)
+    table = (Generation(start=0, base=0, slots=(0,)), Generation(start=2, base=2, slots=(0, 1)))
+    greeting = Chosen(shard=1, term=3, number=7, kept=7, generations=(), step=4)
+    assert rows_of(shard.commit(greeting)) == []
+    assert shard.awaiting, "who leads does not know the slots either"
+    assert rows_of(shard.commit(replace(chosen(8), generations=table))) == [], "of an older term"
+    lost = [
+        (row.slot, row.first)
+        for row in rows_of(shard.commit(replace(greeting, generations=table)))
+        if isinstance(row, LostRow)
+    ]
+    assert lost == [(0, 0), (0, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
 
 
 def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
@@ -382,8 +464,13 @@ def test_a_restored_lead_waits_for_the_others_and_believes_them() -> None:
     table = (Generation(start=0, base=0, slots=(0, 1)), Generation(start=4, base=8, slots=(0, 1, 2)))
     for shard in (1, 2):
         lead.commit(ChosenKept(shard=shard, term=5, number=0, generations=table, top_clock=9, top_batch=20))
+        assert lead.decisions.all_kept == (shard == 1), "the table that one of them knew is for all to keep"
     assert not lead.awaiting
     assert tuple(lead.table.generations) == table
+    lead.commit(ChosenKept(shard=1, term=5, number=1, generations=table, top_clock=9, top_batch=20))
+    assert not lead.decisions.all_kept
+    lead.commit(ChosenKept(shard=2, term=5, number=1, generations=table, top_clock=9, top_batch=20))
+    assert lead.decisions.all_kept
     lead.commit(SlotsChanged(slots=(0, 1)))
     assert lead.table.generations[-1].start == 10
 

@@ -28,7 +28,7 @@ from manyhands.server.changes import (
 )
 from manyhands.server.client import Reason
 from manyhands.server.membership import MAX_DEATHS, Membership, MembershipPlan
-from manyhands.server.messages import Installed, Update, View
+from manyhands.server.messages import Concluded, Installed, Update, View
 
 
 class Play:
@@ -254,7 +254,62 @@ def test_the_run_is_over_when_every_slot_has_finished() -> None:
     assert play.do(Finished(member=first, reason=Reason.FINISHED)) == []
     assert play.do(Died(member=first)) == [], "it was done"
     assert play.do(Finished(member=second, reason=Reason.FINISHED)) == [Over()]
-    assert play.do(Died(member=1)) == []
+    assert play.do(Died(member=second)) == [], "it was done, too"
+    assert play.do(AddSlot()) == []
+
+
+def test_a_server_that_dies_when_all_is_done_is_followed_by_its_backup() -> None:
+    play = Play(workers=1)
+    play.install()
+    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over()]
+    play.hold = True
+    assert play.do(Silent(member=1)) == [Kill(member=1)]
+    assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer", "Over"]
+    assert places(play.view) == [(2, 0), (2, 0)], "it leaves both shards now"
+
+
+def test_a_server_that_dies_when_all_is_done_is_followed_by_one_that_restores() -> None:
+    play = Play(workers=1, replicas=0)
+    play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
+    play.hold = True
+    assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer"], "shard 0 can not be left by anybody"
+    assert kinds(play.join()) == ["Lost", "Publish"]
+    assert kinds(play.install())[-1:] == ["Publish"]
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == []
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == [Over()], "and leave what they hold once more"
+
+
+def test_a_server_that_raises_is_a_dead_server() -> None:
+    play = Play()
+    play.install()
+    for error in ("RuntimeError", "OSError"):
+        seen = play.do(Died(member=play.view.shards[0].primary, error=error))
+        assert kinds(seen)[:2] == ["Publish", "StartServer"]
+        play.install()
+    assert "Fail" not in kinds(play.do(Died(member=play.view.shards[1].primary, error="RuntimeError"))), (
+        "every shard was whole since the last"
+    )
+
+
+def test_an_error_that_the_successor_raises_too_ends_the_run() -> None:
+    play = Play()
+    play.install()
+    play.do(Died(member=2, error="RuntimeError"))
+    assert "Fail" not in kinds(play.do(Died(member=play.view.shards[0].backup, error="OSError")))
+    (fail,) = play.do(Died(member=1, error="RuntimeError"))
+    assert isinstance(fail, Fail)
+    assert "RuntimeError again" in fail.sentence
+    assert play.do(Died(member=3)) == []
+
+
+def test_errors_that_come_back_after_every_recovery_end_the_run() -> None:
+    play = Play(replicas=0)
+    for _ in range(MAX_DEATHS - 1):
+        assert "Fail" not in kinds(play.do(Died(member=play.view.shards[1].primary, error="ValueError")))
+        play.install()
+    (fail,) = play.do(Died(member=play.view.shards[1].primary, error="ValueError"))
+    assert isinstance(fail, Fail)
+    assert "makes 5 errors" in fail.sentence
 
 
 def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None:
@@ -270,7 +325,38 @@ def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None
     play.do(Died(member=play.view.shards[0].primary))
     assert kinds(play.do(Finished(member=play.holder(2), reason=Reason.FINISHED))) == ["Publish"], "not yet"
     play.join()
-    assert kinds(play.install())[-2:] == ["Publish", "Over"]
+    assert "Over" not in kinds(play.install())
+    assert [last.slot for last in play.view.gone] == [0, 1, 2]
+
+
+def test_after_a_restore_the_run_is_over_when_nothing_is_open_at_any_shard() -> None:
+    play = Play(workers=1, replicas=0)
+    play.do(Died(member=play.view.shards[1].primary))
+    play.install()
+    assert kinds(play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))) == ["Publish"]
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
+    play.hold = True
+    play.do(Died(member=play.view.shards[0].primary))
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [], "shard 0 is lost"
+    play.join()
+    play.install()
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
+    assert play.do(Concluded(shard=1, view=play.view.epoch - 1)) == [], "it has not heard of that restore"
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [Over()]
+
+
+def test_who_was_given_a_new_place_keeps_it_when_it_says_that_it_is_there() -> None:
+    play = Play(workers=3)
+    play.hold = True
+    zombie = play.holder(0)
+    play.do(Silent(member=zombie))
+    assigned = next(action for action in play.do(Rejoin(member=zombie)) if isinstance(action, Assign))
+    assert (assigned.member, assigned.slot) == (zombie, 0)
+    assert play.do(Joined(member=assigned.as_member)) == [], "it has its place"
+    assert kinds(play.do(Died(member=play.holder(1)))) == ["Publish", "StartWorker"], (
+        "who works in slot 0 does not stand by for slot 1"
+    )
+    assert play.holder(0) == assigned.as_member
 
 
 def test_a_slot_that_gets_nowhere_ends_the_run() -> None:

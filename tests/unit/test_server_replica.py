@@ -15,6 +15,7 @@ from manyhands.server.messages import (
     Ack,
     Chosen,
     ChosenKept,
+    Concluded,
     Fenced,
     Forward,
     Forwarded,
@@ -344,7 +345,8 @@ def test_the_lead_tells_the_other_shards_its_choice_until_it_is_kept() -> None:
     assert [a.contributions[0].slot for a in actions if isinstance(a, Apply)] == [1]
     [kept] = [m for m in said(actions) if isinstance(m, ChosenKept)]
     assert (kept.shard, kept.number) == (1, 1)
-    lead.handle(kept, SECOND)
+    assert lead.handle(kept, SECOND) == [], "it was replaced: what it keeps went with it"
+    lead.handle(replace(kept, epoch=2), THIRD)
     assert [
         m.number
         for m in said(lead.view(view(3, (FIRST, 0), (SECOND, 0), epochs=(1, 3))))
@@ -398,6 +400,104 @@ def test_a_worker_is_let_go_when_the_last_choice_is_kept_everywhere() -> None:
     [(to, answer)] = sent(lead.handle(kept, SECOND))
     assert isinstance(answer, Parameters)
     assert (to, answer.work.kind) == (WORKER, WorkKind.FINISHED)
+
+
+def test_a_choice_is_confirmed_to_the_lead_that_serves_now() -> None:
+    """The letter of a lead that died since comes last, over a slow link: its successor must hear the answer."""
+    lead, other = two_shards("softsync:1")
+    [old] = (m for m in said(lead.view(view(1, (FIRST, 0), (SECOND, 0)))) if isinstance(m, Chosen))
+    other.view(view(2, (THIRD, 0), (SECOND, 0), epochs=(2, 1)))
+    new = Chosen(
+        shard=1,
+        term=0,
+        number=1,
+        kept=0,
+        generations=old.generations,
+        step=0,
+        updates=(Update(slot=0, clock=0),),
+        epoch=2,
+    )
+    assert other.handle(old, FIRST) == []
+    [(to, kept)] = sent(other.handle(new, THIRD))
+    assert (to, type(kept)) == (THIRD, ChosenKept)
+
+
+@pytest.mark.parametrize("first", ["choice", "view"])
+def test_a_choice_in_flight_is_confirmed_to_the_lead_that_came_since(first: str) -> None:
+    shared = config("softsync:1", shards=2)
+    other = ShardReplica(replace(shared, shard=1), SECOND)
+    before = View(
+        epoch=1,
+        shards=(
+            ShardView(shard=0, epoch=1, primary=FIRST),
+            ShardView(shard=1, epoch=1, primary=SECOND, backup=FIRST),
+        ),
+        slots=(SlotView(slot=0, member=WORKER),),
+    )
+    other.view(before)
+    table = tuple(other.core.table.generations)
+    old = Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0, updates=(), epoch=1)
+    new = replace(old, epoch=2)
+    after = replace(before, epoch=2, shards=(ShardView(shard=0, epoch=2, primary=THIRD), before.shards[1]))
+    other.handle(old, FIRST)
+    if first == "view":
+        other.view(after)
+    other.handle(new, THIRD)
+    assert other.handle(old, FIRST) == [], "it was replaced"
+    answers = sent(other.handle(Forwarded(shard=1, epoch=1, sequence=2), FIRST))
+    assert [(to, type(message)) for to, message in answers] == [(THIRD, ChosenKept)] * 2
+
+
+def test_while_nobody_leads_a_choice_is_confirmed_to_nobody() -> None:
+    shared = config("softsync:1", shards=2)
+    other = ShardReplica(replace(shared, shard=1), SECOND)
+    lead, mine = (
+        ShardView(shard=0, epoch=1, primary=FIRST),
+        ShardView(shard=1, epoch=1, primary=SECOND, backup=THIRD),
+    )
+    other.view(View(epoch=1, shards=(lead, mine), slots=(SlotView(slot=0, member=WORKER),)))
+    table = tuple(other.core.table.generations)
+    other.handle(
+        Chosen(shard=1, term=0, number=1, kept=0, generations=table, step=0, updates=(), epoch=1), FIRST
+    )
+    lost = replace(lead, epoch=2, primary=0)
+    other.view(View(epoch=2, shards=(lost, mine), slots=(SlotView(slot=0, member=WORKER),)))
+    assert sent(other.handle(Forwarded(shard=1, epoch=1, sequence=1), THIRD)) == []
+    found = replace(lead, epoch=3, primary=FIRST + 9)
+    actions = other.view(View(epoch=3, shards=(found, mine), slots=(SlotView(slot=0, member=WORKER),)))
+    assert [(to, type(message)) for to, message in sent(actions)] == [(FIRST + 9, ChosenKept)]
+
+
+def test_when_everyone_has_left_the_rest_is_applied_and_the_launcher_is_told() -> None:
+    lead, other = two_shards("softsync:1")
+    for server, shard in ((lead, 0), (other, 1)):
+        server.handle(push(0, 0, shard=shard), WORKER)
+    left = view(
+        2,
+        (FIRST, 0),
+        (SECOND, 0),
+        epochs=(1, 1),
+        gone=(Update(slot=0, clock=1), Update(slot=1, clock=2)),
+    )
+    actions = lead.view(left)
+    assert [[part.slot for part in a.contributions] for a in actions if isinstance(a, Apply)] == [[0]]
+    assert [
+        (a.row.slot, a.row.until) for a in actions if isinstance(a, Log) and isinstance(a.row, LostRow)
+    ] == [(1, 2)]
+    assert Concluded(shard=0, view=2) not in said(actions), "the other shard might not know"
+    other_actions = other.view(left)
+    for message in said(actions):
+        if isinstance(message, Chosen):
+            other_actions += other.handle(message, FIRST)
+    assert Concluded(shard=1, view=2) in said(other_actions)
+    assert said(other_actions).count(Concluded(shard=1, view=2)) == 1
+    told = [
+        answer
+        for m in said(other_actions)
+        if isinstance(m, ChosenKept)
+        for answer in said(lead.handle(m, SECOND))
+    ]
+    assert told.count(Concluded(shard=0, view=2)) == 1
 
 
 def test_a_lead_that_was_restored_serves_nobody_until_the_others_have_spoken() -> None:

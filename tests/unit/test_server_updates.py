@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from disks import fill, small_disk
 from manyhands.errors import DataError, UserError
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
@@ -17,6 +18,7 @@ from manyhands.server.updates import (
     ComputedRow,
     Recorder,
     RunRecord,
+    ShardRecorder,
     read_computed,
     read_logs,
     read_record,
@@ -56,6 +58,44 @@ def test_a_disk_that_takes_no_record_ends_the_recording_and_not_the_run(tmp_path
     assert sentence is not None
     assert "worker.process-4.jsonl could not be written" in sentence
     assert not recorder.records
+
+
+def test_a_full_disk_ends_the_log_of_a_shard_at_a_whole_row_and_says_so_once(tmp_path: Path) -> None:
+    rows = [LateRow(shard=0, term=0, sequence=number, slot=0, clock=number) for number in range(200)]
+    with small_disk(tmp_path / "disk", 32 << 10) as disk:
+        write_record(disk, RECORD)
+        recorder = ShardRecorder(disk, 1)
+        assert recorder.write(rows[0]) is None
+        ballast = fill(disk)
+        said = [sentence for row in rows[1:] if (sentence := recorder.write(row)) is not None]
+        assert len(said) == 1
+        assert (
+            "shard-0.member-1.jsonl could not be written: No space left on device: its recording ends"
+            in said[0]
+        )
+        ballast.unlink()
+        assert recorder.write(rows[0]) is None, "nothing follows a gap"
+        assert recorder.sync(0) is None
+        assert recorder.kept == {}
+        recorder.close()
+        kept = read_logs(disk).files[0][0]
+        assert kept == rows[: len(kept)]
+        assert 1 < len(kept) < 200
+
+
+def test_a_torn_row_of_an_earlier_life_is_not_glued_to_the_next(tmp_path: Path) -> None:
+    row = LateRow(shard=0, term=0, sequence=1, slot=0, clock=1)
+    write_record(tmp_path, RECORD)
+    for name in ("shard-0.member-1.jsonl", "worker.process-4.jsonl"):
+        (tmp_path / "updates" / name).write_text('{"row":"la')
+    server, worker = ShardRecorder(tmp_path, 1), Recorder(tmp_path, 4)
+    assert (server.write(row), worker.write(ROW)) == (None, None)
+    assert (server.kept, worker.kept) == ({"shard-0.member-1.jsonl": 1}, {"worker.process-4.jsonl": 1})
+    server.close()
+    worker.close()
+    assert read_logs(tmp_path).files == {0: [[row]]}
+    assert read_logs(tmp_path).notes == ()
+    assert read_computed(tmp_path) == {4: [ROW]}
 
 
 def test_logs_are_found_by_shard_and_a_cut_last_line_is_passed_over(tmp_path: Path) -> None:

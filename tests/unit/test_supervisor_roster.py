@@ -61,6 +61,15 @@ class Play:
         return told
 
 
+def test_a_failure_is_blamed_on_the_member_by_the_name_that_reports_have_for_it() -> None:
+    play = Play().at_work(1)
+    raised = Failed(kind="", error="OSError", message="disk", traceback="", step=3, details={})
+    play.hear(1, raised)
+    failure = play.exit(1, 1).failure
+    assert failure is not None
+    assert failure.error().blamed == "server 1"
+
+
 def test_members_come_and_go_and_each_end_is_its_own() -> None:
     play = Play().at_work(1, 2)
     assert play.hear(2, Note(payload={"x": 1})) == [Said(2, {"x": 1})]

@@ -1,5 +1,6 @@
 """Event files for TensorBoard, read back by TensorBoard itself."""
 
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from disks import fill as fill_disk
+from disks import small_disk
 from manyhands.cli.main import app
 from manyhands.errors import UserError
 from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
@@ -107,3 +110,22 @@ def test_what_can_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with pytest.raises(UserError, match=r"pip install 'manyhands\[tensorboard\]'"):
         LiveTensorboard(run.path, tmp_path / "board")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_ends_the_event_files_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """(The package's writer leaves a file that it can not flush to the collector, which complains about it.)"""
+    with (
+        small_disk(tmp_path / "disk", 64 << 10) as disk,
+        RunDirectory.create(tmp_path / "run", CONFIG) as run,
+    ):
+        fill(run)
+        with LiveTensorboard(run.path, disk / "boards"):
+            fill_disk(disk)
+    said = caplog.text
+    caplog.clear()  # and with it the error, which holds that file
+    gc.collect()
+    assert "no more event files for TensorBoard: " in said
+    assert "No space left on device" in said

@@ -25,6 +25,7 @@ from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
 from manyhands.allreduce.schedule import Algorithm, How
 from manyhands.errors import UserError, nearest
+from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.training.exchange import Post
 
@@ -63,17 +64,23 @@ class ScheduleExecutor:
     `links` has one link to each rank that is exchanged with. All ranks make the same calls in the same
     order, one thread each. A wait for a peer lasts at most `timeout_s` and then raises PeerTimeout; a peer
     that died or left raises WorkerFailed. Both name the rank, the peer, the round and the algorithm; the
-    executor is then of no further use. Scratch space is kept between calls.
+    executor is then of no further use. An `alarm` ends every wait. Scratch space is kept between calls.
     """
 
     def __init__(
-        self, algorithm: Algorithm, rank: int, world: int, links: Mapping[int, Link], timeout_s: float
+        self,
+        algorithm: Algorithm,
+        rank: int,
+        world: int,
+        links: Mapping[int, Link],
+        timeout_s: float,
+        alarm: Alarm | None = None,
     ) -> None:
         algorithm.table(rank, world)  # refuses a rank outside the world
         self.algorithm = algorithm
         self.rank = rank
         self.world = world
-        self._mailbox = Mailbox(rank, links, timeout_s)
+        self._mailbox = Mailbox(rank, links, timeout_s, alarm)
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._calls = 0
 

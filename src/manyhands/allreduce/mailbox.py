@@ -13,6 +13,7 @@ from typing import Final, NoReturn
 import torch
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.link.alarm import Alarm
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
 from manyhands.link.message import Message, ProtocolError
 from manyhands.memory.sign import LONG_WAIT_S, LongWait
@@ -24,16 +25,21 @@ Letter = tuple[int, torch.Tensor]
 """A payload and the rank it goes to; it must not change until that rank's link is flushed."""
 
 _RETRY_S: Final = 0.001  # between two tries of a link that is full
+_ALARM_SLICE_S: Final = 0.2
+_CAUSE_S: Final = 0.75
 
 
 class Mailbox:
     """Sends to and receives from the peers of `rank`, each wait at most `timeout_s`.
 
     A message carries which collective (`kind`), which call of it (`call`) and which round it belongs to; a
-    message of another place than this rank's own is refused. `messages_sent` and `bytes_sent` only grow.
+    message of another place than this rank's own is refused. `messages_sent` and `bytes_sent` only grow. Where an
+    `alarm` is given, it ends every wait, and the one that it names is the one to blame.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, Link], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm | None = None
+    ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s}: must be above 0")
         self.messages_sent = 0
@@ -41,6 +47,8 @@ class Mailbox:
         self._rank = rank
         self._links = links
         self._timeout_s = timeout_s
+        self._alarm = alarm
+        self._slice_s = LONG_WAIT_S if alarm is None else _ALARM_SLICE_S
         self._posts: dict[int, Post] = {}
         self._name = ""
         self._place = (0, 0, 0)
@@ -49,6 +57,8 @@ class Mailbox:
         """From here on messages belong to this round; `name` says in errors what was being done."""
         self._name = name
         self._place = (kind, call, round_number)
+        if self._alarm is not None:
+            self._alarm.mark(call)
 
     def take_posts(self) -> Mapping[int, Post]:
         """What went to and came from each peer since the last call."""
@@ -71,7 +81,7 @@ class Mailbox:
         left_s = self._timeout_s
         with LongWait() as wait:
             while True:
-                slice_s = min(left_s, _RETRY_S if refused else LONG_WAIT_S)
+                slice_s = min(left_s, _RETRY_S if refused else self._slice_s)
                 try:
                     outcome = link.receive(slice_s, space)
                 except ProtocolError as error:
@@ -79,6 +89,7 @@ class Mailbox:
                 if not isinstance(outcome, TimedOut):
                     break
                 left_s -= slice_s
+                self._heed_alarm()
                 if left_s <= 0:
                     self._late(source, "sent nothing")
                 wait.goes_on(source)
@@ -106,13 +117,14 @@ class Mailbox:
         """Whether all that was queued for `peer` has left."""
         with LongWait() as wait:
             while True:
-                slice_s = min(timeout_s, LONG_WAIT_S)
+                slice_s = min(timeout_s, self._slice_s)
                 outcome = self._link(peer).flush(slice_s)
                 if isinstance(outcome, Closed | PeerDied):
                     self._lost(peer, outcome)
                 timeout_s -= slice_s
                 if isinstance(outcome, Flushed) or timeout_s <= 0:
                     return isinstance(outcome, Flushed)
+                self._heed_alarm()
                 wait.goes_on(peer)
 
     def _send(self, peer: int, payload: torch.Tensor) -> bool:
@@ -159,7 +171,13 @@ class Mailbox:
     def _late(self, peer: int, what: str) -> NoReturn:
         raise PeerTimeout(f"{self._where()}: rank {peer} {what} within {self._timeout_s:g} s", peer)
 
+    def _heed_alarm(self, wait_s: float = 0.0) -> None:
+        lost = self._alarm.lost(wait_s) if self._alarm is not None else None
+        if lost is not None:
+            raise WorkerFailed(f"{self._where()}: {lost[1]}", lost[0])
+
     def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
+        self._heed_alarm(_CAUSE_S)  # it may have left because of another, who will be named in a moment
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
         raise WorkerFailed(f"{self._where()}: lost rank {peer}: {reason}", peer)
 

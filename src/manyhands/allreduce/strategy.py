@@ -61,6 +61,11 @@ class AllReduce(Strategy):
             raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
 
     @property
+    def uses_links(self) -> bool:
+        """Every algorithm but `direct`, which sums in place."""
+        return self.algorithm != "direct"
+
+    @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
         return IN_STEP

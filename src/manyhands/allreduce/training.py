@@ -11,6 +11,7 @@ from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.group.shared import SharedGroup
+from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
@@ -23,11 +24,6 @@ class AllReduceTraining(ExchangeTraining):
     """Every worker holds the model."""
 
     @classmethod
-    def needs_links(cls, strategy: Mirrored | AllReduce) -> bool:
-        """Every algorithm but `direct`, which sums in place."""
-        return isinstance(strategy, AllReduce) and strategy.algorithm != "direct"
-
-    @classmethod
     def exchange(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
         """One worker's end, on one host."""
         if resources.world == 1:
@@ -36,18 +32,18 @@ class AllReduceTraining(ExchangeTraining):
 
     @classmethod
     def exchange_across_hosts(
-        cls, strategy: AllReduce, rank: int, links: Mapping[int, Link], timeout_s: float
+        cls, strategy: AllReduce, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm
     ) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s)
+        executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm)
         exchange = AllReduceExchange(ScheduleCollective(executor, links), strategy.buckets)
         return exchange, ScheduleCollective(executor, links)
 
 
 def _collective(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
     group = resources.group()
-    if isinstance(strategy, Mirrored) or strategy.algorithm == "direct":
+    if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(group)
     links = resources.links()
     algorithm = _algorithm(strategy, group.world)

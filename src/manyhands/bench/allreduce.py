@@ -14,6 +14,7 @@ import platform
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ import torch
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.bench.allreduce_worker import GLOO, ITEM_BYTES, WorkerPlan
 from manyhands.bench.workers import Workers
+from manyhands.cluster.capacity import of_processes
+from manyhands.cluster.room import require_room
 from manyhands.errors import UserError, format_bytes, nearest
+from manyhands.footprint import PER_LINK
 from manyhands.group.shared import SharedGroup
 from manyhands.link.mesh import SharedMesh
 
@@ -39,6 +43,7 @@ def run_bench(
     repeats: int = 40,
     schedules: Sequence[str] = tuple(ALGORITHMS),
     timeout_s: float = 240.0,
+    allow_overload: bool = False,
 ) -> dict[str, Any]:
     """Measure, and return a dictionary ready for JSON; raises if a worker fails or `timeout_s` passes.
 
@@ -46,6 +51,7 @@ def run_bench(
     are microseconds (median, 10th and 90th percentile) and how many times faster than Gloo it is.
     """
     _check(workers, sizes_bytes, repeats, schedules)
+    require_room(replace(of_processes(), per_pair=PER_LINK), workers, allow_overload=allow_overload)
     per_size = tuple(repeats_for(size, repeats) for size in sizes_bytes)
     load = os.getloadavg()[0]
     seconds = _run_workers(workers, tuple(sizes_bytes), per_size, tuple(schedules), timeout_s)

@@ -21,6 +21,8 @@ from manyhands.bench.allreduce import format_table, repeats_for, summaries
 from manyhands.bench.allreduce_worker import ITEM_BYTES
 from manyhands.bench.backend_worker import BackendPlan
 from manyhands.bench.workers import Workers
+from manyhands.cluster.capacity import of_processes
+from manyhands.cluster.room import require_room
 from manyhands.errors import UserError
 
 __all__ = ["DEFAULT_SIZES_BYTES", "format_table", "run_bench"]
@@ -33,12 +35,14 @@ def run_bench(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     repeats: int = 40,
     timeout_s: float = 240.0,
+    allow_overload: bool = False,
 ) -> dict[str, Any]:
     """Measure, and return a dictionary ready for JSON; raises if a worker fails or `timeout_s` passes.
 
     `repeats` counts for sizes up to 1 MiB; larger ones get fewer, at least 7. Per size and contender there are
     microseconds (median, 10th and 90th percentile) and how many times faster than Gloo it is.
     """
+    require_room(of_processes(), workers, allow_overload=allow_overload)
     if workers < 2:
         raise UserError(f"workers={workers}: an all-reduce takes at least 2")
     if repeats < 1:

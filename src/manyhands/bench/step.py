@@ -27,7 +27,9 @@ import torch
 from manyhands.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, Measured, StepPlan
 from manyhands.bench.workers import Workers
 from manyhands.bench.workloads import WORKLOADS, Workload
+from manyhands.cluster.capacity import of_processes
 from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.room import require_room
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.group.shared import SharedGroup, warm
 
@@ -53,11 +55,13 @@ def run_bench(
     workloads: Sequence[Workload] = tuple(WORKLOADS.values()),
     steps: int = DEFAULT_STEPS,
     timeout_s: float = 300.0,
+    allow_overload: bool = False,
 ) -> dict[str, Any]:
     """Measure `steps` steps of each contender, and return a dictionary ready for JSON.
 
     Raises if a worker fails, if a workload takes longer than `timeout_s`, or if losses disagree.
     """
+    require_room(of_processes(), workers, allow_overload=allow_overload)
     if workers < 2:
         raise UserError(f"workers={workers}: exchanging gradients takes at least 2")
     if steps < 1:

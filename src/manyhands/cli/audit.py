@@ -1,4 +1,4 @@
-"""`manyhands audit RUN`: what the logs of a parameter-server run prove, recomputed from every row."""
+"""`manyhands audit RUN`: what the records of a parameter-server run prove, recomputed from every row."""
 
 from __future__ import annotations
 
@@ -11,48 +11,57 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from manyhands.server.audit import Audit
-    from manyhands.server.strategy import Ps
+    from manyhands.server.audit_files import AuditedRun
 
 __all__ = ["audit_command"]
 
+_EXIT = {"complete": 0, "restored": 0, "broken": 1, "incomplete": 3}
+"""By verdict; 2 says that there is nothing to audit."""
+
 
 def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.")]) -> None:
-    """Check from a run's logs that every update was applied once and that no read was staler than allowed."""
+    """Check from a run's records that every batch was applied once and that no read was staler than allowed.
+
+    The last word is the verdict: complete, restored (and how much that lost), incomplete, or broken. Exit status: 0
+    for the first two, 3 for incomplete, 1 for broken.
+    """
     # Imported here so that help texts do not wait for torch.
-    from manyhands.errors import DataError, UserError
-    from manyhands.server.audit import audit
-    from manyhands.server.strategy import Ps
-    from manyhands.server.updates import read_logs, read_record
-    from manyhands.store.rundir import RunDirectory
-    from manyhands.strategy import Strategy
+    from manyhands.server.audit_files import audit_run
 
-    strategy = Strategy.parse(str(RunDirectory.open(run, lock=False).config.get("strategy")))
-    if not isinstance(strategy, Ps):
-        raise UserError(f"{run} is a run of {strategy}; only ps applies updates that can be audited")
-    record, logs = read_record(run), read_logs(run)
-    for shard in range(strategy.servers):
-        if shard not in logs.files:
-            raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
-    found = audit(logs.files, strategy.consistency, record.steps)
-    for note in logs.notes:
+    audited = audit_run(run)
+    found = audited.found
+    for note in audited.notes:
         print(f"manyhands: {note}", file=sys.stderr)
-    _print(found, strategy)
-    if not found.clean:
-        first, others = found.violations[0], len(found.violations) - 1
-        more = f" (and {others} more)" if others else ""
-        print(f"manyhands: {first.sentence}{more}", file=sys.stderr)
-        raise typer.Exit(1)
+    _print(audited)
+    sentences = [violation.sentence for violation in found.violations] or list(found.missing)
+    if sentences:
+        more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
+        print(f"manyhands: {sentences[0]}{more}", file=sys.stderr)
+    if _EXIT[found.verdict.value]:
+        raise typer.Exit(_EXIT[found.verdict.value])
 
 
-def _print(found: Audit, strategy: Ps) -> None:
+def _print(audited: AuditedRun) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("shard", "steps", "updates", "stale, mean", "max", "late", "skipped", "lost", "restored"):
+    columns = (
+        "shard",
+        "batches",
+        "steps",
+        "updates",
+        "stale, mean",
+        "max",
+        "late",
+        "skipped",
+        "lost",
+        "restored",
+    )
+    for column in columns:
         table.add_column(column, justify="right")
-    for shard in found.shards:
+    for shard in audited.found.shards:
         total = sum(value * count for value, count in shard.staleness.items())
         numbers = [
             f"{shard.shard}",
+            f"{shard.batches}",
             f"{shard.versions}",
             f"{shard.applied}",
             f"{total / shard.applied if shard.applied else 0:.2f}",
@@ -62,7 +71,6 @@ def _print(found: Audit, strategy: Ps) -> None:
         table.add_row(*numbers)
     out = Console()
     out.print(table, highlight=False)
-    lag = strategy.consistency.lag
+    lag = audited.strategy.consistency.lag
     bound = "no bound on reads" if lag is None else f"reads lag by at most {lag} clocks"
-    verdict = "every update applied once, nothing broken" if found.clean else "broken"
-    out.print(f"{strategy} · {bound} · {verdict}", highlight=False, soft_wrap=True)
+    out.print(f"{audited.strategy} · {bound} · {audited.found.words}", highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from manyhands.bench import backend as backend_bench
 from manyhands.bench import server as server_bench
 from manyhands.bench import step as step_bench
 from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
+from manyhands.cli.commands import AllowOverload
 from manyhands.settings import parse_size
 
 __all__ = ["bench_app"]
@@ -28,20 +29,33 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures
 
 @bench_app.command("allreduce")
 def allreduce(
-    workers: Workers = 2, sizes: Sizes = None, repeats: Repeats = 40, json_file: JsonFile = None
+    workers: Workers = 2,
+    sizes: Sizes = None,
+    repeats: Repeats = 40,
+    allow_overload: AllowOverload = False,
+    json_file: JsonFile = None,
 ) -> None:
     """All-reduce: in a shared bucket, by each schedule over links, and torch's Gloo, interleaved."""
-    result = run_bench(workers, _parsed(sizes) or DEFAULT_SIZES_BYTES, repeats)
+    result = run_bench(workers, _parsed(sizes) or DEFAULT_SIZES_BYTES, repeats, allow_overload=allow_overload)
     print(format_table(result))
     _write(result, json_file)
 
 
 @bench_app.command("backend")
 def backend(
-    workers: Workers = 2, sizes: Sizes = None, repeats: Repeats = 40, json_file: JsonFile = None
+    workers: Workers = 2,
+    sizes: Sizes = None,
+    repeats: Repeats = 40,
+    allow_overload: AllowOverload = False,
+    json_file: JsonFile = None,
 ) -> None:
     """`dist.all_reduce` on the drop-in backend and on torch's Gloo, interleaved."""
-    result = backend_bench.run_bench(workers, _parsed(sizes) or backend_bench.DEFAULT_SIZES_BYTES, repeats)
+    result = backend_bench.run_bench(
+        workers,
+        _parsed(sizes) or backend_bench.DEFAULT_SIZES_BYTES,
+        repeats,
+        allow_overload=allow_overload,
+    )
     print(backend_bench.format_table(result))
     _write(result, json_file)
 
@@ -51,10 +65,13 @@ def step(
     workers: Workers = 2,
     workload: Annotated[str, typer.Option(help="What to train, separated by commas.")] = "mlp,cnn,language",
     steps: Annotated[int, typer.Option(help="Measured steps of each contender.")] = step_bench.DEFAULT_STEPS,
+    allow_overload: AllowOverload = False,
     json_file: JsonFile = None,
 ) -> None:
     """Whole training steps: mirrored, central and torch's DDP on Gloo, interleaved, with equal losses."""
-    result = step_bench.run_bench(workers, step_bench.named_workloads(workload), steps)
+    result = step_bench.run_bench(
+        workers, step_bench.named_workloads(workload), steps, allow_overload=allow_overload
+    )
     print(step_bench.format_table(result))
     _write(result, json_file)
 

@@ -1,15 +1,14 @@
-"""What several commands need: a command made from an options dataclass, where files go, and an orderly end."""
+"""What several commands need: a command made from an options dataclass, where files go, and how to type it again."""
 
 from __future__ import annotations
 
 import inspect
-import signal
+import shlex
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -18,17 +17,25 @@ if TYPE_CHECKING:
     from manyhands.tasks.builtin import BuiltinTask, Option
 
 __all__ = [
+    "AllowOverload",
     "add_command",
     "add_task_command",
     "check_writable",
+    "command_elsewhere",
+    "command_to_resume",
     "fresh_directory",
     "option_parameters",
-    "orderly_end",
+    "own_command",
     "parameter",
     "write_json",
 ]
 
 Asked = TypeVar("Asked")
+
+AllowOverload = Annotated[
+    bool,
+    typer.Option("--allow-overload", help="Start workers even if they do not seem to fit on this host."),
+]
 
 
 def add_command(app: typer.Typer, name: str, options: type[Asked], run: Callable[[Asked], None]) -> None:
@@ -111,11 +118,16 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(json_file: Path | None, value: Mapping[str, Any]) -> None:
-    """Write a summary where one was asked for."""
-    from manyhands.store.atomic import render_json
+    """Write a summary where one was asked for, whole or not at all; WriteFailed names a disk that does not take it."""
+    from manyhands.store.atomic import render_json, write_atomically
 
-    if json_file is not None:
-        json_file.write_bytes(render_json(value, json_file.name, indent=2))
+    if json_file is None:
+        return
+    content = render_json(value, json_file.name, indent=2)
+    if json_file.exists() and not json_file.is_file():  # a pipe or a terminal
+        json_file.write_bytes(content)
+    else:
+        write_atomically(json_file, [content])
 
 
 def fresh_directory(name: str) -> Path:
@@ -128,16 +140,28 @@ def fresh_directory(name: str) -> Path:
     return path
 
 
-@contextmanager
-def orderly_end() -> Iterator[None]:
-    """While this lasts SIGTERM is raised as SystemExit, so that temporary files are removed on the way out."""
-    from manyhands.cluster.signals import as_exception
+def own_command(arguments: Sequence[str], *more: str) -> str:
+    """The command line that this process was started with, to be typed again, with what is not in it yet of `more`."""
+    given = list(arguments[1:])
+    program = ["manyhands"] if Path(arguments[0]).name == "manyhands" else [sys.executable, "-m", "manyhands"]
+    return shlex.join([*program, *given, *(word for word in more if word not in given)])
 
-    def end(number: int, _: FrameType | None) -> None:
-        raise as_exception(number)
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def command_elsewhere(arguments: Sequence[str]) -> str:
+    """The same without `--out`: where a command refuses a directory that is not empty, and this one has filled it."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            kept += [word, *words]
+        elif word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return own_command(kept)
+
+
+def command_to_resume(arguments: Sequence[str], out: Path) -> str:
+    """The same for a run that is kept in `out`, to go on with."""
+    has_out = any(word == "--out" or word.startswith("--out=") for word in arguments)
+    return own_command(arguments, *([] if has_out else ["--out", str(out)]), "--resume")

@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import (
+    AllowOverload,
     add_task_command,
     check_writable,
+    command_elsewhere,
     fresh_directory,
     option_parameters,
     write_json,
@@ -68,6 +70,7 @@ class _Common:
         typer.Option(help="Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."),
     ] = None
     seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    allow_overload: AllowOverload = False
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs.", show_default="runs/compare-TASK-TIME")
     ] = None
@@ -76,6 +79,7 @@ class _Common:
 
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
+    from manyhands.cluster.signals import ending
     from manyhands.compare.bandwidth import Rate, enter, inside
     from manyhands.compare.narrate import Conditions
     from manyhands.compare.run import Settings, compare
@@ -96,17 +100,22 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
         repeats=common.repeats,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
         target=Target.parse(common.target) if common.target is not None else None,
+        allow_overload=common.allow_overload,
     )
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{entry.name}")
-    with _told() as tell:
+    with ending() as end, _told() as tell:
         found = compare(entry.build(**task_options), common.strategies, out=out, settings=settings, tell=tell)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     _leave(found, conditions, entry.name, out, common.json)
     if found.interrupted:
-        print("manyhands: interrupted; the figures are those of the runs that had ended", file=sys.stderr)
-        raise typer.Exit(130)
+        print(
+            f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "
+            f"comparison cannot be resumed, start again with: {command_elsewhere(sys.argv)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status)
     if found.failed:
         raise typer.Exit(1)
 
@@ -117,6 +126,7 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     from manyhands.compare.narrate import paragraph
     from manyhands.compare.report import Made, report
     from manyhands.compare.table import measures_table, promises_table
+    from manyhands.store.atomic import write_atomically
 
     sentences = paragraph(found.figures, conditions)
     made = Made(
@@ -127,7 +137,7 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     )
     out.mkdir(parents=True, exist_ok=True)
     path = out / _REPORT
-    path.write_text(report(found.figures, sentences, made))
+    write_atomically(path, [report(found.figures, sentences, made).encode()])
     figures = {
         "task": task,
         "command": made.command,

@@ -35,6 +35,7 @@ def explain_command(
     # Imported here so that help texts do not wait for torch.
     from manyhands.observe.explain import explain
     from manyhands.observe.narrate import paragraph
+    from manyhands.observe.plain import text
     from manyhands.observe.recorded import read_run_events
     from manyhands.store.rundir import RunDirectory
     from manyhands.strategy import Strategy
@@ -47,7 +48,7 @@ def explain_command(
     for note in events.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found, str(strategy))
-    _print(found, f"{directory.config.get('task')} · {strategy}", words)
+    _print(found, f"{text(str(directory.config.get('task')))} · {strategy}", words)
     write_json(json, {"strategy": str(strategy), **found.to_dict(), "paragraph": words})
 
 

@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.cli.commands import add_command, check_writable, fresh_directory, orderly_end, write_json
+from manyhands.cli.commands import (
+    AllowOverload,
+    add_command,
+    check_writable,
+    fresh_directory,
+    own_command,
+    write_json,
+)
 
 __all__ = ["add_train_glove", "glove_app"]
 
@@ -68,6 +75,7 @@ class _TrainGlove:
     keep_counts: Annotated[
         bool, typer.Option("--keep-counts", help="Keep the co-occurrence records as cooccurrence.bin.")
     ] = False
+    allow_overload: AllowOverload = False
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
 
 
@@ -79,6 +87,7 @@ def add_train_glove(train_app: typer.Typer) -> None:
 def _train(asked: _TrainGlove) -> None:
     """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
     # Imported here so that help texts do not wait for torch and compiled code.
+    from manyhands.cluster.signals import ending, signal_of
     from manyhands.observe.bars import Bars
     from manyhands.settings import parse_size
     from manyhands.words.corpus import Corpus
@@ -103,26 +112,33 @@ def _train(asked: _TrainGlove) -> None:
             rate=asked.rate,
             batch=usual_batch(asked.strategy) if asked.batch is None else asked.batch,
             seed=asked.seed,
+            allow_overload=asked.allow_overload,
         ),
     )
     check_writable(asked.json_file)
     out = asked.out or fresh_directory("glove")
     corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
+    again = f"start again with: {own_command(sys.argv)}"
     try:
-        with orderly_end(), Bars() as bars:
+        with ending() as end, Bars() as bars:
             learnt = learn_vectors(corpus, out, learning, bars=bars)
-    except KeyboardInterrupt:
-        print("manyhands: interrupted before the first pass was over; there are no vectors", file=sys.stderr)
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
+        print(
+            f"manyhands: ended by {end.name} before the first pass was over; there are no vectors; {again}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status) from None
     write_json(asked.json_file, learnt.summary)
     _print_summary(learnt.summary, out)
     if learnt.interrupted:
         print(
-            f"manyhands: interrupted; {out / 'vectors.txt'} holds the vectors of pass {len(learnt.summary['costs'])} "
-            f"of {asked.passes}",
+            f"manyhands: ended by {end.name}; {out / 'vectors.txt'} holds the vectors of pass "
+            f"{len(learnt.summary['costs'])} of {asked.passes}; a training of vectors cannot be resumed, {again}",
             file=sys.stderr,
         )
-        raise typer.Exit(130)
+        raise typer.Exit(end.status)
     if not asked.corpus:
         _print_neighbours(
             {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}

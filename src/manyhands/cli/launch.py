@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from manyhands.cli.commands import AllowOverload, command_elsewhere
+
 __all__ = ["launch_command"]
 
 
@@ -32,23 +34,38 @@ def launch_command(
         Path | None,
         typer.Option(help="Keep the run's events in this new directory, for timeline, explain and watch."),
     ] = None,
+    allow_overload: AllowOverload = False,
     watchdog: Annotated[
         float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
     ] = 60.0,
 ) -> None:
     """Run your own training script on several workers; see `mh.join()`."""
+    from manyhands.cluster.signals import ending, signal_of
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
     from manyhands.observe.table import end_table
 
-    summary = launch(
-        script,
-        arguments or [],
-        workers=workers,
-        strategy=strategy,
-        device=device,
-        watchdog_s=watchdog,
-        out=out,
-    )
+    try:
+        with ending() as end:
+            summary = launch(
+                script,
+                arguments or [],
+                workers=workers,
+                strategy=strategy,
+                device=device,
+                watchdog_s=watchdog,
+                allow_overload=allow_overload,
+                out=out,
+            )
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
+        events = f"the events up to now are in {out}, and " if out is not None else ""
+        print(
+            f"manyhands: ended by {end.name}; all workers have stopped; {events}what the script saved itself is kept; "
+            f"start again with: {command_elsewhere(sys.argv)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status) from None
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     if not summary["joined"]:

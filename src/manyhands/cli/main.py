@@ -1,6 +1,6 @@
 """`manyhands`: every command, and how errors become exit statuses.
 
-0 done · 1 something failed while running · 2 what was asked for makes no sense · 130 interrupted
+0 done · 1 something failed while running · 2 what was asked for makes no sense · 128 + n ended by signal n
 """
 
 from __future__ import annotations

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from manyhands.cli.commands import add_command, check_writable, fresh_directory, orderly_end, write_json
+from manyhands.cli.commands import (
+    AllowOverload,
+    add_command,
+    check_writable,
+    fresh_directory,
+    own_command,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
@@ -74,6 +81,7 @@ class _TrainLogreg:
         Path | None,
         typer.Option(metavar="DIR", help="Where the model goes.", show_default="runs/logreg-TIME"),
     ] = None
+    allow_overload: AllowOverload = False
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
 
 
@@ -125,6 +133,7 @@ def predict_command(
 
 def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
+    from manyhands.cluster.signals import ending, signal_of
     from manyhands.data.row_files import Reading
     from manyhands.errors import UserError
     from manyhands.observe.bars import Bars
@@ -153,24 +162,35 @@ def _train(asked: _TrainLogreg) -> None:
         l2=asked.l2,
         batch=asked.batch,
         seed=asked.seed,
+        allow_overload=asked.allow_overload,
     )
     out = asked.out or fresh_directory("logreg")
     check_writable(asked.json_file)
     if asked.test is not None and asked.test != "-" and not Path(asked.test).is_file():
         raise UserError(f"--test {asked.test}: there is no such file")
-    with orderly_end(), Bars() as bars:
-        result = train_logreg(
-            asked.train,
-            options,
-            strategy=strategy,
-            workers=workers,
-            reading=reading,
-            memory_bytes=parse_size(asked.memory),
-            bars=bars,
+    try:
+        with ending() as end, Bars() as bars:
+            result = train_logreg(
+                asked.train,
+                options,
+                strategy=strategy,
+                workers=workers,
+                reading=reading,
+                memory_bytes=parse_size(asked.memory),
+                bars=bars,
+            )
+            _make_folder(out)
+            result.model.save(out / MODEL_FILE)
+            metrics, bad_lines = _measure(result, asked.test, reading, bars)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
+        kept = f"the model is in {out / MODEL_FILE}" if (out / MODEL_FILE).exists() else "there is no model"
+        print(
+            f"manyhands: ended by {end.name}; {kept}; start again with: {own_command(sys.argv)}",
+            file=sys.stderr,
         )
-        _make_folder(out)
-        result.model.save(out / MODEL_FILE)
-        metrics, bad_lines = _measure(result, asked.test, reading, bars)
+        raise typer.Exit(end.status) from None
     summary = _summary(result, options, metrics) | {
         "strategy": str(strategy),
         "workers": workers,
@@ -179,9 +199,14 @@ def _train(asked: _TrainLogreg) -> None:
     }
     write_file(out / "summary.json", summary)
     write_json(asked.json_file, summary)
-    _print(summary, asked.passes)
+    _print(summary)
     if result.interrupted:
-        raise typer.Exit(130)
+        print(
+            f"manyhands: ended by {end.name}; the model is that after pass {summary['passes']} of {asked.passes}; a "
+            f"regression cannot be resumed, start again with: {own_command(sys.argv)}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status)
 
 
 def _measure(
@@ -218,7 +243,7 @@ def _summary(result: LogregResult, options: Any, metrics: Metrics | None) -> dic
     }
 
 
-def _print(summary: dict[str, Any], passes: int) -> None:
+def _print(summary: dict[str, Any]) -> None:
     out = Console()
     out.print(
         f"logreg · {summary['learner']} · {summary['strategy']} · {summary['workers']} workers · "
@@ -240,11 +265,6 @@ def _print(summary: dict[str, Any], passes: int) -> None:
         if summary[what]:
             where = "of the test file " if what.startswith("test") else ""
             print(f"manyhands: {summary[what]} bad lines {where}were left out", file=sys.stderr)
-    if summary["interrupted"]:
-        print(
-            f"manyhands: interrupted; the model is that after pass {summary['passes']} of {passes}",
-            file=sys.stderr,
-        )
 
 
 def _make_folder(path: Path) -> None:

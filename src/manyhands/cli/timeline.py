@@ -42,6 +42,7 @@ def timeline_command(
     """Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG."""
     # Imported here so that help texts do not wait for torch.
     from manyhands.errors import format_bytes
+    from manyhands.observe.plain import text
     from manyhands.observe.recorded import read_run_events
     from manyhands.store.atomic import write_atomically
     from manyhands.store.rundir import RunDirectory
@@ -52,7 +53,7 @@ def timeline_command(
     wanted = _parse_steps(steps)
     directory = RunDirectory.open(run, lock=False)
     events = read_run_events(directory.events_path)
-    about = {key: str(directory.config.get(key)) for key in ("task", "strategy", "workers")}
+    about = {key: text(str(directory.config.get(key))) for key in ("task", "strategy", "workers")}
     timeline, content = _render(events, form, wanted, about)
     write_atomically(path, content)
     for note in (*events.notes, *timeline.left_out):

@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import (
+    AllowOverload,
     add_task_command,
     check_writable,
+    command_to_resume,
     fresh_directory,
     parameter,
     write_json,
@@ -51,6 +53,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
     "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
     "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
+    "allow_overload": (AllowOverload, False),
     "watchdog": (
         Annotated[
             float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
@@ -99,6 +102,7 @@ class _Common:
     compile_model: bool
     evaluate_every: int | None
     checkpoint_every: int | None
+    allow_overload: bool
     watchdog: float
     slow: str | None
     dashboard: bool
@@ -109,6 +113,7 @@ class _Common:
 
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
+    from manyhands.cluster.signals import ending, signal_of
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
     from manyhands.observe.progress import ProgressView
@@ -141,6 +146,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
+            allow_overload=common.allow_overload,
+            resume_command=command_to_resume(sys.argv, out),
             watchdog_s=common.watchdog,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
@@ -149,23 +156,23 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         ),
     )
     try:
-        with _live_page(common, entry.name, out), _tensorboard(common, out):
+        with ending(), _live_page(common, entry.name, out), _tensorboard(common, out):
             run = fit_here()
-    except KeyboardInterrupt:
-        print(
-            f"manyhands: interrupted; go on with the same command and --out {out} --resume", file=sys.stderr
-        )
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
+        number = signal_of(stop)
+        if number is None:
+            raise
+        raise typer.Exit(128 + number) from None
     except UserError:
         raise
     except ManyhandsError:
         _report(out)  # it shows what went wrong, and to whom
         raise
-    write_json(common.json_file, run.summary)
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
     _report(out)
+    write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
 def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manyhands.cli.commands import check_writable, orderly_end
+from manyhands.cli.commands import check_writable
 
 if TYPE_CHECKING:
     from manyhands.observe.view import RunView
@@ -34,13 +34,14 @@ def watch_command(
 ) -> None:
     """Show a run as a page in the browser, live while it goes on or as it was when it ended."""
     # Imported here so that help texts do not wait for torch.
+    from manyhands.cluster.signals import ending
     from manyhands.seeing.source import existing_run
 
     source = existing_run(run).poll
     source()  # what can not be read is said now, and not in the browser
     farewell = f"manyhands watch has ended; manyhands watch {run} opens this page again"
     try:
-        with orderly_end(), serving(source, host, port, farewell) as url:
+        with ending(), serving(source, host, port, farewell) as url:
             if open_browser:
                 import webbrowser
 

@@ -72,6 +72,9 @@ class Failure:
 
     rank: int
     sentence: str
+    name: str = ""
+    """What reports call the role."""
+
     reported: Failed | None = None
     last_words: str = ""
     page: str = ""
@@ -91,6 +94,11 @@ class Failure:
 
     def error(self) -> ManyhandsError:
         """The exception for the launcher's caller: of the reported type where that is one of `_KEPT`."""
+        error = self._made()
+        error.blamed = self.name
+        return error
+
+    def _made(self) -> ManyhandsError:
         reported = self.reported
         if self.page:
             return Hang(f"{self.sentence}\n\n{self.page}", worker_rank=self.rank, details=self.details)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.cluster.board import Line
@@ -213,5 +213,5 @@ class Roster:
             status=status,
             last_words=last_words,
             payload=finished.payload if finished is not None else None,
-            failure=failure if finished is None else None,
+            failure=replace(failure, name=entry.member.name) if failure and finished is None else None,
         )

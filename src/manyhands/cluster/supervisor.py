@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from manyhands.cluster.board import Line
 from manyhands.cluster.control import Note, Stop, Unread
 from manyhands.cluster.crew import Crew, Role
 from manyhands.cluster.job import pack
-from manyhands.cluster.member import TICK_S, Kill, Patience
+from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, Kill, Patience
 from manyhands.cluster.roster import Ended, Event, Interrupted, Roster, Said, Silent, Started
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.cluster.watchdog import Found, Watchdog, Watched
@@ -51,8 +52,8 @@ class Supervisor:
     come one after another.
 
     All calls come from one thread, which must `poll` several times a second for anything to be noticed. Leaving asks
-    everyone to stop, kills who has not left after `grace_s`, and returns when all are gone. Ctrl-C and SIGTERM (in
-    the main thread, where they have their default meaning) are events; one that `poll` has not told is raised on
+    everyone to stop, kills who has not left after `grace_s`, and returns when all are gone. Ctrl-C, SIGTERM and SIGHUP
+    (in the main thread, where they have their default meaning) are events; one that `poll` has not told is raised on
     leaving. A signal while leaving kills at once. Members show each other's numbers where they wait for one another.
     """
 
@@ -78,6 +79,8 @@ class Supervisor:
         self._numbers: set[int] = set()
         self._signals: list[int] = []
         self._signals_told = 0
+        self._arrived: deque[Heard | Garbled | Exited] = deque()
+        self._untold: list[Event | Hung] = []
         self._stack = ExitStack()
         self._crew: Crew | None = None
 
@@ -115,7 +118,7 @@ class Supervisor:
 
     @property
     def stop_signal(self) -> signal.Signals | None:
-        """The first of Ctrl-C and SIGTERM that came, if any; `signals.as_exception` is what Python makes of it."""
+        """The first signal that came to end it, if any; `signals.as_exception` is what Python makes of it."""
         return signal.Signals(self._signals[0]) if self._signals else None
 
     def start(self, role: Role, member: int | None = None) -> int:
@@ -182,15 +185,17 @@ class Supervisor:
         return self._open_crew().line(member)
 
     def _turn(self, timeout_s: float) -> list[Event | Hung]:
+        """Everything on the way is kept here: an exception of a user's signal handler must not lose an event."""
         crew = self._open_crew()
-        arrived = crew.wait(timeout_s)
+        self._arrived.extend(crew.wait(0.0 if self._untold else timeout_s))
         lines = {number: crew.line(number) for number in self._roster.members}
-        events: list[Event | Hung] = [*self._do(self._roster.look(lines, time.monotonic_ns()))]
-        for event in arrived:
-            events += self._do(self._roster.handle(event, time.monotonic_ns()))
+        self._untold += self._do(self._roster.look(lines, time.monotonic_ns()))
+        while self._arrived:
+            self._untold += self._do(self._roster.handle(self._arrived.popleft(), time.monotonic_ns()))
         found = self._watchdog.look(self._roster.known(), crew, time.monotonic_ns())
         if found is not None:
-            events.append(Hung(found))
+            self._untold.append(Hung(found))
+        events, self._untold = self._untold, []
         return events
 
     def _do(self, told: Sequence[Event | Kill]) -> list[Event]:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.cluster.board import Line
 from manyhands.cluster.control import Failed, Finished, Message, Note, Started, Stop
@@ -104,7 +104,8 @@ class Watch:
     @property
     def failure(self) -> ManyhandsError | None:
         """The first failure, as the exception to raise."""
-        return self._failure.error() if self._failure is not None else None
+        failure = self._failure
+        return replace(failure, name=self._roles[failure.rank].name).error() if failure is not None else None
 
     def results(self) -> list[Finished]:
         """What each role returned, by rank; only after a run without failure or interruption."""

@@ -16,8 +16,9 @@ import numpy as np
 
 from manyhands.compare.figures import Measured, Point
 from manyhands.compare.plan import Trial
-from manyhands.errors import DataError
+from manyhands.errors import DataError, UserError
 from manyhands.observe.events import EventKind
+from manyhands.observe.plain import text, whole
 from manyhands.observe.recorded import RoleEvents, RunEvents, read_run_events
 from manyhands.observe.totals import WorkerTotals
 from manyhands.store.rundir import RunDirectory
@@ -56,18 +57,36 @@ def measure(trial: Trial, run: Path, strategy: Strategy, notes: tuple[str, ...] 
     if summary is None:
         raise DataError(f"{run} has no summary: the run has not ended")
     events = read_run_events(directory.events_path)
+    try:
+        return _measured(trial, strategy, summary, events, directory.metrics.read(), notes)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise DataError(
+            f"{run}: its summary or its history does not hold what the end of a run writes ({error!r:.200})"
+        ) from error
+
+
+def _measured(
+    trial: Trial,
+    strategy: Strategy,
+    summary: dict[str, Any],
+    events: RunEvents,
+    rows: list[dict[str, Any]],
+    notes: tuple[str, ...],
+) -> Measured:
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]
     evaluations = _evaluations(events)
     stops = Stops.of(evaluations, len(workers), together=strategy.meets_to_evaluate)
-    losses, measured = _points(directory.metrics.read(), stops)
+    losses, measured = _points(rows, stops)
     idle_s = _waits_for_evaluations(events, evaluations)
     messages, num_bytes = _sent_by_servers(events)
     stale = summary.get("staleness") or summary.get("overlap") or {"mean": 0.0, "max": 0}
     return Measured(
         place=trial.place,
         repeat=trial.repeat,
-        steps=summary["steps"],
-        samples=summary["samples"],
+        steps=_whole(summary, "steps"),
+        samples=_whole(summary, "samples"),
         seconds=max((point.at_s for point in losses), default=0.0),
         losses=tuple(losses),
         evaluations=tuple(sorted(measured, key=lambda point: point.step)),
@@ -82,8 +101,15 @@ def measure(trial: Trial, run: Path, strategy: Strategy, notes: tuple[str, ...] 
         num_bytes=sum(worker.bytes_sent for worker in workers) + num_bytes,
         staleness_mean=float(stale["mean"]),
         staleness_max=int(stale["max"]),
-        notes=(*notes, *summary["notes"], *events.notes),
+        notes=(*notes, *map(text, summary["notes"]), *events.notes),
     )
+
+
+def _whole(summary: dict[str, Any], key: str) -> int:
+    found = whole(summary[key])
+    if found is None:
+        raise ValueError(f"{key} is no whole number")
+    return found
 
 
 def _is_worker(role: RoleEvents) -> bool:

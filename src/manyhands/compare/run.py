@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from manyhands.cluster.signals import signal_of
 from manyhands.compare.figures import Failed, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.fitting import fit
+from manyhands.fitting import fit, require_room_for
+from manyhands.randomness import preserved
 from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
 from manyhands.task import Task
@@ -39,6 +41,8 @@ class Settings:
     """What the time is measured to; None: the worst value that any run ends with."""
     evaluate_every: int | None = None
     """Measure the metrics after every so many steps; None: ten times a run."""
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +97,9 @@ def compare(
     try:
         for run in _all_runs(requests, order, out, tell or _tell_nobody):
             runs.append(run)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
         interrupted = True
     pairs = [(request.strategy, request.workers) for request in requests]
     found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every)
@@ -114,8 +120,19 @@ def _checked(task: Task, strategies: Sequence[Strategy], settings: Settings) -> 
     steps = _request(task, strategies[0], settings, Options()).plan.steps
     every = settings.evaluate_every or math.ceil(steps / _EVALUATIONS)
     # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
-    options = Options(evaluate_every=every, checkpoint_every=steps, keep_checkpoints=1)
-    return [_request(task, strategy, settings, options) for strategy in strategies]
+    options = Options(
+        evaluate_every=every,
+        checkpoint_every=steps,
+        keep_checkpoints=1,
+        allow_overload=settings.allow_overload,
+        resume_command="",  # a comparison is not resumed
+    )
+    requests = [_request(task, strategy, settings, options) for strategy in strategies]
+    with preserved():
+        model = task.model()
+        for request in requests:
+            require_room_for(request, model)
+    return requests
 
 
 def _request(task: Task, strategy: Strategy, settings: Settings, options: Options) -> Request:

@@ -65,10 +65,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """Somebody knocked and was not let in; `claimed` is the number it gave, if it gave one."""
+    """Somebody connected and was not let in: `count` of them since the last such event, `reason` is that of the last.
+
+    Told at once the first time, then at growing intervals. `claimed` is its number, if it had proved the token.
+    """
 
     reason: str
     claimed: int | None = None
+    count: int = 1
 
 
 HubEvent = Joined | Received | Shared | Ready | Lost | TurnedAway

@@ -3,10 +3,12 @@
 A `Codec` is given the message classes, frozen dataclasses of numbers and small things, and the number of each. A class
 made of int, float, bool and IntEnum, and of dataclasses made of these, is one little-endian struct, compiled when the
 codec is made: int and IntEnum 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. Any other class
-(text, tuples, None, one of several dataclasses) is JSON: a list of the fields in order, a dataclass again a list, and
-one of several a list that begins with the name of its class.
+(text, bytes, tuples, None, one of several dataclasses) is JSON: a list of the fields in order, a dataclass again a
+list, one of several a list that begins with the name of its class, and bytes their hexadecimal digits.
 
-Whatever bytes arrive, `decode` returns a message whose every field has its annotated type, or raises ProtocolError.
+Whatever bytes arrive, `decode` returns a message whose every field has its annotated type and which `encode` would
+take, or raises ProtocolError. Text is what UTF-8 can hold: a lone surrogate is refused in both directions, or whoever
+prints, writes or compares that text later would fail.
 """
 
 from __future__ import annotations
@@ -204,7 +206,7 @@ def _rules(hint: Any, where: str) -> tuple[_Pack, _Unpack]:
     if arms and all(isinstance(arm, type) and is_dataclass(arm) for arm in arms):
         return _union_rules(arms)
     raise UserError(
-        f"{where}: {hint} can not travel; allowed are int, float, bool, str, IntEnum, dataclasses of these, "
+        f"{where}: {hint} can not travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses of these, "
         "one of several dataclasses, tuple[..., ...] of any of these, and any of these or None"
     )
 
@@ -292,7 +294,15 @@ def _pack_bool(value: Any) -> bool:
 def _pack_str(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"{value!r} is no text")
+    if not _is_utf8(value):
+        raise ValueError(f"{value[:_QUOTED]!r} has a lone surrogate, which UTF-8 cannot hold")
     return value
+
+
+def _pack_bytes(value: Any) -> str:
+    if type(value) is not bytes:
+        raise TypeError(f"{value!r} is no bytes")
+    return value.hex()
 
 
 def _unpack_int(value: Any, where: str) -> int:
@@ -316,7 +326,31 @@ def _unpack_bool(value: Any, where: str) -> bool:
 def _unpack_str(value: Any, where: str) -> str:
     if type(value) is not str:
         raise ProtocolError(where, f"must be text, not {_quote(value)}")
+    if not _is_utf8(value):
+        raise ProtocolError(where, "has a lone surrogate, which UTF-8 cannot hold")
     return value
+
+
+def _unpack_bytes(value: Any, where: str) -> bytes:
+    try:
+        data = bytes.fromhex(value)
+    except (TypeError, ValueError):
+        data = None
+    if (
+        data is None or data.hex() != value
+    ):  # one way to write it, so that what was signed is what is compared
+        raise ProtocolError(where, f"must be pairs of lower-case hexadecimal digits, not {_quote(value)}")
+    return data
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _enum_unpacker(hint: type[IntEnum]) -> _Unpack:
@@ -335,6 +369,7 @@ _SCALARS: Final[dict[Any, tuple[_Pack, _Unpack]]] = {
     float: (_pack_float, _unpack_float),
     bool: (_pack_bool, _unpack_bool),
     str: (_pack_str, _unpack_str),
+    bytes: (_pack_bytes, _unpack_bytes),
 }
 
 

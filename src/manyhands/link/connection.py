@@ -75,6 +75,10 @@ class Connection:
         """Whether descriptors can be passed: the peer is at the other end of a Unix socket."""
         return self._local
 
+    def is_call_to(self, member: int) -> bool:
+        """Whether this is a connection to `member` that is not made yet."""
+        return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
+
     def admit(self, member: int, role: str, limits: Limits) -> None:
         """The peer has proved who it is: from now on it may send messages and payloads."""
         self.member, self.role, self._decoder.limits, self.limits = member, role, limits, limits

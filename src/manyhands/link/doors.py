@@ -14,10 +14,10 @@ from typing import Final
 
 from manyhands.errors import UserError
 
-__all__ = ["HOW", "dial", "listen", "same_user", "tune"]
+__all__ = ["HOW", "check", "dial", "listen", "same_user", "tune"]
 
 HOW: Final = ("unix", "tcp")
-_BACKLOG: Final = 512
+_BACKLOG: Final = 4096  # the kernel may allow less
 _TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
@@ -52,26 +52,30 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 def dial(address: str) -> socket.socket:
     """A socket that is connected or about to be; OSError if nobody listens, UserError for what is no address."""
-    how, _, place = address.partition(":")
-    if how == "unix" and place:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        target: str | tuple[str, int] = f"\0{place}"
-    elif how == "tcp" and place:
-        target = _loopback(place, address)
-        end = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    else:
-        raise _no_address(address)
+    target = check(address)
+    is_unix = isinstance(target, str)
+    end = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)
     try:
         end.setblocking(False)
         end.connect(target)
     except BlockingIOError as error:
-        if how == "unix":  # its queue is full; unlike TCP, it does not connect by itself later
+        if is_unix:  # its queue is full; unlike TCP, it does not connect by itself later
             end.close()
             raise ConnectionRefusedError(f"too many wait at {address}") from error
     except OSError:
         end.close()
         raise
     return end
+
+
+def check(address: str) -> str | tuple[str, int]:
+    """Where to connect to; UserError for what is no address of this host."""
+    how, _, place = address.partition(":")
+    if how == "unix" and place:
+        return f"\0{place}"
+    if how == "tcp" and place:
+        return _loopback(place, address)
+    raise _no_address(address)
 
 
 def tune(end: socket.socket, patience_s: float) -> None:

@@ -44,7 +44,7 @@ __all__ = [
     "fresh_bytes",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")
@@ -224,4 +224,7 @@ class FrameDecoder(Generic[T]):
 
 def fresh_bytes(num_bytes: int) -> memoryview:
     """Memory that is not cleared first, which for a large payload takes as long as receiving it."""
-    return np.empty(num_bytes, np.uint8).data
+    try:
+        return np.empty(num_bytes, np.uint8).data
+    except MemoryError:
+        raise ProtocolError("payload_bytes", f"there is no memory for {format_bytes(num_bytes)}") from None

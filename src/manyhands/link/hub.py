@@ -8,42 +8,48 @@
 
 One thread uses a hub; nothing it calls waits, except `poll` and `flush`, which have deadlines. A thread of the hub's
 own sends heartbeats while the application computes. Whatever a peer does (garbage, a cut frame, a wrong token, silence)
-ends that connection with a reason in an event, and nothing else.
+ends that connection with a reason in an event, and nothing else. Those who have not proved the run's token have few
+places (see `strangers`), are told nothing, and what they say reaches nobody as it is.
 
-One of two processes connects to the other, never both; roles agree which. If a member connects anew, the older
-connection is lost.
+One of two processes connects to the other, never both; roles agree which. It dials until it gets through (see `calls`).
+If a member connects anew, the older connection is lost.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import select
 import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from manyhands.errors import OutOfSharedMemory, UserError
+from manyhands.errors import OutOfSharedMemory, UserError, printable
 from manyhands.link import doors
 from manyhands.link.areas import Arenas
 from manyhands.link.arrivals import HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.link.calls import Calls
 from manyhands.link.codec import Codec
 from manyhands.link.connection import Connection
+from manyhands.link.entrance import Entrance
+from manyhands.link.forks import forget_in_children
 from manyhands.link.frames import IN_ARENA, OF_TRANSPORT, Frame, Header
 from manyhands.link.handshake import (
     CONTROL,
+    NO_PROOF,
     Credentials,
     Goodbye,
     Handshake,
     Heartbeat,
+    Knock,
     Proof,
     Refusal,
     Refused,
     ShareSegment,
 )
+from manyhands.link.heart import Heart
 from manyhands.link.message import ProtocolError
 from manyhands.link.settings import Settings
 from manyhands.link.silence import Vigil
@@ -63,7 +69,7 @@ __all__ = [
 ]
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
-_STRANGERS: Final = 64  # that may be in the handshake at once
+_DEFECT: Final = "a defect of this library, met in a connection that had proved nothing"
 _PATIENCE: Final = 4  # times the silence: heartbeats prove that a process lives that is too busy to read
 
 Destination = Callable[[int, Any, int], memoryview | None]
@@ -94,45 +100,49 @@ class Hub:
         self._clock = clock
         self._vigil: Vigil[int] = Vigil(self.settings.silence, clock())
         self._epoll = select.epoll()
-        self._doors: dict[int, socket.socket] = {}
+        self._calls = Calls(self.settings.connect_s, random.Random())
+        self._entrance: Entrance[Connection] = Entrance(self._epoll)
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._members: dict[int, Connection] = {}
         self._registered: set[int] = set()
         self._holding = False
         self._held_back: set[Connection] = set()
         self._events: list[HubEvent] = []
-        self._progress = 0
-        self._beating: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._heart = Heart(self._members, self.settings.silence.beat_s)
         self._closed = False
-        _open_hubs.add(self)
+        forget_in_children(self)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def listen(self, address: str = "unix") -> str:
         """Let others connect; the address to tell them. UserError for an address off this host's loopback."""
-        door, reached_at = doors.listen(address)
-        self._doors[door.fileno()] = door
-        self._epoll.register(door, _IN)
-        return reached_at
+        return self._entrance.listen(address)
 
     def connect(self, member: int, address: str) -> None:
-        """Begin to connect to `member`; Joined or Lost tells how it went."""
-        begun = [c.handshake.claimed for c in self._connections.values() if c.handshake.outgoing]
-        if member in self._members or member in begun:
+        """Connect to `member`, however often that takes to dial; Joined or Lost tells how it went.
+
+        Lost means that it refused this end by name, or could not be reached for `connect_s`.
+        """
+        doors.check(address)
+        if member in self._members or member in self._calls:
             raise UserError(f"member {member} is connected, or about to be")
-        try:
-            end = doors.dial(address)
-        except OSError as error:
-            self._events.append(Lost(member, f"nobody can be reached at {address}: {error}"))
-            return
-        connection = self._new(end, expected=member)
-        connection.connecting = True  # it greets once the kernel says that it is connected
-        self._epoll.modify(end, _IN | _OUT)
+        self._calls.begin(member, address, self._clock())
+        self._dial()
+
+    def hang_up(self, member: int) -> None:
+        """Do not try to reach `member` any more; a connection that is made stays, and no event follows."""
+        self._calls.end(member)
+        for connection in [c for c in self._connections.values() if c.is_call_to(member)]:
+            self._forget(connection)
 
     def members(self) -> tuple[int, ...]:
         """Who is connected."""
         return tuple(self._members)
+
+    @property
+    def turned_away(self) -> int:
+        """How many were turned away so far, whether an event has told of them or not."""
+        return self._entrance.away.total
 
     def role(self, member: int) -> str:
         """What a connected member said it is."""
@@ -144,7 +154,7 @@ class Hub:
 
     def mark(self, progress: int) -> None:
         """How far this process has come, for its heartbeats."""
-        self._progress = progress
+        self._heart.progress = progress
 
     def disconnect(self, member: int, reason: str) -> None:
         """End the connection to a member, which is told the reason; no event follows."""
@@ -243,9 +253,7 @@ class Hub:
         if self._closed:
             return
         self._closed = True
-        self._stop.set()
-        if self._beating is not None:
-            self._beating.join()
+        self._heart.end()
         for connection in self._members.values():
             connection.send_control(Goodbye())
         for connection in tuple(self._connections.values()):
@@ -268,17 +276,28 @@ class Hub:
         """Wait for something to be ready, at most so long, and deal with all that is."""
         ready = self._wait(timeout_s)
         now_s = self._clock()
+        knocked_at: list[int] = []
         for descriptor, mask in ready:
             connection = self._connections.get(descriptor)
             if connection is not None:
                 self._serve(connection, mask, now_s)
-            elif descriptor in self._doors:
-                self._open(self._doors[descriptor])
+            elif descriptor in self._entrance:
+                knocked_at.append(
+                    descriptor
+                )  # last: a new connection may get the descriptor of one that ended
             elif descriptor in self._registered:
                 self._events.append(Ready(descriptor))
+        for descriptor in knocked_at:
+            self._open(descriptor, now_s)
         if now_s >= self._vigil.next_look_s:
             for descriptor, reason in self._vigil.look(now_s):
                 self._drop(self._connections[descriptor], reason)
+            self._show_out(self._entrance.wake())
+        if now_s >= self._calls.next_s:
+            self._dial()
+        away = self._entrance.away.due(now_s)
+        if away is not None:
+            self._events.append(away)
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
         poll = self._epoll.poll
@@ -292,14 +311,36 @@ class Hub:
                     break
         if timeout_s <= 0:
             return poll(0)
-        until_look_s = max(self._vigil.next_look_s - self._clock(), 0.0)
+        until_look_s = max(min(self._vigil.next_look_s, self._calls.next_s) - self._clock(), 0.0)
         return poll(min(timeout_s, until_look_s))
+
+    def _dial(self) -> None:
+        """Try to reach everybody whose turn it is."""
+        now_s = self._clock()
+        for member, address in self._calls.due(now_s):
+            try:
+                end = doors.dial(address)
+            except OSError as error:
+                self._failed(member, f"nobody can be reached at {address}: {error}")
+                continue
+            connection = self._new(end, expected=member)
+            connection.connecting = True  # it knocks once the kernel says that it is connected
+            self._epoll.modify(end, _IN | _OUT)
+
+    def _failed(self, member: int, reason: str) -> None:
+        sentence = self._calls.failed(member, reason, self._clock())
+        if sentence is not None:
+            self._events.append(Lost(member, sentence))
 
     def _serve(self, connection: Connection, mask: int, now_s: float) -> None:
         if connection.connecting:
             connection.connecting = False
+            failed = connection.end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                self._drop(connection, os.strerror(failed))
+                return
             self._epoll.modify(connection.end, _IN)
-            connection.send_control(connection.handshake.greeting())
+            connection.send_control(connection.handshake.knock())
         elif mask & _OUT:
             connection.outbox.pump()
         if not mask & ~_OUT:
@@ -310,25 +351,31 @@ class Hub:
             if not connection.receive(self._take):
                 self._drop(connection, connection.why_ended())
         except ProtocolError as error:
-            connection.send_control(Refusal(field=error.field, reason=str(error)))
-            self._drop(connection, str(error))
+            trusted = connection.handshake.trusted
+            connection.send_control(Refusal(field=error.field, reason=str(error)) if trusted else NO_PROOF)
+            self._drop(connection, str(error), final=trusted or error.field == "token")
+        except Refused as refused:
+            self._drop(
+                connection, str(refused) if connection.handshake.outgoing else "it refused", final=True
+            )
         except OSError as error:
             self._drop(connection, connection.farewell or f"the connection broke: {error}")
+        except Exception as error:
+            if connection.handshake.trusted:
+                raise
+            # Nobody who has proved nothing may end a run, not even by a mistake of ours, which is named here.
+            self._drop(connection, f"{_DEFECT}: {error!r}")
 
-    def _open(self, door: socket.socket) -> None:
-        """Let in everyone who knocks, as far as the handshake."""
-        while True:
-            try:
-                end, _ = door.accept()
-            except OSError:  # nobody else, or nobody any more
-                return
-            strangers = len(self._connections) - len(self._members)
-            if strangers >= _STRANGERS or not doors.same_user(end):
-                end.close()
-                self._events.append(TurnedAway("another user's process, or too many knock at once"))
-                continue
-            end.setblocking(False)
-            self._new(end, expected=None)
+    def _open(self, door: int, now_s: float) -> None:
+        """Let in those who wait at a door, as far as the handshake."""
+        for end in self._entrance.accept(door, now_s):
+            connection = self._new(end, expected=None)
+            self._show_out(self._entrance.newcomers.arrived(connection, now_s))
+            self._serve(connection, _IN, now_s)  # a member's knock is here already, as a rule
+
+    def _show_out(self, connection: Connection | None) -> None:
+        if connection is not None:
+            self._drop(connection, "it had not proved who it is when too many others came")
 
     def _new(self, end: socket.socket, expected: int | None) -> Connection:
         doors.tune(end, _PATIENCE * self.settings.silence.silence_s)
@@ -342,23 +389,27 @@ class Hub:
             on_pending=lambda pending: epoll.modify(descriptor, _IN | _OUT if pending else _IN),
         )
         self._connections[descriptor] = connection
-        self._vigil.arrived(descriptor, self._clock())
+        self._vigil.arrived(descriptor, self._clock(), waits=expected is not None)
         epoll.register(end, _IN)
         return connection
 
-    def _drop(self, connection: Connection, reason: str) -> None:
-        """End a connection, and say so."""
+    def _drop(self, connection: Connection, reason: str, *, final: bool = False) -> None:
+        """End a connection, and say so; one that was to be made is tried again unless this is `final`."""
         claimed, member = connection.handshake.claimed, connection.member
+        reason = printable(reason)
         self._forget(connection)
         if member is not None:
             self._events.append(Lost(member, reason, connection.in_peace))
         elif connection.handshake.outgoing and claimed is not None:
-            self._events.append(Lost(claimed, reason))
+            if final:
+                self._calls.end(claimed)
+            self._failed(claimed, reason)
         else:
-            self._events.append(TurnedAway(reason, claimed))
+            self._entrance.away.add(reason, claimed)
 
     def _forget(self, connection: Connection) -> None:
         self._vigil.left(connection.descriptor)
+        self._entrance.newcomers.left(connection)
         self._held_back.discard(connection)
         del self._connections[connection.descriptor]
         if connection.member is not None:
@@ -422,29 +473,28 @@ class Hub:
                 raise ProtocolError("handshake", f"{type(message).__name__} comes out of turn")
 
     def _shake_hands(self, connection: Connection, message: Any) -> None:
-        try:
-            reply = connection.handshake.handle(message)
-        except Refused as refused:
-            connection.farewell = str(refused)
-            return
+        handshake = connection.handshake
+        reply = handshake.handle(message)
+        if isinstance(message, Knock):
+            self._show_out(self._entrance.newcomers.knocked(connection, self._clock()))
         if isinstance(message, Proof) and message.arena:
             connection.use_arenas(connection.take_segment(), end=1)
         if isinstance(reply, Proof) and connection.local and self.settings.arena_bytes:
             self._offer_arena(connection, reply)
         elif reply is not None:
             connection.send_control(reply)
-        peer = connection.handshake.peer
+        peer = handshake.peer
         if peer is None:
             return
+        self._entrance.newcomers.left(connection)
+        self._calls.answered(peer.member, self._clock())
         if peer.member in self._members:
             self._drop(self._members[peer.member], "it connected anew")
         connection.admit(peer.member, peer.role, self.settings.limits)
         self._members[peer.member] = connection
         self._vigil.heard(connection.descriptor, self._clock())
         self._events.append(Joined(peer.member, peer.role))
-        if self._beating is None:
-            self._beating = threading.Thread(target=self._beat, name="manyhands hub heartbeat", daemon=True)
-            self._beating.start()
+        self._heart.begin()
 
     def _offer_arena(self, connection: Connection, reply: Proof) -> None:
         """Send the proof with memory for payloads, or alone if there is no memory to be had."""
@@ -456,42 +506,14 @@ class Hub:
         connection.send_control(replace(reply, arena=True), segment.descriptor)
         connection.use_arenas(segment, end=0)
 
-    # ── the other thread ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def _beat(self) -> None:
-        """Keep idle connections alive, and those with something queued moving, while the application computes."""
-        seen: dict[Connection, int] = {}
-        while not self._stop.wait(self.settings.silence.beat_s / 2):
-            writes: dict[Connection, int] = {}
-            for connection in tuple(self._members.values()):
-                if connection.outbox.pending_bytes:
-                    connection.outbox.pump()
-                elif seen.get(connection) == connection.outbox.writes:
-                    connection.send_control(Heartbeat(progress=self._progress))
-                writes[connection] = connection.outbox.writes
-            seen = writes
-
     def _let_go(self) -> None:
-        for door in self._doors.values():
-            door.close()
-        self._doors.clear()
+        self._entrance.close()
         self._epoll.close()
 
     def let_go_in_child(self) -> None:
-        """Close a parent's sockets in its forked child (a data loader's, say): they would hide its death."""
+        """Close a parent's sockets in its forked child."""
         if not self._closed:
             self._closed = True
             for connection in self._connections.values():
                 connection.end.close()
             self._let_go()
-
-
-_open_hubs: weakref.WeakSet[Hub] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    for hub in list(_open_hubs):
-        hub.let_go_in_child()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -20,7 +20,8 @@ class Settings:
     """What a hub allows and how it waits.
 
     `queue_bytes` bounds what waits for one peer; `arena_bytes` is the room for payloads in shared memory, per direction
-    of a Unix connection (0: none); `spin_s` is how long `poll` looks before it sleeps.
+    of a Unix connection (0: none); `spin_s` is how long `poll` looks before it sleeps; `connect_s` is for how long a
+    member is dialled again that does not answer.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -28,9 +29,10 @@ class Settings:
     queue_bytes: int = 64 << 20
     arena_bytes: int = 1 << 20
     spin_s: float = 0.0
+    connect_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("queue_bytes", "arena_bytes", "spin_s"):
+        for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)}: must not be negative")
 

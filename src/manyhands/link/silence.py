@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from manyhands.errors import UserError
 
 __all__ = ["Silence", "Vigil"]
 
 K = TypeVar("K", bound=Hashable)
+_CALLED: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,13 @@ class Vigil(Generic[K]):
         self._newcomers: set[K] = set()
         self._spared: set[K] = set()
 
-    def arrived(self, peer: K, now_s: float) -> None:
-        """Somebody who has yet to say who it is; nothing but `heard` gives it more time."""
+    def arrived(self, peer: K, now_s: float, *, waits: bool = False) -> None:
+        """Somebody who has yet to say who it is; nothing but `heard` gives it more time.
+
+        Whom we called ourselves may have many others before its door: it has more time, since there `waits` nobody.
+        """
         self._newcomers.add(peer)
-        self._until_s[peer] = now_s + self._silence.handshake_s
+        self._until_s[peer] = now_s + self._silence.handshake_s * (_CALLED if waits else 1)
 
     def heard(self, peer: K, now_s: float) -> None:
         """A peer that is known, from now on at least, said something."""
@@ -76,7 +80,7 @@ class Vigil(Generic[K]):
                 self._spared.add(peer)
                 self._until_s[peer] = now_s + self._silence.beat_s
             elif peer in self._newcomers:
-                lost.append((peer, f"did not say who it is within {self._silence.handshake_s:g} s"))
+                lost.append((peer, "did not say who it is in time"))
             else:
                 silence_s = self._silence.silence_s
                 lost.append((peer, f"nothing heard for {silence_s:g} s, not even a heartbeat"))

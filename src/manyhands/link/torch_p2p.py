@@ -181,6 +181,17 @@ class TorchLink(Link):
                 return self._end or Closed()
             return TimedOut(time.monotonic() - start)
 
+    def give_up(self, reason: str) -> None:
+        """The peer is gone as far as anyone can tell: end all waits, from any thread; `close` does not wait then."""
+        with self._changed:
+            self._end = self._end or PeerDied(reason)
+            self._changed.notify_all()
+
+    @property
+    def left_in_peace(self) -> bool:
+        """Whether the peer has said goodbye."""
+        return isinstance(self._end, Closed)
+
     def close(self) -> None:
         """Say goodbye and wait, at most `close_timeout_s`, for the peer's; see `Link.close`."""
         with self._changed:
@@ -189,7 +200,8 @@ class TorchLink(Link):
             self._closing = True
             self._say_goodbye()
             self._changed.notify_all()
-        deadline = time.monotonic() + self._close_timeout_s
+            patience_s = 0.0 if isinstance(self._end, PeerDied) else self._close_timeout_s
+        deadline = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

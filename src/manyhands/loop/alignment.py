@@ -25,7 +25,7 @@ def align(words: Words, now_ns: Callable[[], int] = time.monotonic_ns) -> tuple[
     brackets = []
     for _ in range(_ROUNDS):
         before_ns = now_ns()
-        words.meet(Call.PREPARE)
+        words.meet(Call.ALIGN)
         if words.rank == 0:
             content[0] = now_ns()
             content[1] = time.time_ns() - time.monotonic_ns()

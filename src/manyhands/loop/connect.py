@@ -5,7 +5,8 @@
                    with the workers of a host as a group
 
 Gloo and torch's store authenticate nobody: several hosts need a network that is trusted. Gloo listens on the one
-address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is set.
+address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is set; so do the heartbeats, which name a
+rank that falls silent within seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from manyhands.allreduce.collective import SharedCollective
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
+from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
+from manyhands.link.heartbeats import Heartbeats, address_of_interface, exchange_places
+from manyhands.link.heartbeats import Place as BeatPlace
 from manyhands.link.mesh import SharedMesh, attach_mesh
 from manyhands.link.shared import LinkDescriptors
 from manyhands.link.torch_p2p import TorchLink
@@ -113,8 +117,12 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
         if len(meeting.hosts) == 1:
             connection = _on_one_host(meeting, strategy, timeout_s, stack)
         else:
-            gloo = _open_gloo(PrefixStore("gloo", store), place, timeout_s)
-            connection = _on_several_hosts(meeting, strategy, gloo, timeout_s)
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+            address = address_of_interface(interface) if interface else None
+            address = address or _address_towards(place.master)
+            gloo = _open_gloo(PrefixStore("gloo", store), place, interface, address, timeout_s)
+            beats = exchange_places(PrefixStore("beats", store), place.rank, place.world, address)
+            connection = _on_several_hosts(meeting, strategy, gloo, beats, timeout_s, stack)
         return replace(connection, local_rank=meeting.local_rank, close=stack.pop_all().close)
 
 
@@ -123,7 +131,7 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
         stack.enter_context(_share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
     ]
     words, gradients = groups
-    links = _share_links(meeting, timeout_s) if exchanging(strategy).needs_links(strategy) else {}
+    links = _share_links(meeting, timeout_s) if strategy.uses_links else {}
     resources = Resources(
         rank=meeting.local_rank,
         world=len(meeting.here),
@@ -148,16 +156,36 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
 
 
 def _on_several_hosts(
-    meeting: Meeting, strategy: Strategy, gloo: ProcessGroupGloo, timeout_s: float
+    meeting: Meeting,
+    strategy: Strategy,
+    gloo: ProcessGroupGloo,
+    beats: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
+    timeout_s: float,
+    stack: ExitStack,
 ) -> Connection:
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
-    far = [rank for rank in range(meeting.world) if rank not in meeting.here]
-    links: dict[int, Link] = {
-        **_share_links(meeting, timeout_s),
-        **{rank: TorchLink(group, rank) for rank in far},
-    }
+    far = {rank: TorchLink(group, rank) for rank in range(meeting.world) if rank not in meeting.here}
+    links: dict[int, Link] = {**_share_links(meeting, timeout_s), **far}
+    alarm = Alarm()
+
+    def lose(rank: int, sentence: str) -> None:
+        alarm.ring(rank, sentence)
+        for link in far.values():  # the group is of no further use, and leaving it must not wait
+            link.give_up(sentence)
+
+    own, places, secret = beats
+    heartbeats = Heartbeats(
+        meeting.rank,
+        own,
+        {rank: places[rank] for rank in far},
+        secret,
+        on_lost=lose,
+        in_peace=lambda rank: far[rank].left_in_peace,
+    )
+    stack.callback(heartbeats.close)
+    alarm.mark = heartbeats.mark
     exchange, collective = exchanging(strategy).exchange_across_hosts(
-        strategy, meeting.rank, links, timeout_s
+        strategy, meeting.rank, links, timeout_s, alarm
     )
     return Connection(strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False)
 
@@ -196,10 +224,11 @@ def _share_links(meeting: Meeting, timeout_s: float) -> Mapping[int, Link]:
     )
 
 
-def _open_gloo(store: Store, place: Place, timeout_s: float) -> ProcessGroupGloo:
+def _open_gloo(
+    store: Store, place: Place, interface: str, address: str, timeout_s: float
+) -> ProcessGroupGloo:
     """Collective: connections to the workers of other hosts."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    where = {"interface": interface} if interface else {"hostname": _address_towards(place.master)}
+    where = {"interface": interface} if interface else {"hostname": address}
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(**where)]
     options._timeout = timedelta(seconds=timeout_s)

@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.capacity import of_processes
 from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role
+from manyhands.cluster.room import require_room
 from manyhands.cluster.watchdog import Watched, check_watchdog_s
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
@@ -29,6 +31,7 @@ from manyhands.loop.script import Script, run_script
 from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.collect import Collector
 from manyhands.observe.ring import EventRing
+from manyhands.store.atomic import WriteFailed
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.version import __version__
@@ -45,13 +48,14 @@ def launch(
     device: str | None = None,
     watchdog_s: float = 60.0,
     out: str | Path | None = None,
+    allow_overload: bool = False,
 ) -> dict[str, Any]:
     """Run `script` with `arguments` on `workers` processes, and return where their time went.
 
     Raises UserError for what makes no sense, in the script's use of manyhands too, and WorkerFailed naming the first
     worker that failed. When nobody makes progress for `watchdog_s` (0: for ever), Hang says who holds the others up.
-    With `out`, the run is kept in that directory, for `timeline`, `explain` and `watch`. When it returns or raises, no
-    process is left.
+    With `out`, the run is kept there, for `timeline`, `explain` and `watch`. Workers that do not fit on this
+    host are refused (Overload) unless `allow_overload`. When it returns or raises, no process is left.
     """
     path = Path(script)
     if not path.is_file():
@@ -63,6 +67,7 @@ def launch(
     if device is not None:
         check_device(device)
     check_watchdog_s(watchdog_s)
+    require_room(of_processes(), workers, allow_overload=allow_overload)
     job = Script(path=path, arguments=tuple(arguments), strategy=asked, device=device)
     with ExitStack() as stack:
         directory = None
@@ -88,7 +93,10 @@ def launch(
             **observed,
         }
         if directory is not None:
-            directory.write_summary(summary)
+            try:
+                directory.write_summary(summary)
+            except WriteFailed as error:  # the script has done its work
+                summary["notes"] = [*summary["notes"], str(error)]
         return summary
 
 

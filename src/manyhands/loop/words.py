@@ -59,6 +59,7 @@ class Call(IntEnum):
     LOAD = 10
     LEAVE = 11
     UNSCALE = 12
+    ALIGN = 13
 
     @property
     def sentence(self) -> str:
@@ -72,6 +73,8 @@ class Call(IntEnum):
                 return "is in clip_grad_norm_()"
             case Call.UNSCALE:
                 return "is in GradScaler's unscale_()"
+            case Call.ALIGN:
+                return "joins with out="
             case Call.EPOCH:
                 return "begins to read a loader"
             case Call.LEAVE:

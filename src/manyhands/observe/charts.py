@@ -38,6 +38,9 @@ _MAX_SPOTS = 40  # of a curve that say their numbers when pointed at
 _MAX_BINS = 24
 
 
+_VAST, _TINY = 1e300, 1e-290  # beyond and below these, differences of numbers are none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """One named curve; points where either number is not finite are left out, and the curve has a gap there."""
@@ -58,8 +61,7 @@ class _Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        if self.is_log:
-            value = math.log10(value)
+        value = math.log10(value) if self.is_log else max(-_VAST, min(_VAST, value))
         return self.begin + (self.end - self.begin) * (value - self.low) / (self.high - self.low)
 
 
@@ -318,11 +320,11 @@ def _linear(
     values: Sequence[float], begin: float, end: float, ticks: int, *, tight: bool = False
 ) -> tuple[_Axis, list[tuple[float, str]]]:
     """An axis that holds `values`, and its ticks; it ends at ticks unless it is `tight`."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low, high = max(-_VAST, min(values, default=0.0)), min(_VAST, max(values, default=1.0))
     if tight and 0 < low <= 0.12 * high:
         low = 0.0  # what begins that early reads better from the beginning
-    if high - low <= 1e-12 * max(abs(high), abs(low)):
-        margin = abs(high) / 2 or 1.0
+    if high - low <= max(_TINY, 1e-12 * max(abs(high), abs(low))):
+        margin = max(_TINY, abs(high) / 2) if high else 1.0
         low, high = (0.0 if 0 <= low <= margin else low - margin), high + margin
     spacing = _nice((high - low) / ticks)
     first, last = math.floor(low / spacing + 1e-9), math.ceil(high / spacing - 1e-9)

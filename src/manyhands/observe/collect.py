@@ -7,6 +7,7 @@ full ring, a full file nor a full disk stops a run: what is lost is counted, and
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ DEFAULT_MAX_BYTES = 256 << 20
 """What the event files of one run may take on disk together: four million events."""
 
 _STOP_TIMEOUT_S = 10.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Collector:
@@ -58,6 +60,7 @@ class Collector:
         self._interval_s = interval_s
         self._wall_offset_ns = wall_offset_ns
         self._files: dict[str, EventFileWriter] = {}
+        self._refusal = ""
         self._workers = len(roles) if workers is None else workers
         self._totals = Totals(self._workers)
         # Two locks, so that a view which asks for a snapshot never waits for a disk.
@@ -115,6 +118,7 @@ class Collector:
             for name, ring in self._rings.items()
             if ring.dropped
         ]
+        losses += [self._refusal] if self._refusal else []
         return losses + [file.note for file in self._files.values() if file.note]
 
     def close(self) -> None:
@@ -156,7 +160,10 @@ class Collector:
                     max_bytes=self._max_file_bytes,
                     wall_offset_ns=self._wall_offset_ns,
                 )
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _FULL:  # the files that are there go on
+                self._refusal = f"{directory} took no more files ({error.strerror}): some events are not kept"
+                return
             self._close_files()
             raise
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.observe.events import Records
+from manyhands.observe.plain import number, text, whole
 from manyhands.observe.view import Curve
 
 __all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve"]
@@ -18,6 +19,7 @@ MAX_POINTS = 400
 """Of a curve as it is shown."""
 
 _FIRST_BIN_NS = 250_000_000
+_MAX_METRICS = 100
 
 
 class ThinnedCurve:
@@ -127,22 +129,29 @@ class HistoryCurves:
         self._before_s = 0.0  # what earlier parts of a resumed run took
         self._last_s = 0.0
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """One row as it stands in metrics.jsonl."""
-        step, at_s = int(row["step"]), float(row.get("at_s") or 0.0)
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """One row as it stands in metrics.jsonl; False where it is none that a run writes, and is left out."""
+        step, at_s = whole(row.get("step")), number(row.get("at_s") or 0.0)
+        loss, metrics = row.get("loss"), row.get("metrics")
+        if step is None or step < 0 or at_s is None or not (loss is None or number(loss) is not None):
+            return False
+        if not (metrics is None or isinstance(metrics, Mapping)):
+            return False
         if at_s < self._last_s / 2:  # the clock of a resumed run begins anew
             self._before_s += self._last_s
         self._last_s = at_s
         self.step = max(self.step, step)
-        if row.get("loss") is not None:
-            self.loss = float(row["loss"])
+        if loss is not None:
+            self.loss = float(loss)
             self._loss.add(step, self._before_s + at_s, self.loss)
-        metrics = row.get("metrics")
-        if isinstance(metrics, Mapping):
-            self.final = {name: float(value) for name, value in metrics.items() if value is not None}
+        if metrics is not None:
+            named = {text(name): number(value) for name, value in metrics.items()}
+            self.final = {name: value for name, value in named.items() if value is not None}
             for name, value in self.final.items():
-                curve = self._metrics.setdefault(name, ThinnedCurve(name))
-                curve.add(step, self._before_s + at_s, value)
+                if name in self._metrics or len(self._metrics) < _MAX_METRICS:
+                    curve = self._metrics.setdefault(name, ThinnedCurve(name))
+                    curve.add(step, self._before_s + at_s, value)
+        return True
 
     def curves(self, later_s: float) -> list[Curve]:
         """`loss` first, then one for each metric."""

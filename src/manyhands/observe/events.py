@@ -29,6 +29,7 @@ from manyhands.link.wire import KNOWN_WIRES, Codec, Wire, codec_of, wire_of
 __all__ = [
     "KNOWN_WIRES",
     "MAX_ROLE",
+    "MAX_SHOWN",
     "NOBODY",
     "NO_STEP",
     "RECORD",
@@ -49,6 +50,9 @@ NO_STEP = -1
 
 MAX_ROLE = 2**16 - 1
 """Roles are numbered 0 to this."""
+
+MAX_SHOWN = 512
+"""Views tell roles below this one apart: what they keep grows with the square of their number."""
 
 
 class EventKind(IntEnum):

@@ -19,7 +19,7 @@ import numpy as np
 
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.observe.clocks import clock_id
-from manyhands.observe.events import KNOWN_WIRES, RECORD, EventKind, Records
+from manyhands.observe.events import KNOWN_WIRES, MAX_ROLE, NO_STEP, NOBODY, RECORD, EventKind, Records
 
 __all__ = ["Ending", "EventFile", "EventFileWriter", "has_header", "read_events", "read_header"]
 
@@ -42,6 +42,10 @@ _HEADER = np.dtype(
     ]
 )
 _HEADER_BYTES = _HEADER.itemsize
+_MOST_NS = 1 << 61
+"""Times and differences of clocks lie below this, some 73 years, so that sums of them fit in 64 bits."""
+_MOST_STEP = 1 << 40
+_MOST_NUMBER = 1 << 62  # of bytes, and of an event
 
 
 class Ending(IntEnum):
@@ -94,7 +98,7 @@ class EventFileWriter:
 
         `wall_offset_ns` is what makes the clock of this host the time of day; by default, as this host has it.
         """
-        if not name or len(name.encode()) > 64 or not name.replace("-", "").isalnum():
+        if not _is_name(name):
             raise UserError(f"name={name!r} is not allowed; letters, digits and hyphens, at most 64 bytes")
         file, path = _open_new(directory, name)
         writer = cls(file, path, max_bytes)
@@ -187,9 +191,16 @@ def read_header(path: Path) -> EventFile:
         raise _refusal(path, "layout", f"the records are not laid out as version {_VERSION} has them")
     if header["ending"] not in list(Ending):
         raise _refusal(path, "ending", f"{header['ending']} is no way for an event file to end")
+    name = header["name"].decode(errors="replace")
+    if header["role"] > MAX_ROLE or not _is_name(name):
+        raise _refusal(path, "role", f"role {header['role']}, {name!r}, is none that a run has")
+    if abs(int(header["wall_offset_ns"])) >= _MOST_NS:
+        raise _refusal(
+            path, "wall_offset_ns", f"{header['wall_offset_ns']} ns is no offset to the time of day"
+        )
     return EventFile(
         role=int(header["role"]),
-        name=header["name"].decode(errors="replace"),
+        name=name,
         wall_offset_ns=int(header["wall_offset_ns"]),
         clock=int(header["clock"]),
         dropped=int(header["dropped"]),
@@ -214,15 +225,24 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
     records = records[: filled[-1] + 1 if len(filled) else 0]
     good = np.isin(records["kind"], list(EventKind)) & (records["role"] == role)
     good &= np.isin(records["wire"], KNOWN_WIRES)
+    good &= (records["start_ns"] < _MOST_NS) & (records["duration_ns"] < _MOST_NS)
+    good &= (records["step"] >= NO_STEP) & (records["step"] < _MOST_STEP)
+    good &= (records["peer"] >= NOBODY) & (records["peer"] <= MAX_ROLE)
+    good &= (records["num_bytes"] < _MOST_NUMBER) & (records["id"] < _MOST_NUMBER)
     good[1:] &= records["id"][1:] > records["id"][:-1]
     if not good.all():
         first = int(np.argmin(good))
         wrong = records[first]
         raise DataError(
             f"{path}: offset {begin + first * RECORD.itemsize}: not the next event of role {role} "
-            f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']})"
+            f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']}, peer {wrong['peer']}, step "
+            f"{wrong['step']}, {wrong['duration_ns']} ns from {wrong['start_ns']}, {wrong['num_bytes']} bytes)"
         )
     return records
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and len(name.encode()) <= 64 and name.replace("-", "").isalnum()
 
 
 def _refusal(path: Path, field: str, problem: str) -> DataError:

@@ -16,8 +16,9 @@ import numpy as np
 
 from manyhands.link.wire import codec_of
 from manyhands.observe.curves import HistoryCurves, RateCurve
-from manyhands.observe.events import NO_STEP, EventKind, Records
+from manyhands.observe.events import MAX_SHOWN, NO_STEP, EventKind, Records
 from manyhands.observe.members import Members, ServerPlace
+from manyhands.observe.plain import number
 from manyhands.observe.recent import WINDOW_NS, Recent
 from manyhands.observe.recorded import role_name
 from manyhands.observe.remarks import about_imbalance, about_quiet, about_workers
@@ -78,15 +79,22 @@ class Gather:
         self._updates: Counter[int] = Counter()
         self._summary: Mapping[str, Any] | None = None
         self._notes: dict[str, None] = {}
+        self._odd_rows: Counter[str] = Counter()  # by file
 
     def meet(self, role: int, name: str) -> None:
         """There is a role of this name, as its event file has it: `worker-3` or `server-0`."""
+        if role >= MAX_SHOWN:
+            self.note(
+                f"{role_name(name)} is left out: a view holds the roles 0 to {MAX_SHOWN - 1}, and it is {role}"
+            )
+            return
         self._names[role] = role_name(name)
         if name.startswith("worker"):
             self._totals.widen(role + 1)
 
     def add_events(self, records: Records) -> None:
-        """Events of roles that were met, those of one role in the order they were recorded."""
+        """Events of roles that were met, those of one role in the order they were recorded; others are left out."""
+        records = records[np.isin(records["role"], list(self._names))]
         if not len(records):
             return
         is_worker = np.isin(
@@ -98,13 +106,19 @@ class Gather:
         self._seen.add(records)
         self._add_traffic(records)
         applied = records[records["kind"] == EventKind.APPLY]
-        self._staleness.update(np.clip(applied["value"], 0, _MAX_STALENESS).astype(int).tolist())
+        staleness = np.nan_to_num(np.clip(applied["value"], 0, _MAX_STALENESS))
+        self._staleness.update(staleness.astype(int).tolist())
         self._updates.update(applied["role"].tolist())
 
-    def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of the history, as they stand in metrics.jsonl."""
+    def add_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of the history, as they stand in metrics.jsonl; those that are such rows, the others are noted."""
+        known = []
         for row in rows:
-            self._history.add(row)
+            if self._history.add(row):
+                known.append(row)
+            else:
+                self._odd_rows["metrics.jsonl"] += 1
+        return known
 
     def forget_rows(self) -> None:
         """The history was rewritten, as a resumed run does; its rows will all be added again."""
@@ -113,7 +127,8 @@ class Gather:
     def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of what happened to members, as they stand in members.jsonl."""
         for row in rows:
-            self._members.add(row)
+            if not self._members.add(row):
+                self._odd_rows["members.jsonl"] += 1
 
     def note(self, sentence: str) -> None:
         """Something is missing from this view; the same sentence counts once."""
@@ -178,8 +193,14 @@ class Gather:
             epoch=self._members.epoch,
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, now_ns, phase, held),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self._odd()),
         )
+
+    def _odd(self) -> list[str]:
+        return [
+            f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
+            for name, count in sorted(self._odd_rows.items())
+        ]
 
     def _phase(self, steps: int, now_ns: int, held: bool | None) -> Phase:
         if self._summary is not None:
@@ -196,7 +217,8 @@ class Gather:
 
     def _rate_of(self, snapshot: Snapshot, phase: Phase) -> float:
         if phase is Phase.ENDED and self._summary is not None:
-            return float(self._summary.get("samples_per_s", snapshot.samples_per_s))
+            rate = number(self._summary.get("samples_per_s"))
+            return snapshot.samples_per_s if rate is None else rate
         return snapshot.samples_per_s
 
     def _shown(self, snapshot: Snapshot) -> list[WorkerTotals]:

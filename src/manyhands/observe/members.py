@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+import re
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.observe.plain import number, text, whole
 from manyhands.observe.view import Happening
 
 __all__ = ["Members", "ServerPlace"]
 
 _MAX_HAPPENINGS = 200
+_MEMBER = re.compile("[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,9 @@ class Members:
         self._started: dict[int, str] = {}  # as they were when their processes began
         self._gone: set[str] = set()
         self._bytes_by_shard: dict[int, int] = {}
-        self._shards: tuple[Mapping[str, Any], ...] = ()
+        self._shards: tuple[
+            tuple[int, int | None, int | None], ...
+        ] = ()  # with who holds them: primary, backup
         self._slots: dict[int, int] = {}
         self._happenings: deque[Happening] = deque(maxlen=_MAX_HAPPENINGS)
 
@@ -43,26 +48,38 @@ class Members:
         """The newest last."""
         return tuple(self._happenings)
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take in one row; one of an unknown kind is a happening like the others."""
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Take in one row; one of an unknown kind is a happening like the others. False: no run writes such a row."""
         match row:
             case {"event": "layout", "shards": list(shards)}:
-                self._bytes_by_shard = {int(one["shard"]): int(one["bytes"]) for one in shards}
+                sizes = [(_at(one, "shard"), _at(one, "bytes")) for one in shards]
+                found = {shard: size for shard, size in sizes if shard is not None and size is not None}
+                self._bytes_by_shard = found
+                return len(found) == len(shards)
             case {"event": "view", "shards": list(shards), "slots": list(slots)}:
-                self._look(row, shards, slots)
+                return self._look(row, shards, slots)
             case {"event": str(what)}:
-                self._happened(what, row)
+                self._happened(text(what), row)
+                return True
+        return False
 
     def servers(self) -> dict[str, ServerPlace]:
         """What each server keeps, by its name."""
-        places: dict[str, ServerPlace] = {}
-        for name in sorted(name for name in self._names.values() if name.startswith("server")):
-            member = {member for member, other in self._names.items() if other == name}
-            primary = tuple(int(one["shard"]) for one in self._shards if one.get("primary") in member)
-            backup = tuple(int(one["shard"]) for one in self._shards if one.get("backup") in member)
-            num_bytes = sum(self._bytes_by_shard.get(shard, 0) for shard in primary)
-            places[name] = ServerPlace(primary_of=primary, backup_of=backup, num_bytes=num_bytes)
-        return places
+        primary_of: dict[str, list[int]] = defaultdict(list)
+        backup_of: dict[str, list[int]] = defaultdict(list)
+        for shard, primary, backup in self._shards:
+            for holder, kept in ((primary, primary_of), (backup, backup_of)):
+                if holder in self._names:
+                    kept[self._names[holder]].append(shard)
+        return {
+            name: ServerPlace(
+                primary_of=tuple(primary_of.get(name, ())),
+                backup_of=tuple(backup_of.get(name, ())),
+                num_bytes=sum(self._bytes_by_shard.get(shard, 0) for shard in primary_of.get(name, ())),
+            )
+            for name in sorted(set(self._names.values()))
+            if name.startswith("server")
+        }
 
     def is_gone(self, name: str) -> bool:
         """Whether the newest thing told of it is that it died, fell silent or left."""
@@ -72,35 +89,51 @@ class Members:
         """Whether the newest view gives this worker's slot to a member."""
         return worker in self._slots
 
-    def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> None:
+    def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
+        names = row.get("names", {})
+        held = [(_at(one, "shard"), _at(one, "primary"), _at(one, "backup")) for one in shards]
+        known = tuple((shard, primary, backup) for shard, primary, backup in held if shard is not None)
+        if not isinstance(names, Mapping) or len(known) < len(shards):
+            return False
         self.is_known = True
-        self.epoch = int(row.get("epoch", self.epoch))
-        self._names |= {int(member): str(name) for member, name in row.get("names", {}).items()}
-        self._shards = tuple(shards)
-        self._slots = {
-            int(one["slot"]): int(one["member"])
-            for one in slots
-            if one.get("member") is not None and int(one["member"]) >= 0
+        self.epoch = whole(row.get("epoch")) or self.epoch
+        self._names |= {
+            int(member): text(name) for member, name in names.items() if _MEMBER.fullmatch(member)
         }
+        self._shards = known
+        seats = ((_at(one, "slot"), _at(one, "member")) for one in slots)
+        self._slots = {
+            slot: member for slot, member in seats if slot is not None and member is not None and member >= 0
+        }
+        return True
 
     def _happened(self, what: str, row: Mapping[str, Any]) -> None:
-        member = row.get("member")
-        number = member if isinstance(member, int) else -1
-        if row.get("name"):
-            self._started[number] = str(row["name"])
-        who = self._names.get(number) or self._started.get(number) or ""
-        if not who and member is not None:
-            who = f"member {member}"
+        told = whole(row.get("member"))
+        member = -1 if told is None else told
+        if text(row.get("name")):
+            self._started[member] = text(row["name"])
+        who = self._names.get(member) or self._started.get(member) or ""
+        if not who and told is not None:
+            who = f"member {told}"
         if what in ("died", "silent", "left"):
             self._gone.add(who)
         elif what in ("started", "joined", "recovered"):
             self._gone.discard(who)
         self._happenings.append(
             Happening(
-                at_s=float(row.get("at_s") or 0.0),
+                at_s=number(row.get("at_s")) or 0.0,
                 what=what,
                 who=who,
-                sentence=str(row.get("sentence", "")),
-                epoch=int(row.get("epoch", self.epoch)),
+                sentence=text(_one_line(row.get("sentence"))),
+                epoch=whole(row.get("epoch", self.epoch)) or 0,
             )
         )
+
+
+def _one_line(sentence: Any) -> Any:
+    return sentence.replace("\n", " ") if isinstance(sentence, str) else sentence
+
+
+def _at(one: Any, key: str) -> int | None:
+    """A whole number in an entry of a list, or None."""
+    return whole(one.get(key)) if isinstance(one, Mapping) else None

@@ -95,7 +95,7 @@ def document(
     """
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
     body = "\n".join(sections)
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         f"{'' if script else policy}"
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<link rel="icon" href="data:,"/>\n'
@@ -105,6 +105,7 @@ def document(
         f'<main id="main" tabindex="-1">\n{body}\n</main>\n'
         f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
     )
+    return page.encode(errors="backslashreplace").decode()  # what a file says may be no text
 
 
 def section(key: str, heading: str, body: str, kind: str = "") -> str:

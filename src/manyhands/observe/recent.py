@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from manyhands.observe.events import NOBODY, EventKind, Records
+from manyhands.observe.events import MAX_SHOWN, NOBODY, EventKind, Records
 
 __all__ = ["WINDOW_NS", "Recent"]
 
@@ -25,7 +25,7 @@ _Counts = npt.NDArray[np.int64]
 
 
 class Recent:
-    """Sums over the newest bins, by role; roles may come later."""
+    """Sums over the newest bins, by role, of which there are at most `MAX_SHOWN`; roles may come later."""
 
     def __init__(self) -> None:
         self._roles = 0
@@ -41,16 +41,17 @@ class Recent:
         bins = ((records["start_ns"] + records["duration_ns"]) // np.uint64(_BIN_NS)).astype(np.int64)
         newest = max(int(bins.max()), int(self._bin.max()))
         recent = bins > newest - _BINS
-        self._widen(1 + int(max(records["role"].max(), records["peer"].max())))
+        peers = np.where(records["peer"] < MAX_SHOWN, records["peer"], NOBODY)
+        self._widen(1 + int(max(records["role"].max(), peers.max())))
         self._forget(newest)
-        records, place = records[recent], bins[recent] % _BINS
+        records, peers, place = records[recent], peers[recent], bins[recent] % _BINS
         self._bin[place] = bins[recent]
         roles = records["role"].astype(np.intp)
         durations = records["duration_ns"].astype(np.int64)
         np.add.at(self._duration_ns, (place, roles, records["kind"]), durations)
         np.add.at(self._events, (place, roles, records["kind"]), 1)
-        waits = (records["kind"] == EventKind.WAIT) & (records["peer"] > NOBODY)
-        np.add.at(self._wait_for_ns, (place[waits], roles[waits], records["peer"][waits]), durations[waits])
+        waits = (records["kind"] == EventKind.WAIT) & (peers > NOBODY)
+        np.add.at(self._wait_for_ns, (place[waits], roles[waits], peers[waits]), durations[waits])
 
     def durations_ns(self, now_ns: int) -> _Counts:
         """By role and kind, as of `now_ns`."""

@@ -99,7 +99,7 @@ def read_run_events(directory: Path) -> RunEvents:
 
 def _moved(records: Records, by_ns: int) -> Records:
     if by_ns:
-        records["start_ns"] = (records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
+        records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
     return records
 
 

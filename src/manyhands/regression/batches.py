@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from manyhands.cluster.signals import signal_of
 from manyhands.errors import UserError
 from manyhands.fitting import Options, fit
 from manyhands.observe.bars import Bars
@@ -135,12 +136,17 @@ def learn_in_batches(
             epochs=options.passes,
             seed=options.seed,
             out=folder,
-            options=Options(view=partial(bar_view, bars, options.batch), checkpoint_every=steps),
+            options=Options(
+                view=partial(bar_view, bars, options.batch),
+                checkpoint_every=steps,
+                allow_overload=options.allow_overload,
+                resume_command="",  # its folder is a temporary one
+            ),
         )
         values: Mapping[str, Tensor] = run.model.state_dict()
         losses, interrupted = run.history.loss, False
-    except KeyboardInterrupt:
-        kept = last_kept(folder, task, strategy)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        kept = last_kept(folder, task, strategy) if signal_of(stop) is not None else None
         if kept is None or kept.steps < steps:
             raise
         values, losses, interrupted = kept.values, kept.losses, True

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role
+from manyhands.cluster.signals import signal_of
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 from manyhands.observe.bars import Bars
@@ -89,9 +90,9 @@ def learn_in_processes(
             try:
                 with LocalCluster(roles, on_note=hear, on_failure=abort) as cluster:
                     cluster.run()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit) as stop:
                 saved = int(memory.words[_SAVED])
-                if not saved:
+                if not saved or signal_of(stop) is None:
                     raise
                 return Learned(table=memory.saved[(saved - 1) % 2].copy(), interrupted=True)
         close_passes()

@@ -94,7 +94,7 @@ class LogregModel:
                 tensors: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except OSError as error:
             raise UserError(f"model {file} can not be read: {error.strerror or error}") from error
-        except SafetensorError as error:
+        except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
             raise UserError(f"model {file} is no safetensors file: {error}") from error
         try:
             return _from_parts(header, tensors)
@@ -110,6 +110,8 @@ def _from_parts(header: dict[str, str], tensors: dict[str, Any]) -> LogregModel:
     weight, bias = tensors["weight"], tensors["bias"]
     if weight.ndim != 1 or bias.shape != (1,) or {weight.dtype, bias.dtype} != {np.dtype(np.float32)}:
         raise ValueError("its weights are no vector of float32")
+    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+        raise ValueError("its weights are not all finite")
     no, yes = (float(label) for label in header["labels"].split())
     if (no, yes) not in PAIRS:
         raise ValueError(f"its labels are {no:g} and {yes:g}")

@@ -33,6 +33,7 @@ from manyhands.regression.options import LogregOptions
 
 __all__ = [
     "CHUNK",
+    "SAVING_BYTES",
     "OnlineLearner",
     "Share",
     "mean_loss",
@@ -41,6 +42,11 @@ __all__ = [
     "settings_of",
     "shares",
 ]
+
+SAVING_BYTES = 12
+"""What saving a model takes for each feature: its weights without the bias, the file's bytes, and a copy of these."""
+
+_MODEL_BYTES = 4  # a weight in single precision
 
 CHUNK = 2048
 """Examples that a worker takes at a time: some tenths of a millisecond."""
@@ -92,6 +98,11 @@ class OnlineLearner:
         return total
 
     @property
+    def row_bytes(self) -> int:
+        """All that is kept of one feature: the table and its copy, then the model, an earlier one, and its file."""
+        return (self._width + 1) * self._table.itemsize + 2 * _MODEL_BYTES + SAVING_BYTES
+
+    @property
     def rate(self) -> float | None:
         """The learning rate; None before the first example, where none was given."""
         return self._options.rate
@@ -109,7 +120,7 @@ class OnlineLearner:
         """Make room for so many features, by doubling: files tell of their largest only at the end."""
         needed = (size + 1) * self._width
         if needed > self._table.size:
-            require_room(size, self._width * self._table.itemsize)
+            require_room(size, self.row_bytes, self._table.nbytes)
             larger = np.zeros(max(needed, min(2 * self._table.size, needed + (1 << 28))), self._table.dtype)
             larger[: self._table.size] = self._table
             self._table = larger
@@ -165,13 +176,17 @@ class OnlineLearner:
             on_done(len(range(*span)))
 
 
-def require_room(size: int, row_bytes: int) -> None:
-    """UserError where a table of so many features does not fit in memory, as one absurd index may make it."""
-    needed, room = size * row_bytes, available_bytes()
+def require_room(size: int, row_bytes: int, held_bytes: int = 0) -> None:
+    """UserError where what is kept of so many features does not fit in memory, as one absurd index may make it.
+
+    `row_bytes` is all that is kept of one feature until the model is saved, copies included; `held_bytes` of it are
+    taken already.
+    """
+    needed, room = size * row_bytes, available_bytes() + held_bytes
     if needed > room:
         raise UserError(
-            f"a weight for every feature up to {size - 1} takes {format_bytes(needed)}, but only {format_bytes(room)} "
-            "is available; hash the features into fewer with a number of bits, such as 24"
+            f"a weight for every feature up to {size - 1} takes {format_bytes(needed)} with its copies, but only "
+            f"{format_bytes(room)} is available; hash the features into fewer with a number of bits, such as 24"
         )
 
 

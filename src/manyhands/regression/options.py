@@ -36,6 +36,8 @@ class LogregOptions:
     """Examples in a step of the strategies that work on batches (allreduce and ps); the others take one at a time."""
     seed: int = 0
     """The order of examples where batches are drawn; the others go through the file as it is."""
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
     def __post_init__(self) -> None:
         if self.learner not in LEARNERS:

@@ -16,20 +16,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.room import require_room as require_host_room
+from manyhands.cluster.signals import signal_of
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import UserError
-from manyhands.facts import Split
+from manyhands.facts import Split, Truth
 from manyhands.observe.bars import Bars
 from manyhands.regression.examples import Examples
+from manyhands.regression.kernels import WIDTHS
 from manyhands.regression.model import LogregModel
-from manyhands.regression.online import OnlineLearner, mean_loss, require_room
+from manyhands.regression.online import SAVING_BYTES, OnlineLearner, mean_loss, require_room
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.spool import Spool, SpooledRows
 from manyhands.strategy import Strategy
 
 __all__ = ["LogregResult", "train_logreg"]
 
-_ROW_BYTES = 16  # of one feature with all that a learner keeps of it
 AfterPass = Callable[[int, float], None]
 
 
@@ -69,8 +72,9 @@ def train_logreg(
     """Learn from the examples of a file, plain or gzip, LIBSVM or Vowpal Wabbit; `-` is stdin.
 
     Parsed examples are kept for later passes where they take no more than `memory_bytes`. `after_pass` is called with
-    the number of a pass, from 1, and its progressive loss. Ctrl-C in a later pass than the first gives the model of
-    the last whole pass; in the first it is raised. UserError for what makes no sense and for files that are wrong.
+    the number of a pass, from 1, and its progressive loss. Ctrl-C (or a signal that `cluster.signals` raises) in a
+    later pass than the first gives the model of the last whole pass; in the first it is raised. UserError for what
+    makes no sense and for files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
     if not isinstance(workers, int) or workers < 1:
@@ -86,6 +90,9 @@ def train_logreg(
     # threads take the blocks as they are parsed; processes find them in files, and go through those again and again
     order = chosen.record_order
     is_here = order is not None and (chosen.in_threads or workers == 1)
+    if chosen.most_workers != 1:
+        cost = Cost(per_worker=Amount(tasks=1)) if is_here else of_processes()
+        require_host_room(cost, workers, allow_overload=options.allow_overload)
     file = RowFile(path, reading)
     examples = Examples(file, memory_bytes, options.passes) if is_here else Examples(file, 0, 1)
     job = _Job(
@@ -152,12 +159,24 @@ def _here(job: _Job, order: str) -> NDArray[np.float32]:
                 table = learner.weights(size)
                 job.rate = learner.rate or 0.0
                 job.finish_pass(mean_loss(sums, number))
-        except KeyboardInterrupt:
-            if table is None or not job.progressive:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if signal_of(stop) is None or table is None or not job.progressive:
                 raise
             job.interrupted = True
     assert table is not None, "there is at least one pass"
     return table
+
+
+def _row_bytes(job: _Job) -> int:
+    """All that worker processes, servers and this process keep of one feature, until the model is saved."""
+    width = WIDTHS[job.options.learner]  # the weight and the learner's state
+    if job.strategy.truth is Truth.ONE_MEMORY:
+        kept = width + 2 + 2  # one table for all, two saved passes, the model and its copy
+    else:
+        # Each worker and server has a copy, with a gradient, what is sent of it, and the model that it began with.
+        servers = job.strategy.kept_copies if job.strategy.truth is Truth.SERVERS else 0
+        kept = (job.workers + servers) * (width + 3) + 3
+    return 4 * kept + SAVING_BYTES
 
 
 def _spool(job: _Job, spool: Spool) -> SpooledRows:
@@ -167,7 +186,7 @@ def _spool(job: _Job, spool: Spool) -> SpooledRows:
             for block in stretch:
                 spool.add(block)
     rows = spool.finish()
-    require_room(rows.size, _ROW_BYTES)
+    require_room(rows.size, _row_bytes(job))
     job.rate = job.options.settled(rows.scale).rate or 0.0
     return rows
 

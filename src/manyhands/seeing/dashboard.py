@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import threading
 import time
@@ -17,10 +18,13 @@ from manyhands.seeing.server import PageApp, require_web
 __all__ = ["LOOPBACK", "Dashboard"]
 
 LOOPBACK = "127.0.0.1"
+_log = logging.getLogger("manyhands")
 _START_S = 10.0
 _FAREWELL_S = 3.0
 _STOP_S = 5.0
 _LOOK_S = 0.01
+_WAITING = 1024
+_MAX_HEADER_BYTES = 16 << 10
 
 
 class Dashboard:
@@ -48,10 +52,12 @@ class Dashboard:
         self._failure: BaseException | None = None
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         shown = f"[{shown}]" if ":" in shown else shown
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/?token={guard.token}"
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/#token={guard.token}"
 
     def __enter__(self) -> Dashboard:
         import uvicorn
+
+        from manyhands.seeing.door import ACCEPTED_AT_ONCE, Door, connections_of, room_here
 
         config = uvicorn.Config(
             self._app,
@@ -61,7 +67,9 @@ class Dashboard:
             lifespan="off",
             ws="none",
             server_header=False,
-            limit_concurrency=64,
+            http=connections_of(Door(room_here())),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -73,6 +81,8 @@ class Dashboard:
                 self.stop()
                 raise ManyhandsError(f"the live page did not start within {_START_S:g} s: {self._failure}")
             time.sleep(_LOOK_S)
+        # Who waits in the kernel's queue takes no descriptor; uvicorn makes it as short as what it accepts at once.
+        self._socket.listen(_WAITING)
         return self
 
     def __exit__(
@@ -100,6 +110,8 @@ class Dashboard:
         self._server.should_exit = True
         self._thread.join(_STOP_S)
         self._socket.close()
+        if self._thread.is_alive():
+            _log.warning("the live page was still answering somebody %.0f s after its end", _STOP_S)
 
 
 def is_loopback(host: str) -> bool:

@@ -13,14 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from manyhands.errors import DataError, UserError
-from manyhands.observe.events import RECORD, EventKind, Records
+from manyhands.observe.events import MAX_SHOWN, RECORD, EventKind, Records
 from manyhands.observe.files import has_header, read_events, read_header
 from manyhands.observe.gather import Gather
+from manyhands.observe.plain import text, whole
 from manyhands.observe.recorded import part_of, read_run_events
 from manyhands.observe.view import RunView
 from manyhands.store.rundir import RunDirectory
@@ -29,6 +30,7 @@ __all__ = ["RunFollower", "read_interleaved"]
 
 _PORTION = 1 << 14  # events that are gathered at once
 _MAX_STEPS = 1 << 20
+_MOST_BYTES = 16 << 20  # of a file of lines that are taken in at once; no line is as long
 
 
 class RunFollower:
@@ -93,10 +95,10 @@ class RunFollower:
         config = directory.config
         self._directory = directory
         self._gather = Gather(
-            task=str(config.get("task", "")),
-            strategy=str(config.get("strategy", "")),
-            steps_asked=_whole(config.get("steps")),
-            workers=max(1, _whole(config.get("workers"))),
+            task=text(config.get("task")),
+            strategy=text(config.get("strategy")),
+            steps_asked=max(0, whole(config.get("steps")) or 0),
+            workers=min(MAX_SHOWN, max(1, whole(config.get("workers")) or 1)),
         )
         self._metrics = _LineTail(directory.metrics_path)
         self._members = _LineTail(directory.members_path)
@@ -117,7 +119,7 @@ class RunFollower:
         if written >= max((path.stat().st_mtime_ns for path in files), default=0):
             return True
         # A copy of a run has files of any age.
-        return not held and _whole(summary.get("steps")) >= self._gather.step
+        return not held and (whole(summary.get("steps")) or 0) >= self._gather.step
 
     def _read_events(self, directory: RunDirectory) -> None:
         found = ((part_of(path), path) for path in directory.events_path.glob("*.bin"))
@@ -143,6 +145,8 @@ class RunFollower:
     def _meet(self, path: Path, part: int) -> None:
         try:
             header = read_header(path)
+            if header.role >= MAX_SHOWN:
+                raise DataError(f"{path.name} is of role {header.role}; views show those below {MAX_SHOWN}")
         except DataError as error:
             self._gather.note(str(error))
             self._files[path] = _EventTail(path=path, clock=(part, 0), is_damaged=True)
@@ -160,8 +164,7 @@ class RunFollower:
         rows, anew = self._metrics.read()
         if anew:
             self._gather.forget_rows()
-        self.new_rows = [row for row in rows if isinstance(row.get("step"), int)]
-        self._gather.add_rows(self.new_rows)
+        self.new_rows = self._gather.add_rows(rows)
         self._gather.add_members(self._members.read()[0])
         for tail in (self._metrics, self._members):
             if tail.damaged:
@@ -189,7 +192,9 @@ class _EventTail:
                 f"{self.path.name} reached its bound: {unwritten} or more later events are not in this view"
             )
         if by_ns:
-            records["start_ns"] = (records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
+            records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(
+                np.uint64
+            )
         return records
 
 
@@ -204,19 +209,26 @@ class _LineTail:
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The new whole lines, and whether the file was written anew, so that they are all of its lines."""
+        rows: list[dict[str, Any]] = []
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 anew = status.st_ino != self._inode or status.st_size < self._offset
                 if anew:
                     self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                data = file.read()
+                while whole := self._next_lines(file):
+                    rows += [row for line in whole.splitlines() if (row := self._parse(line)) is not None]
         except OSError:
-            return [], False
-        whole = data[: data.rfind(b"\n") + 1]
+            return rows, False
+        return rows, anew
+
+    def _next_lines(self, file: BinaryIO) -> bytes:
+        """The next whole lines, up to a bound; of a line that is longer than that, as much."""
+        file.seek(self._offset)
+        data = file.read(_MOST_BYTES)
+        whole = data if len(data) == _MOST_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [row for line in whole.splitlines() if (row := self._parse(line)) is not None], anew
+        return whole
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
@@ -261,7 +273,3 @@ def _interleaved(pieces: Sequence[Records]) -> Records:
         return np.zeros(0, RECORD)
     known = [np.maximum.accumulate(piece["start_ns"] + piece["duration_ns"]) for piece in pieces]
     return np.concatenate(pieces)[np.argsort(np.concatenate(known), kind="stable")]
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0

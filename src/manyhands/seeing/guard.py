@@ -2,19 +2,18 @@
 
 Other programs' pages run in the same browser and can reach loopback addresses, so being on 127.0.0.1 protects
 nothing by itself. Four things must hold: the request's `Host` is one of ours (a name that was re-bound to this
-address is not), its `Origin`, where it has one, is that very host, it only reads, and it carries the run's token.
-The token comes once in the address, and from then on in a cookie that no script and no other site can use.
+address is not), its `Origin`, where it has one, is that very host, it only reads, and it carries the run's token
+in a header of its own. No cookie holds it: a browser sends the cookies of 127.0.0.1 to every port of that address,
+and so to the servers of other users. What is the same for everybody, and says nothing of the run, needs no token.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 
 __all__ = ["Guard", "Refusal"]
 
@@ -41,22 +40,17 @@ class Guard:
     names: frozenset[str] = frozenset()
     any_address: bool = False
 
-    @property
-    def cookie(self) -> str:
-        """The cookie's name, different for each token: cookies do not tell the ports of a host apart."""
-        return "manyhands-" + hashlib.sha256(self.token.encode()).hexdigest()[:12]
-
-    def refusal(self, method: str, headers: Mapping[str, str], offered: str | None) -> Refusal | None:
-        """Why not, or None; header names are in lower case, `offered` is the token in the address."""
+    def refusal(self, method: str, headers: Mapping[str, str], *, needs_token: bool = True) -> Refusal | None:
+        """Why not, or None; header names are in lower case."""
         host = headers.get("host", "")
         if not self._is_ours(host):
             return Refusal(403, "This server does not go by that name; use the address that it printed.")
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
-            return Refusal(403, "Pages of other origins can not read this one.")
+            return Refusal(403, "Pages of other origins cannot read this one.")
         if method not in ("GET", "HEAD"):
             return Refusal(405, "This server only shows; use GET.")
-        if not any(self._is_token(text) for text in (offered, *self._carried(headers))):
+        if needs_token and not self.has_token(headers):
             return Refusal(401, "The token is missing or wrong; open the whole address that the run printed.")
         return None
 
@@ -64,16 +58,10 @@ class Guard:
         name = _host_name(host)
         return name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
 
-    def _carried(self, headers: Mapping[str, str]) -> list[str | None]:
+    def has_token(self, headers: Mapping[str, str]) -> bool:
+        """Whether the headers carry the run's token, as `Authorization: Bearer TOKEN`."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        try:
-            morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            morsel = None
-        return [bearer if scheme.lower() == "bearer" else None, morsel.value if morsel is not None else None]
-
-    def _is_token(self, text: str | None) -> bool:
-        return text is not None and hmac.compare_digest(text.encode(), self.token.encode())
+        return scheme.lower() == "bearer" and hmac.compare_digest(bearer.encode(), self.token.encode())
 
 
 def _host_name(host: str) -> str:

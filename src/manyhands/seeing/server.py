@@ -1,12 +1,13 @@
 """The live page as an ASGI application: the page, its events, metrics for scrapers and the report.
 
-    GET /          the page; with ?token=… it keeps the token in a cookie and comes again without it
-    GET /events    server-sent events: the sections that changed, about twice a second
+    GET /          the page's frame, the same for everybody: it needs no token and says nothing of the run
+    GET /events    what fills it: the sections that changed, about twice a second, in the form of server-sent events
     GET /metrics   the run in Prometheus' text form
     GET /report    the page as one file, to keep
 
 All of them show one `RunView` that is made when somebody asks and is shared by all who ask at the same time; a
 server that nobody looks at does nothing. Nothing is queued for a slow reader: it gets the newest when it is ready.
+A connection that has shown no token is closed after one answer.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.view import RunView
 from manyhands.seeing.guard import Guard
 from manyhands.seeing.live import POLICY, as_event, live_page
-from manyhands.seeing.page import report, sections
+from manyhands.seeing.page import report, sections, title_of
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -45,11 +45,6 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-_COME_AGAIN = (
-    '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/><meta http-equiv="refresh" content="0; url=/"/>'
-    '<title>manyhands</title></head><body><p>Go on to <a href="/">the page</a>.</p></body></html>'
-)
 
 
 def require_web() -> None:
@@ -82,6 +77,7 @@ class PageApp:
         self._seen_at = -float("inf")
         self._farewell: str | None = None
         self.num_streams = 0
+        """Pages that are live now."""
 
     def end(self, farewell: str) -> None:
         """Let every live page get the newest state and this sentence, and end; from any thread."""
@@ -96,18 +92,31 @@ class PageApp:
         """Answer one request, as ASGI asks."""
         if scope["type"] != "http":
             return
-        response = await self._answer(scope)
-        for name, value in _HEADERS.items():
-            response.headers[name] = value
-        await response(scope, receive, send)  # type: ignore[arg-type]
-
-    async def _answer(self, scope: Mapping[str, Any]) -> Response:
-        from starlette.responses import HTMLResponse, PlainTextResponse
-
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        is_known = self._guard.has_token(headers)
+        if is_known:
+            scope.get("state", {}).get("know", lambda: None)()
+        # Counted before anything is awaited: of pages that ask at the same moment, none slips by.
+        streams = scope["path"] == "/events" and scope["method"] == "GET" and is_known
+        is_full = streams and self.num_streams >= MAX_STREAMS
+        self.num_streams += streams and not is_full
+        try:
+            response = await self._answer(scope, headers, is_full=is_full)
+            for name, value in _HEADERS.items():
+                response.headers[name] = value
+            if not is_known:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)  # type: ignore[arg-type]
+        finally:
+            self.num_streams -= streams and not is_full
+
+    async def _answer(
+        self, scope: Mapping[str, Any], headers: Mapping[str, str], *, is_full: bool
+    ) -> Response:
+        from starlette.responses import PlainTextResponse
+
         path = scope["path"]
-        offered = _offered(scope) if path == "/" else None
-        refused = self._guard.refusal(scope["method"], headers, offered)
+        refused = self._guard.refusal(scope["method"], headers, needs_token=path != "/")
         if refused is not None:
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
@@ -122,20 +131,17 @@ class PageApp:
             return PlainTextResponse("There is no such page here; / is the run.\n", 404)
         if path == "/events" and scope["method"] == "HEAD":
             return PlainTextResponse("", media_type="text/event-stream")
-        if offered is None:
-            try:
-                return await answer()
-            except ManyhandsError as error:
-                return PlainTextResponse(f"{error}\n", 500)
-        # Not an HTTP redirect: one that began at a link of another site would come without the strict cookie.
-        response = HTMLResponse(_COME_AGAIN)
-        response.set_cookie(self._guard.cookie, self._guard.token, httponly=True, samesite="strict", path="/")
-        return response
+        if is_full:
+            return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
+        try:
+            return await answer()
+        except ManyhandsError as error:
+            return PlainTextResponse(f"{error}\n", 500)
 
     async def _page(self) -> Response:
         from starlette.responses import HTMLResponse
 
-        return HTMLResponse(live_page(await self._newest()))
+        return HTMLResponse(live_page())
 
     async def _scrape(self) -> Response:
         from starlette.responses import PlainTextResponse
@@ -152,33 +158,30 @@ class PageApp:
         )
 
     async def _events(self) -> Response:
-        from starlette.responses import PlainTextResponse, StreamingResponse
+        from starlette.responses import StreamingResponse
 
-        if self.num_streams >= MAX_STREAMS:
-            return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
         return StreamingResponse(self.stream(), media_type="text/event-stream")
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """What one live page gets: all sections, then those that changed, a heartbeat, and the farewell."""
-        self.num_streams += 1
-        try:
-            sent: dict[str, str] = {}
-            spoke_at = time.monotonic()
-            yield b"retry: 2000\n\n"
-            while True:
-                farewell = self._farewell  # looked at before the view, so that the last view is newer
-                await self._newest(at_once=farewell is not None)
-                changed = {key: text for key, text in self._sections.items() if sent.get(key) != text}
-                if changed or time.monotonic() - spoke_at > _HEARTBEAT_S:
-                    sent.update(changed)
-                    spoke_at = time.monotonic()
-                    yield as_event("sections", changed) if changed else b": still here\n\n"
-                if farewell is not None:
-                    yield as_event("end", farewell)
-                    return
-                await self._pause()
-        finally:
-            self.num_streams -= 1
+        """What one live page gets: its title, all sections, then those that changed, a heartbeat, the farewell."""
+        sent: dict[str, str] = {}
+        title = ""
+        spoke_at = time.monotonic()
+        while True:
+            farewell = self._farewell  # looked at before the view, so that the last view is newer
+            view = await self._newest(at_once=farewell is not None)
+            if title != title_of(view):
+                title = title_of(view)
+                yield as_event("title", title)
+            changed = {key: text for key, text in self._sections.items() if sent.get(key) != text}
+            if changed or time.monotonic() - spoke_at > _HEARTBEAT_S:
+                sent.update(changed)
+                spoke_at = time.monotonic()
+                yield as_event("sections", changed) if changed else b": still here\n\n"
+            if farewell is not None:
+                yield as_event("end", farewell)
+                return
+            await self._pause()
 
     async def _pause(self) -> None:
         until = time.monotonic() + self._period_s
@@ -198,8 +201,3 @@ class PageApp:
                     self._view, self._sections = view, await asyncio.to_thread(sections, view)
                 self._seen_at = time.monotonic()
             return self._view
-
-
-def _offered(scope: Mapping[str, Any]) -> str | None:
-    values = parse_qs(scope["query_string"].decode("latin-1")).get("token")
-    return values[0] if values else None

@@ -1,320 +1,265 @@
-"""What a run's logs prove: nothing was applied twice or forgotten, and no read was staler than the bound allows.
+"""What a run's records prove: every batch in every shard once, nothing staler than allowed, and all of it there.
 
-`audit` recomputes both from the rows alone. It knows the policy and nothing of the machine that wrote them. The logs of
-a primary and of its backup tell the same story twice, and must agree; where a shard went back to a snapshot, what came
-after that in the older term did not happen.
+`audit` is a pure function of parsed rows. Four things are held against each other: the logs of every server that kept a
+shard (`audit_story`), each shard's log against the rules of its policy (`audit_shard`), shards against each other and
+against what the workers recorded, and all of that against the length of the run and its summary (here). It knows the
+policy and nothing of the machine that wrote them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from manyhands.consistency.policy import Policy, blend
-from manyhands.server.log import (
-    LateRow,
-    LostRow,
-    RestoredRow,
-    Row,
-    SkippedRow,
-    SlotsRow,
-    StepRow,
-    UpdateRow,
-)
+from manyhands.consistency.policy import Policy
+from manyhands.server.audit_found import Audit, Evidence, Fate, ShardSummary, Verdict, Violation
+from manyhands.server.audit_shard import ShardAuditor
+from manyhands.server.audit_story import tell
+from manyhands.server.log import RestoredRow, Row, UpdateRow
+from manyhands.server.updates import ComputedRow
 
-__all__ = ["Audit", "ShardSummary", "Violation", "audit"]
+__all__ = ["Audit", "Evidence", "ShardSummary", "Verdict", "Violation", "audit"]
 
-_ALL = 2**62
+_NOTHING = Evidence()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """Something that must not happen, in one sentence that names the shard, the version, the slot and the clock."""
-
-    shard: int
-    sentence: str
-
-
-@dataclass(slots=True, kw_only=True)
-class ShardSummary:
-    """What one shard's log tells."""
-
-    shard: int
-    versions: int = 0
-    applied: int = 0
-    late: int = 0
-    skipped: int = 0
-    lost: int = 0
-    restores: int = 0
-    staleness: dict[int, int] = field(default_factory=dict)
-    """How many updates were so stale."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """What was found; a run is clean if nothing is wrong."""
-
-    violations: tuple[Violation, ...]
-    """In the order of the log, shard by shard."""
-    shards: tuple[ShardSummary, ...]
-
-    @property
-    def clean(self) -> bool:
-        """Whether no rule was broken."""
-        return not self.violations
-
-
-def audit(logs: Mapping[int, Sequence[Iterable[Row]]], policy: Policy, steps: int) -> Audit:
+def audit(
+    logs: Mapping[int, Sequence[Iterable[Row]]], policy: Policy, steps: int, evidence: Evidence = _NOTHING
+) -> Audit:
     """Check the logs of every shard (one or more files each, in any order) of a run of `steps` batches."""
-    violations: list[Violation] = []
-    summaries = []
-    for shard in sorted(logs):
-        auditor = _Auditor(shard, policy, steps)
-        auditor.read(logs[shard])
-        violations += auditor.violations
-        summaries.append(auditor.summary)
-    return Audit(violations=tuple(violations), shards=tuple(summaries))
+    files = {shard: [list(file) for file in logs[shard]] for shard in sorted(logs)}
+    is_restored = any(
+        isinstance(row, RestoredRow) for kept in files.values() for file in kept for row in file
+    )
+    shards = {}
+    for shard, kept in files.items():
+        shards[shard] = ShardAuditor(shard, policy, steps, is_restored=is_restored)
+        shards[shard].read(tell(kept), evidence.share)
+    whole = _Whole(shards, policy, steps, evidence, is_restored=is_restored)
+    whole.check()
+    found = [violation for shard in shards.values() for violation in shard.violations]
+    missing = [sentence for shard in shards.values() for sentence in shard.missing]
+    return Audit(
+        violations=(*found, *whole.violations),
+        missing=(*whole.missing, *missing),
+        shards=tuple(shard.summary for shard in shards.values()),
+        lost=whole.lost,
+    )
 
 
-class _Auditor:
-    """The check of one shard."""
+class _Whole:
+    """The check of a run, from its shards."""
 
-    def __init__(self, shard: int, policy: Policy, steps: int) -> None:
-        self.summary = ShardSummary(shard=shard)
+    def __init__(
+        self,
+        shards: Mapping[int, ShardAuditor],
+        policy: Policy,
+        steps: int,
+        evidence: Evidence,
+        *,
+        is_restored: bool,
+    ) -> None:
         self.violations: list[Violation] = []
-        self._shard = shard
-        self._policy = policy
-        self._steps = steps
-        self._fates: dict[tuple[int, int], str] = {}  # what became of each update (slot, clock)
-        self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has dealt with
-        self._slots: list[SlotsRow] = []
-        self._lives: list[RestoredRow] = []
-        self._step_rows: list[StepRow] = []
-        self._settled_at: dict[int, list[tuple[int, int]]] = {}  # by slot: (version, clocks settled by then)
+        self.missing: list[str] = []
+        self.lost = 0
+        self._shards, self._policy, self._steps, self._evidence = shards, policy, steps, evidence
+        self._is_restored = is_restored
 
-    def read(self, files: Sequence[Iterable[Row]]) -> None:
-        """Check everything."""
-        for row in self._merge(files):
-            match row:
-                case StepRow():
-                    self._step(row)
-                case LateRow() | SkippedRow():
-                    self._single(row)
-                case LostRow():
-                    for clock in range(row.first, row.until):
-                        self._settle(row.slot, clock, "lost")
-                    self.summary.lost += row.until - row.first
-                case SlotsRow():
-                    if all(row.start != known.start or row.slots != known.slots for known in self._slots):
-                        self._slots.append(row)
-                case RestoredRow():
-                    self.summary.restores += 1
-                    self._lives.append(row)
-        self._slots.sort(key=lambda row: row.start)
-        self._check_gaps()
-        self._check_bound()
+    def check(self) -> None:
+        """Everything."""
+        self._check_files()
+        self._check_versions()
+        for shard in self._shards.values():
+            self._check_batches(shard)
+        if not self._is_restored:
+            self._check_shards()
+        if self._evidence.computed is not None:
+            self._check_workers(self._evidence.computed)
 
-    def _say(self, sentence: str) -> None:
-        self.violations.append(Violation(shard=self._shard, sentence=f"shard {self._shard}: {sentence}"))
+    # ── the run and its summary ───────────────────────────────────────────────────────────────────────────────────────
 
-    # ── one story out of several files ────────────────────────────────────────────────────────────────────────────────
+    def _check_files(self) -> None:
+        """No file may have lost or won a row since it was written."""
+        for name, count in sorted(self._evidence.recorded.items()):
+            found = self._evidence.found.get(name, 0)
+            if found < count:
+                self.missing.append(f"{name} has {found} rows of the {count} that were written")
+            elif found > count:
+                self._say(f"{name} has {found} rows, and {count} were written")
+        self.missing += self._evidence.unrecorded
 
-    def _merge(self, files: Sequence[Iterable[Row]]) -> list[Row]:
-        """The rows that happened, in order, each once."""
-        rows = [list(file) for file in files]
-        ends = {row.term: row.sequence for file in rows for row in file if isinstance(row, RestoredRow)}
-        terms = sorted(ends)
-        story: dict[tuple[int, int, int], Row] = {}
-        for file in rows:
-            place, index = (-1, -1), 0
-            for row in file:
-                later = terms[bisect_right(terms, row.term) :]
-                if any(row.sequence > ends[term] for term in later):
-                    continue
-                if isinstance(row, SlotsRow):  # every file begins with those in force
-                    story.setdefault((row.term, row.sequence, -1 - row.start), row)
-                    continue
-                index = index + 1 if place == (row.term, row.sequence) else 0
-                place = (row.term, row.sequence)
-                key = (*place, index)
-                if story.setdefault(key, row) != row:
-                    self._disagree(story[key], row)
-        return [story[key] for key in sorted(story)]
+    def _say(self, sentence: str, shard: int = -1) -> None:
+        self.violations.append(Violation(shard=shard, sentence=sentence))
 
-    def _disagree(self, one: Row, other: Row) -> None:
-        if isinstance(one, StepRow) and isinstance(other, StepRow):
-            update = next(
-                (a for a, b in zip(one.updates, other.updates, strict=False) if a != b), one.updates[0]
-            )
-            where = f"version {one.version} (slot {update.slot}, clock {update.clock})"
-        else:
-            where = f"entry {one.sequence}"
-        self._say(f"two replicas wrote different rows about {where}")
+    def _check_versions(self) -> None:
+        for number, version in sorted((self._evidence.versions or {}).items()):
+            shard = self._shards.get(number)
+            told = shard.summary.versions if shard is not None else 0
+            if told < version:
+                self.missing.append(
+                    f"shard {number}: its log ends at version {told}, the run at version {version}"
+                )
+            elif told > version and shard is not None:
+                shard.say(f"its log has version {told}, and it ended with version {version}")
 
-    # ── exactly once ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _step(self, row: StepRow) -> None:
-        if row.version != self.summary.versions + 1:
-            self._say(f"version {row.version} follows version {self.summary.versions}")
-        self.summary.versions = row.version
-        self._step_rows.append(row)
-        for update in row.updates:
-            self._settle(update.slot, update.clock, f"applied as version {row.version}", row.version)
-            self._clocks[update.slot] = max(self._clocks.get(update.slot, -1), update.clock)
-            self.summary.applied += 1
-            self.summary.staleness[update.staleness] = self.summary.staleness.get(update.staleness, 0) + 1
-            self._check_update(row, update)
-        self._check_rate(row)
-
-    def _check_update(self, row: StepRow, update: UpdateRow) -> None:
-        name = f"version {row.version}, slot {update.slot}, clock {update.clock}"
-        kept = self._kept(update)
-        true = row.version - 1 - min(update.read_version, kept)
-        if update.staleness != true or true < 0:
-            lost = f" of a life of which {kept} were kept" if kept < update.read_version else ""
-            self._say(
-                f"{name}: staleness {update.staleness} is logged, but it read version {update.read_version}{lost}, "
-                f"which makes {true}"
-            )
-        if not 0 <= update.batch < self._steps:
-            self._say(f"{name}: batch {update.batch} is none of the run's {self._steps}")
-
-    def _kept(self, update: UpdateRow) -> int:
-        """The last version of the life in which `update` was read that is part of this history."""
-        return min((life.version for life in self._lives if life.term > update.read_term), default=_ALL)
-
-    def _check_rate(self, row: StepRow) -> None:
-        weights = [update.weight for update in row.updates]
-        staleness = [update.staleness for update in row.updates]
-        if not weights or sum(weights) <= 0:
-            self._say(f"version {row.version} was made of nothing")
+    def _check_batches(self, shard: ShardAuditor) -> None:
+        """Every batch of the run, once."""
+        absent = self._absent_steps(shard) if self._policy.stepwise else self._absent_batches(shard)
+        shard.summary.batches = self._steps - len(absent)
+        if not absent:
             return
-        factors, rate = blend(self._policy, weights, staleness, row.updates[0].parts)
-        if rate != row.rate or factors != [update.factor for update in row.updates]:
-            first = row.updates[0]
-            self._say(
-                f"version {row.version}, slot {first.slot}, clock {first.clock}: the step was scaled by {row.rate!r} "
-                f"where {self._policy} asks for {rate!r}, or its gradients by other factors"
-            )
-
-    def _single(self, row: LateRow | SkippedRow) -> None:
-        if isinstance(row, LateRow):
-            self.summary.late += 1
-            self._settle(row.slot, row.clock, "late")
-        else:
-            self.summary.skipped += 1
-            self._settle(row.slot, row.clock, "skipped")
-
-    def _settle(self, slot: int, clock: int, fate: str, version: int | None = None) -> None:
-        """Note what became of an update, which must be the first time that anything did."""
-        before = self._fates.get((slot, clock))
-        if before is not None:
-            at = f"version {version}, " if version is not None else ""
-            self._say(f"{at}slot {slot}, clock {clock}: {fate}, although it was {before} already")
+        if self._is_restored and self._evidence.versions is not None:
+            self.lost += len(
+                absent
+            )  # all that the run did is here: the return to a snapshot has cost the rest
             return
-        self._fates[slot, clock] = fate
-        versions = self._settled_at.setdefault(slot, [])
-        versions.append((self.summary.versions, clock))
-
-    def _check_gaps(self) -> None:
-        """A slot's updates are applied in order: before one that was, none may be missing."""
-        for slot, top in sorted(self._clocks.items()):
-            starts = [row.start for row in self._slots if slot in row.slots]
-            for clock in range(min(starts, default=0), top):
-                if (slot, clock) not in self._fates:
-                    self._say(
-                        f"version {self.summary.versions}, slot {slot}, clock {clock}: it was neither applied nor "
-                        f"reported, although clock {top} was applied"
-                    )
-
-    # ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _check_bound(self) -> None:
-        """Every read at clock c includes every slot's updates below c - lag.
-
-        What was read in a life that the shard lost since, at or beyond the snapshot, can not be judged: what that
-        version included is not in the log any more.
-        """
-        lag = self._policy.lag
-        if lag is None:
-            return
-        floors = self._floors()
-        for row in self._step_rows:
-            for update in row.updates:
-                if not 0 <= update.read_version < min(row.version, self._kept(update)):
-                    continue  # of a life that was lost; anywhere else that was said already
-                floor, slowest = floors[update.read_version]
-                if floor < update.clock - lag:
-                    self._say(
-                        f"version {row.version}, slot {update.slot}, clock {update.clock}: it read version "
-                        f"{update.read_version}, which lacks clock {floor} of slot {slowest}; {self._policy} "
-                        f"includes all below {update.clock - lag}"
-                    )
-
-    def _floors(self) -> list[tuple[int, int]]:
-        """By version: the lowest clock that a slot owed when the next version came, and that slot."""
-        settled: dict[int, set[int]] = {}
-        reached: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        for before, after in zip(self._slots, self._slots[1:], strict=False):
-            for slot in after.slots:
-                if slot not in before.slots:
-                    reached.setdefault(slot, after.start)
-            for slot in before.slots:
-                if slot not in after.slots and self._policy.by_clock:
-                    ends[slot] = after.start
-        first = self._slots[0].slots if self._slots else tuple(self._settled_at)
-        reached.update(dict.fromkeys(first, 0))
-        events = sorted(
-            (version, slot, clock)
-            for slot, versions in self._settled_at.items()
-            for version, clock in versions
+        which = f"batch {absent[0]}" + (f" and {len(absent) - 1} others" if len(absent) > 1 else "")
+        done = f"{self._steps - len(absent)} of the run's {self._steps} batches"
+        shard.lack(
+            f"its log has {done}; {which} are not there"
+            if len(absent) > 1
+            else f"its log has {done}; {which} is not there"
         )
-        floors: list[tuple[int, int]] = []
-        at = 0
-        owing = _Lowest({slot: clock for slot, clock in reached.items() if clock < ends.get(slot, clock + 1)})
-        for version in range(self.summary.versions + 1):
-            while at < len(events) and events[at][0] <= version:
-                _, slot, clock = events[at]
-                at += 1
-                done = settled.setdefault(slot, set())
-                done.add(clock)
-                now = reached.get(slot, 0)
-                while now in done:
-                    done.remove(now)
-                    now += 1
-                reached[slot] = now
-                owing.move(slot, now, ends.get(slot))
-            floors.append(owing.lowest())
-        return floors
+
+    def _absent_batches(self, shard: ShardAuditor) -> list[int]:
+        """Where an update is a whole batch: those that none is of; one that two are of is wrong."""
+        seen: dict[int, tuple[int, int]] = {}
+        for (slot, clock), settled in shard.settled.items():
+            batch = settled.batch
+            if batch is None:
+                continue
+            if batch in seen and not self._is_restored:
+                other = seen[batch]
+                shard.say(
+                    f"slot {slot}, clock {clock}: batch {batch} was {settled.fate.value}, although slot {other[0]}, "
+                    f"clock {other[1]} was of it already"
+                )
+            seen.setdefault(batch, (slot, clock))
+        return [batch for batch in range(self._steps) if batch not in seen]
+
+    def _absent_steps(self, shard: ShardAuditor) -> list[int]:
+        """Where a step has the parts of one batch: those without all parts that count."""
+        absent = []
+        may_be_late = self._policy.chosen_by_lead or self._is_restored
+        for clock in range(self._steps):
+            slots = shard.slots_at(clock)
+            fates = [shard.settled.get((slot, clock)) for slot in slots]
+            here = sum(one is not None and one.fate in (Fate.APPLIED, Fate.SKIPPED) for one in fates)
+            if any(one is None for one in fates) or not here:
+                absent.append(clock)
+            elif here < len(fates):
+                late = next(slot for slot, one in zip(slots, fates, strict=True) if one and one.batch is None)
+                if not may_be_late:
+                    shard.say(
+                        f"slot {late}, clock {clock}: {self._policy} waits for every part, and this is not there"
+                    )
+                elif self._is_restored and any(one is not None and one.fate is Fate.LOST for one in fates):
+                    absent.append(clock)
+        return absent
+
+    # ── shards against each other ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_shards(self) -> None:
+        """An update is of the same batch everywhere, and no shard counts what another left out."""
+        first, *others = self._shards.values()
+        for shard in others:
+            for name, settled in shard.settled.items():
+                other = first.settled.get(name)
+                if other is None:
+                    continue  # the length of the run says whether it should be there
+                here, there = settled.update, other.update
+                what = f"slot {name[0]}, clock {name[1]}"
+                if here is not None and there is not None and _batch_of(here) != _batch_of(there):
+                    shard.say(
+                        f"{what}: {_words(here)}, and at shard {first.summary.shard} it is {_words(there)}"
+                    )
+                elif Fate.LATE in (settled.fate, other.fate) and settled.fate is not other.fate:
+                    shard.say(
+                        f"{what}: {settled.fate.value}, and at shard {first.summary.shard} {other.fate.value}"
+                    )
+
+    # ── what workers recorded ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_workers(self, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
+        made: defaultdict[tuple[int, int, int], list[ComputedRow]] = defaultdict(list)
+        tops: dict[tuple[int, int], int] = {}
+        for rows in computed.values():
+            for row in rows:
+                made[row.name].append(row)
+                holder = (row.slot, row.member)
+                tops[holder] = max(tops.get(holder, -1), row.clock)
+        for number, shard in self._shards.items():
+            for step, update in shard.applied:
+                name = f"version {step.version}, slot {update.slot}, clock {update.clock}"
+                if update.name in made:
+                    self._compare(shard, number, name, update, made[update.name])
+                else:
+                    self._find(shard, name, update, tops)
+            if not self._is_restored:
+                self._check_acknowledged(shard, computed)
+
+    def _find(
+        self, shard: ShardAuditor, name: str, update: UpdateRow, tops: Mapping[tuple[int, int], int]
+    ) -> None:
+        """No worker recorded an update that was applied: its record may have ended before."""
+        ended = tops.get((update.slot, update.member), -1) < update.clock
+        sentence = f"{name}: no record of a worker says that member {update.member} computed this"
+        if ended and (self._evidence.versions is None or self._is_cut()):
+            shard.lack(sentence)
+        else:
+            shard.say(sentence)
+
+    def _is_cut(self) -> bool:
+        """Whether a worker's record is known to lack its end."""
+        short = (n for n, count in self._evidence.recorded.items() if self._evidence.found.get(n, 0) < count)
+        return any("worker." in name for name in (*short, *self._evidence.unrecorded))
+
+    def _compare(
+        self, shard: ShardAuditor, number: int, name: str, update: UpdateRow, made: Sequence[ComputedRow]
+    ) -> None:
+        """What the shard logged of an update is what its worker recorded, in one of its lives."""
+        logged = {
+            "batch": update.batch,
+            "part": (update.part, update.parts),
+            "read version": update.read_version,
+            "version of rows": update.rows_version,
+        }
+        for row in made:
+            if not number < len(row.versions) == len(row.rows_versions):
+                shard.say(f"{name}: its worker recorded {len(row.versions)} shards")
+                return
+        told = [
+            {
+                "batch": row.batch,
+                "part": (row.part, row.parts),
+                "read version": row.versions[number],
+                "version of rows": row.rows_versions[number],
+            }
+            for row in made
+        ]
+        if logged not in told:
+            what = next(what for what in logged if logged[what] != told[-1][what])
+            shard.say(
+                f"{name}: its {what} is logged as {logged[what]}, and its worker recorded {told[-1][what]}"
+            )
+
+    def _check_acknowledged(self, shard: ShardAuditor, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
+        """A worker goes on when every shard has settled its last update: all before its newest are in every log."""
+        for rows in computed.values():
+            newest: dict[tuple[int, int], ComputedRow] = {}
+            for row in rows:
+                before = newest.get((row.slot, row.member))
+                newest[row.slot, row.member] = row
+                if before is not None and (before.slot, before.clock) not in shard.settled:
+                    shard.lack(
+                        f"its log lacks slot {before.slot}, clock {before.clock}, which it had acknowledged before "
+                        f"member {row.member} computed clock {row.clock}"
+                    )
 
 
-class _Lowest:
-    """The lowest clock of many that only rise."""
+def _batch_of(update: UpdateRow) -> tuple[int, int, int, float]:
+    return update.batch, update.part, update.parts, update.weight
 
-    def __init__(self, clocks: dict[int, int]) -> None:
-        self._clocks = clocks
-        self._at: dict[int, set[int]] = {}
-        for slot, clock in clocks.items():
-            self._at.setdefault(clock, set()).add(slot)
-        self._low = min(clocks.values(), default=0)
 
-    def move(self, slot: int, clock: int, end: int | None) -> None:
-        """A slot has come to `clock`; at its `end` it does not count any more."""
-        if slot in self._clocks:
-            before = self._clocks.pop(slot)
-            self._at[before].discard(slot)
-            if not self._at[before]:
-                del self._at[before]
-        if end is None or clock < end:
-            self._clocks[slot] = clock
-            self._at.setdefault(clock, set()).add(slot)
-
-    def lowest(self) -> tuple[int, int]:
-        """The lowest clock, and one slot that stands there."""
-        if not self._clocks:
-            return 2**62, -1
-        while self._low not in self._at:
-            self._low += 1
-        return self._low, min(self._at[self._low])
+def _words(update: UpdateRow) -> str:
+    return f"part {update.part} of {update.parts} of batch {update.batch}, of weight {update.weight!r}"

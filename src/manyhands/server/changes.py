@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.server.client import Reason
-from manyhands.server.messages import Installed, View
+from manyhands.server.messages import Concluded, Installed, View
 
 __all__ = [
     "AddSlot",
@@ -42,9 +42,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """A member's process has ended."""
+    """A member's process has ended; `error` is the type of the exception that ended it, "" where it was killed."""
 
     member: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,9 @@ class RemoveSlot:
     slot: int
 
 
-MembershipEvent = Joined | Died | Silent | Installed | Progressed | Rejoin | Finished | AddSlot | RemoveSlot
+MembershipEvent = (
+    Joined | Died | Silent | Installed | Concluded | Progressed | Rejoin | Finished | AddSlot | RemoveSlot
+)
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +161,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Every active slot has finished: stop the servers and whoever else is left."""
+    """Every active slot has finished, and every shard is there: have the servers leave what they hold.
+
+    Said again when a server that had perhaps not done so has died and its shards are there again.
+    """
 
 
 MembershipAction = Publish | StartServer | StartWorker | Assign | Kill | Lost | Recovered | Fail | Over

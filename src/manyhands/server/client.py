@@ -103,6 +103,7 @@ class _Shard:
     work: Work = field(default=_UNKNOWN)
     push: Push | None = None  # sent or to be sent, and not known to be settled
     read: Read | None = None  # sent or to be sent, and not answered
+    asked_again: int = -1  # the last clock that we read for twice
     rows: ReadRows | None = None  # the same
     rows_version: int = -1  # of the rows that were read for the update under way
 
@@ -128,6 +129,11 @@ class ClientCore:
     def clock(self) -> int | None:
         """The clock of the update under way; None until every shard has welcomed this worker."""
         return self._clock
+
+    @property
+    def welcomed_epoch(self) -> int | None:
+        """The epoch of the view whose every primary has welcomed this worker; None while one has not."""
+        return self._view_epoch if all(shard.welcome for shard in self._shards) else None
 
     @property
     def waiting_for(self) -> tuple[int, ...]:
@@ -346,9 +352,23 @@ class ClientCore:
         work = self._shards[LEAD].work
         if any(shard.read is not None for shard in self._shards):
             return []
-        if work.kind is not WorkKind.TRAIN and not all(shard.welcome for shard in self._shards):
-            return []
-        return self._begin(work)
+        if work.kind is not WorkKind.TRAIN:
+            return self._begin(work) if all(shard.welcome for shard in self._shards) else []
+        return self._ask_again(work.clock) or self._begin(work)
+
+    def _ask_again(self, clock: int) -> list[ClientAction]:
+        """Read once more where a shard, by an older table of slots, did not wait for others: we are to train.
+
+        No more than once: the lead answers when all shards know its table. A shard that says the same again knows
+        better than a lead that was restored since, and will not count the update.
+        """
+        actions: list[ClientAction] = []
+        for shard in self._shards:
+            leaves = shard.work.kind in (WorkKind.FINISHED, WorkKind.RETIRED)
+            if shard.index != LEAD and leaves and shard.asked_again < clock:
+                shard.asked_again = clock
+                actions += self._ask(shard, clock)
+        return actions
 
     def _next_clock(self, lead: _Shard, work: Work) -> int:
         """The clock to go on with, now that the lead has said what to do."""

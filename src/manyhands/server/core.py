@@ -26,6 +26,7 @@ from manyhands.server.messages import (
     Assigned,
     Chosen,
     ChosenKept,
+    Closing,
     Entry,
     Generation,
     Lost,
@@ -69,6 +70,7 @@ class ShardCore:
         self.awaiting: set[int] = set()
         """Shards to hear from after a restore, before anything new may happen here."""
         self._decided = (0, 0)  # at another shard: the term and number of the last decision that it has
+        self._heard_term = 0  # at another shard: the highest term in which it heard from the lead
         self._next_batch = 0
         self._open: set[int] = set()  # slots that were given a batch and have not settled it
 
@@ -114,7 +116,7 @@ class ShardCore:
         record = self.table.records.get(slot)
         if record is None or clock >= record.next_clock:
             return None
-        late = clock <= record.late and clock not in record.recent
+        late = clock <= record.late and (clock not in record.recent or clock in record.lost)
         return Outcome.LATE if late else Outcome.DUPLICATE
 
     def answer(self, slot: int, clock: int) -> Work | Hold:
@@ -126,8 +128,7 @@ class ShardCore:
         if own < clock:
             return Hold.OWN
         if not self.config.leads or record is None:
-            late = self.config.policy.by_clock and self._lacks_others(slot, clock)
-            return Hold.OTHERS if late else Work(kind=WorkKind.UNKNOWN)
+            return self._answer_as_told(slot, clock)
         later = clock if clock >= record.next_clock or clock in record.recent else record.next_clock
         by_clock = self.config.policy.by_clock
         answer = self._answer_by_clock(slot, later) if by_clock else self._answer_in_turn(slot, record, later)
@@ -137,19 +138,31 @@ class ShardCore:
             return Work(kind=WorkKind.AHEAD, clock=later)
         return answer
 
-    def _lacks_others(self, slot: int, clock: int) -> bool:
+    def _answer_as_told(self, slot: int, clock: int) -> Work | Hold:
+        """At another shard: what the lead will say is known by the table of slots alone, and that may be an old one.
+
+        Who does not train any more is not made to wait for others. The answer tells that, so that the worker can ask
+        again if the lead, by a newer table, lets it train after all.
+        """
+        if not self.config.policy.by_clock:
+            return Work(kind=WorkKind.UNKNOWN)
+        work = self._place(slot, clock)
+        if work.kind is not WorkKind.TRAIN:
+            return work
+        return Hold.OTHERS if self._lacks_others(clock) else Work(kind=WorkKind.UNKNOWN)
+
+    def _lacks_others(self, clock: int) -> bool:
+        """Whether updates are missing that a read includes."""
         lag = self.config.policy.lag
-        trains = self._place(slot, clock).kind is WorkKind.TRAIN
-        return trains and lag is not None and self.mark < clock - lag
+        return lag is not None and self.mark < clock - lag
 
     def _answer_by_clock(self, slot: int, clock: int) -> Work | Hold:
         work = self._place(slot, clock)
-        if self._lacks_others(slot, clock):
+        if work.kind is WorkKind.TRAIN and self._lacks_others(clock):
             return Hold.OTHERS
         if work.kind is WorkKind.FINISHED:
             return self._finish(clock)
-        newest = self.table.generations[-1].start
-        unsure = work.kind is WorkKind.TRAIN and clock >= newest and not self.decisions.table_is_kept
+        unsure = work.kind is WorkKind.TRAIN and clock >= self.decisions.unsure_from
         return Hold.SHARDS if unsure else work
 
     def _finish(self, clock: int) -> Work | Hold:
@@ -171,10 +184,15 @@ class ShardCore:
         if clock in record.recent:
             return Work(kind=WorkKind.TRAIN, clock=clock, batch=record.recent[clock])
         if not self.table.is_active(slot):
-            return Work(kind=WorkKind.RETIRED, clock=clock)
+            return self._retire(clock)
         if self._next_batch >= self.config.steps:
             return self._finish(clock)
         return Hold.BATCH
+
+    def _retire(self, clock: int) -> Work | Hold:
+        """Let the worker of a removed slot go; near the end it may be the last one, and then as any other."""
+        last = self._next_batch >= self.config.steps and not self.concluded
+        return Hold.SHARDS if last else Work(kind=WorkKind.RETIRED, clock=clock)
 
     # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,11 +266,13 @@ class ShardCore:
                 self._change_slots(entry, change)
             case Lost():
                 self._lose(entry, change)
-        self._take_steps(change)
+            case Closing():
+                pass
+        self._take_steps(change, closing=isinstance(entry, Closing))
         return change
 
-    def _take_steps(self, change: Change) -> None:
-        self.steps.drained = self._next_batch >= self.config.steps and not self._open
+    def _take_steps(self, change: Change, closing: bool) -> None:
+        self.steps.drained = closing or (self._next_batch >= self.config.steps and not self._open)
         self.steps.skip_lost_steps(change)
         while (group := self.steps.next_group()) is not None:
             if self.config.policy.chosen_by_lead and self.config.leads:
@@ -290,6 +310,7 @@ class ShardCore:
         if until <= first:
             return
         record.late = until - 1
+        record.lost.update(clock for clock in record.recent if first <= clock < until)
         self._settle(lost.slot, record, until, change)
         if self.config.policy.stepwise:  # a step that wanted some of them says so when it closes
             first = max(first, record.end)
@@ -321,7 +342,7 @@ class ShardCore:
         start = 1 + self.table.top if self.config.policy.by_clock else 0
         base = last.base + (start - last.start) * len(last.slots)
         self._adopt((*self.table.generations, Generation(start=start, base=base, slots=slots)), change)
-        change.decisions.append(self.decisions.take(self.steps.step, None))
+        change.decisions.append(self.decisions.take_table(self.steps.step, start))
 
     def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
         """Take over what a longer table of slots adds."""
@@ -350,23 +371,34 @@ class ShardCore:
             last = [Update(slot=slot, clock=record.chosen - 1) for slot, record in records if record.chosen]
             self._let_free(tuple(last), change)
             return
+        was_awaiting = bool(self.awaiting)
         self.awaiting.discard(kept.shard)
         self.table.top = max(self.table.top, kept.top_clock)
         self._next_batch = max(self._next_batch, kept.top_batch)
         self._adopt(kept.generations, change)
         if kept.term == self.term:
             self.decisions.hear(kept.shard, kept.number)
+        if (
+            was_awaiting and not self.awaiting
+        ):  # what one of them knew, the others have to keep before it counts
+            change.decisions.append(self.decisions.take_table(self.steps.step, 0))
 
     def _follow(self, chosen: Chosen, change: Change) -> None:
-        """At another shard: the lead decided."""
-        if chosen.term < self._decided[0]:
+        """At another shard: the lead decided.
+
+        A lead that was restored and has not heard every shard yet knows no table that can be trusted: it is answered,
+        and tells everything once more when it does.
+        """
+        if chosen.term < self._heard_term:
+            return
+        self._heard_term = chosen.term
+        if not chosen.generations:
             return
         if (chosen.term, chosen.kept) > self._decided:
             self._decided = (chosen.term, chosen.kept)
             self.steps.resume = max(self.steps.resume, chosen.step)
-        if chosen.generations:
-            self.awaiting.discard(LEAD)
-            self._adopt(chosen.generations, change)
+        self.awaiting.discard(LEAD)
+        self._adopt(chosen.generations, change)
         if chosen.number == self._decided[1] + 1:
             self._decided = (chosen.term, chosen.number)
             names = tuple((update.slot, update.clock) for update in chosen.updates or ())
@@ -387,6 +419,7 @@ class ShardCore:
             "decisions": self.decisions.state(),
             "awaiting": sorted(self.awaiting),
             "decided": list(self._decided),
+            "heard_term": self._heard_term,
             "next_batch": self._next_batch,
             "open": sorted(self._open),
         }
@@ -402,6 +435,7 @@ class ShardCore:
         core.awaiting = set(state["awaiting"])
         term, number = state["decided"]
         core._decided = (term, number)
+        core._heard_term = state["heard_term"]
         core._next_batch = state["next_batch"]
         core._open = set(state["open"])
         return core

@@ -15,6 +15,8 @@ from manyhands.server.messages import Chosen, Generation, Update
 
 __all__ = ["Decision", "Decisions"]
 
+_NEVER = 2**62
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -33,26 +35,34 @@ class Decisions:
         self.taken = 0
         self.kept = dict.fromkeys(followers, 0)
         """The last decision that each other shard is known to keep."""
-        self.table_number = 0
-        """The decision that told of the newest table of slots."""
+        self._tables: deque[tuple[int, int]] = deque()
+        """Of the decisions that told of a new table of slots and are not known to be kept: number, first clock."""
         self._unkept: deque[Decision] = deque()
 
     @property
-    def table_is_kept(self) -> bool:
-        """Whether every shard knows the newest table of slots."""
-        return all(number >= self.table_number for number in self.kept.values())
+    def unsure_from(self) -> int:
+        """The clock from which on some shard might not know the slots."""
+        return min((start for _, start in self._tables), default=_NEVER)
 
     @property
     def all_kept(self) -> bool:
         """Whether every shard keeps everything."""
         return not self._unkept
 
-    def take(self, step: int, updates: tuple[Update, ...] | None, freely: bool = False) -> Decision:
-        """The next decision."""
+    def take(self, step: int, updates: tuple[Update, ...], freely: bool = False) -> Decision:
+        """The next decision, about updates."""
+        return self._take(step, updates, freely)
+
+    def take_table(self, step: int, start: int) -> Decision:
+        """The next decision: a new table of slots, which differs from the one before it from clock `start` on."""
+        decision = self._take(step, None, False)
+        if self.kept:
+            self._tables.append((decision.number, start))
+        return decision
+
+    def _take(self, step: int, updates: tuple[Update, ...] | None, freely: bool) -> Decision:
         self.taken += 1
         decision = Decision(number=self.taken, step=step, updates=updates, freely=freely)
-        if updates is None:
-            self.table_number = self.taken
         if self.kept:
             self._unkept.append(decision)
         return decision
@@ -63,6 +73,8 @@ class Decisions:
         safe = min(self.kept.values())
         while self._unkept and self._unkept[0].number <= safe:
             self._unkept.popleft()
+        while self._tables and self._tables[0][0] <= safe:
+            self._tables.popleft()
 
     def missing_at(self, shard: int) -> list[Decision]:
         """The decisions that `shard` is not known to keep, in order."""
@@ -92,7 +104,7 @@ class Decisions:
         return {
             "taken": self.taken,
             "kept": list(self.kept.items()),
-            "table": self.table_number,
+            "tables": [list(table) for table in self._tables],
             "unkept": [
                 [
                     d.number,
@@ -110,7 +122,7 @@ class Decisions:
         book = cls(())
         book.taken = state["taken"]
         book.kept = dict(state["kept"])
-        book.table_number = state["table"]
+        book._tables.extend((number, start) for number, start in state["tables"])
         for number, step, freely, updates in state["unkept"]:
             group = None if updates is None else tuple(Update(slot=s, clock=c) for s, c in updates)
             book._unkept.append(Decision(number=number, step=step, updates=group, freely=freely))

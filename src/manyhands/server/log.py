@@ -150,20 +150,26 @@ def row_from_json(line: str) -> Row:
     """The row that `row_to_json` wrote; a DataError says what is wrong with any other line."""
     try:
         table = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"a line of the log is not JSON ({error}): {line[:80]!r}") from None
-    if not isinstance(table, dict) or table.get("row") not in _KINDS:
+    if not isinstance(table, dict) or str(table.get("row")) not in _KINDS:
         raise DataError(
             f"a line of the log is no row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"
         )
-    kind = _KINDS[table.pop("row")]
+    kind = _KINDS[str(table.pop("row"))]
     if kind is StepRow and isinstance(table.get("updates"), list):
         table["updates"] = tuple(_checked(UpdateRow, update, line) for update in table["updates"])
     if kind is SlotsRow and isinstance(table.get("slots"), list):
         table["slots"] = tuple(table["slots"])
-    return _checked(kind, table, line)
+    row = _checked(kind, table, line)
+    if isinstance(row, LostRow) and not 0 <= row.until - row.first <= _MOST_LOST:
+        raise DataError(
+            f"a lost row of {row.until - row.first} clocks is none that a run writes: {line[:80]!r}"
+        )
+    return row
 
 
+_MOST_LOST = 1 << 24  # updates of one worker that one restore lost: readers go through them one by one
 _TYPES = {
     "int": (int,),
     "float": (int, float),

@@ -16,6 +16,9 @@
 - A slot that is removed keeps its worker, and is given successors, until the lead shard has retired it.
 - A slot whose workers die five times in a row without getting further ends the run, and so do servers that die again
   and again while the shards are not whole: what kills them will kill the next one too.
+- A server that raises is a dead server. If one raises the same type of error again before every shard is whole, or if
+  servers have raised five times in all, the cause is not in the process: the run ends.
+- Servers that die when every slot has finished are still followed by others, until everything has been left.
 """
 
 from __future__ import annotations
@@ -46,12 +49,15 @@ from manyhands.server.changes import (
     StartWorker,
 )
 from manyhands.server.client import Reason
-from manyhands.server.messages import Installed, ShardView, SlotView, Update, View
+from manyhands.server.messages import Concluded, Installed, ShardView, SlotView, Update, View
 
 __all__ = ["MAX_DEATHS", "Membership", "MembershipPlan"]
 
 MAX_DEATHS = 5
-"""That many deaths in a row without progress, of one slot's workers or per server, end the run."""
+"""That many deaths in a row without progress, of one slot's workers or per server, end the run.
+
+So do that many errors that servers raised, in all.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +137,16 @@ class Membership:
         self._highest_member = 0
         self._highest_slot = -1
         self._epoch = 0
-        self._ended = False
+        self._ended = False  # it has failed
+        self._over = (
+            False  # every slot has finished; servers are still needed until they have left what they hold
+        )
         self._gone: dict[int, int] = {}  # by slot that was left for good: the clock after its last update
         self._restored = False  # a shard went back to a snapshot: it may lack what slots did that were left
+        self._concluded: set[int] = set()  # shards where nothing is open, by the newest view
         self._server_deaths = 0  # since every shard was whole
+        self._server_errors: set[str] = set()  # that ended servers since then
+        self._num_server_errors = 0
         self._shards_missed = False  # a server died: report when every shard is whole again
 
     @property
@@ -158,8 +170,8 @@ class Membership:
         return [*servers, *(self._start_worker(slot) for slot in slots)]
 
     def handle(self, event: MembershipEvent) -> list[MembershipAction]:
-        """What to do about `event`; nothing more once the run is over or has failed."""
-        if self._ended:
+        """What to do about `event`; nothing more once the run has failed, and about workers once it is over."""
+        if self._ended or (self._over and not self._concerns_servers(event)):
             return []
         match event:
             case AddSlot():
@@ -168,14 +180,16 @@ class Membership:
                 return self._remove_slot(number)
             case Installed():
                 return self._installed(event)
+            case Concluded():
+                return self._conclude(event)
         member = self._members.get(event.member)
         if member is None:
             return []  # it died, or goes by another number now
         match event:
             case Joined():
                 return self._join_server(member) if member.slot is None else self._join_worker(member)
-            case Died():
-                return self._bury(member)
+            case Died(error=error):
+                return self._bury(member, error)
             case Silent():
                 return self._silent(member)
             case Progressed(clock=clock):
@@ -239,9 +253,19 @@ class Membership:
         if not self._shards_missed or starting or not all(s.whole and not s.lost for s in self._shards):
             return []
         self._shards_missed, self._server_deaths = False, 0
+        self._server_errors.clear()
         return [Recovered(what="every shard", member=member)]
 
-    def _bury_server(self, member: _Member) -> list[MembershipAction]:
+    def _bury_server(self, member: _Member, error: str) -> list[MembershipAction]:
+        if error:
+            again = " again" if error in self._server_errors else ""
+            self._server_errors.add(error)
+            self._num_server_errors += 1
+            if again or self._num_server_errors >= MAX_DEATHS:
+                return self._fail(
+                    f"a server raised {error}{again}, which makes {self._num_server_errors} errors of servers: "
+                    "the next one would fail in the same way"
+                )
         self._server_deaths += 1
         if self._server_deaths >= MAX_DEATHS * self._plan.num_servers:
             return self._fail(
@@ -258,7 +282,7 @@ class Membership:
                     f"shard {shard.number} is gone: server {member.number} died, no other server had all of it, and "
                     "there is no snapshot; use replicas=1, or snapshots"
                 )
-        return [self._publish(), self._start_server()]
+        return [self._publish(), self._start_server(), *(self._end_if_done() if self._over else [])]
 
     def _hand_over(self, shard: _Shard, dead: int) -> bool:
         """Let the backup of a shard take over from a dead primary, or drop a dead backup; whether all is lost."""
@@ -278,6 +302,8 @@ class Membership:
 
     def _join_worker(self, member: _Member) -> list[MembershipAction]:
         """Take the slot that the process was started for, or another vacant one, or stand by."""
+        if member.state is _State.WORKING:
+            return []  # it was fenced, has been given a place since, and is there
         own = self._slots.get(member.slot) if member.slot is not None else None
         if own is not None and own.member == 0 and member.number > own.last_member:
             return self._take(own, member, member.number)
@@ -321,10 +347,10 @@ class Membership:
         published: list[MembershipAction] = [self._publish()] if self._epoch else []
         return [*published, *self._settle_in(slot)]
 
-    def _bury(self, member: _Member) -> list[MembershipAction]:
+    def _bury(self, member: _Member, error: str) -> list[MembershipAction]:
         del self._members[member.number]
         if member.slot is None:
-            return self._bury_server(member)
+            return self._bury_server(member, error)
         slot = self._slots.get(member.slot)
         if slot is None or slot.phase is _Phase.FINISHED:
             return []
@@ -369,15 +395,39 @@ class Membership:
         return self._end_if_done() or ([self._publish()] if self._restored else [])
 
     def _end_if_done(self) -> list[MembershipAction]:
-        """The run is over when every slot has finished and no shard is on its way back from a snapshot.
+        """The run is over when every slot has finished, which without a restore leaves nothing open at any shard.
 
-        One that came back has to know how far every slot had come, to say what it lost.
+        Where one came back from a snapshot, every shard has to hear how far the slots had come and to log what is lost:
+        the view tells, and `Concluded` of all of them answers.
         """
-        busy = any(slot.phase is not _Phase.FINISHED for slot in self._slots.values())
-        if busy or any(shard.lost for shard in self._shards):
+        if not self._is_done():
             return []
-        self._ended = True
-        return [self._publish(), Over()] if self._restored else [Over()]
+        if self._restored:
+            return [self._publish()]
+        self._over = True
+        return [Over()]
+
+    def _is_done(self) -> bool:
+        busy = any(slot.phase is not _Phase.FINISHED for slot in self._slots.values())
+        return not busy and not any(shard.lost for shard in self._shards)
+
+    def _conclude(self, message: Concluded) -> list[MembershipAction]:
+        if message.view != self._epoch or not self._is_done():
+            return []
+        self._concluded.add(message.shard)
+        if len(self._concluded) < len(self._shards):
+            return []
+        self._over = True
+        return [Over()]
+
+    def _concerns_servers(self, event: MembershipEvent) -> bool:
+        match event:
+            case Installed() | Concluded():
+                return True
+            case AddSlot() | RemoveSlot():
+                return False
+        member = self._members.get(event.member)
+        return member is not None and member.slot is None
 
     def _remove_slot(self, number: int) -> list[MembershipAction]:
         slot = self._slots.get(number)
@@ -415,6 +465,7 @@ class Membership:
 
     def _publish(self) -> Publish:
         self._epoch += 1
+        self._concluded.clear()
         return Publish(view=self.view)
 
     def _fail(self, sentence: str) -> list[MembershipAction]:

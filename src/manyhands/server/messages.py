@@ -4,6 +4,7 @@
     worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters, Ack──► worker
     worker ──ReadRows──► the primary of a shard ──RowValues──► worker     tables, once the batch is known
     lead shard ──Chosen──► other shards  who belongs to a group, where arrival decides
+    primary ──Concluded──► launcher      after a restore: everyone has left, and nothing is open here
     primary ──Forward──► backup ──Forwarded──► primary
 
 A **slot** is one worker's place in the run, 0 to n-1; a **member** is one process, numbered in the order in which the
@@ -27,6 +28,8 @@ __all__ = [
     "Assigned",
     "Chosen",
     "ChosenKept",
+    "Closing",
+    "Concluded",
     "Entry",
     "Fenced",
     "Forward",
@@ -84,9 +87,9 @@ class WorkKind(IntEnum):
 
     TRAIN = 1
     FINISHED = 2
-    """Every batch is done or given out."""
+    """Every batch is done or given out. (Of a shard that does not lead: as far as it knows.)"""
     RETIRED = 3
-    """The slot was removed from the run."""
+    """The slot was removed from the run. (Likewise.)"""
     UNKNOWN = 4
     """This shard does not lead: the answer of another one says."""
     AHEAD = 5
@@ -343,6 +346,8 @@ class Chosen:
 
     Somebody chose them, in a life that the lead or this shard has lost since.
     """
+    epoch: int = 0
+    """Of the lead shard, as its sender knows it: what a lead that was replaced still says counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +366,8 @@ class ChosenKept:
     top_clock: int
     top_batch: int
     asks: bool = False
+    epoch: int = 0
+    """Of the shard, as its sender knows it: what a primary that was replaced still says counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +393,12 @@ class Lost:
     until: int
 
 
-Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | Lost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """An entry of the lead's log: nobody is left who could send an update, so what waits makes the last step."""
+
+
+Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | Lost | Closing
 """Whatever changes the state of a shard; applied in the same order by the primary and by its backup."""
 
 
@@ -432,6 +444,18 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Concluded:
+    """Primary to the launcher: by the view of this epoch everyone has left, and nothing is open here any more.
+
+    Every update of every slot is in a step or logged as lost or late, on the backup too, and all shards keep what the
+    lead decided.
+    """
+
+    shard: int
+    view: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Yield:
     """To a primary of an older epoch: somebody else serves this shard now."""
 
@@ -459,5 +483,6 @@ Message = (
     | Forwarded
     | Install
     | Installed
+    | Concluded
     | Yield
 )

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from manyhands.data.batches import BatchSource
-from manyhands.errors import UserError
+from manyhands.errors import UserError, format_bytes
+from manyhands.memory.segment import available_bytes
 from manyhands.randomness import preserved
 from manyhands.server.digests import layout_digest
 from manyhands.server.replay_order import ReplayOrder, steps_of
@@ -34,6 +35,9 @@ from manyhands.task import Task
 from manyhands.tasks import build
 
 __all__ = ["Difference", "Replayed", "replay"]
+
+_MOST_THREADS = 4096
+_COPIES = 4  # the model, two numbers of an optimizer's state for each of its own, and the shards' values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,9 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
     path = Path(run)
     directory = RunDirectory.open(path, lock=False)
     record = read_record(path)
-    task = task if task is not None else _built_in(path, directory.config)
+    if task is None:
+        task = _built_in(path, directory.config)
+        _require_room(path, task, record)
     with preserved(), _threads(record.threads):
         stage = Stage(task, record)
         _require_same_task(path, task, record, directory.config, stage)
@@ -110,6 +116,8 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
+    if not 1 <= count <= _MOST_THREADS:
+        raise UserError(f"the run was recorded with {count} threads, which no run has; its record is damaged")
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -129,6 +137,30 @@ def _built_in(path: Path, config: Mapping[str, Any]) -> Task:
             "Python"
         )
     return build(config["task"], **options)
+
+
+def _require_room(path: Path, task: Task, record: RunRecord) -> None:
+    """UserError where the model that the configuration asks for does not fit in memory, before any of it is made."""
+    try:
+        with torch.device("meta"):  # shapes without memory
+            tensors = [*(model := task.model()).parameters(), *model.buffers()]
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{path}: the model of its configuration cannot be made: {_first_line(error)}"
+        ) from error
+    one = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    needed, room = one * (_COPIES + 2 * max(1, record.workers)), available_bytes()
+    if needed > room:
+        raise UserError(
+            f"{path}: the model of its configuration has {format_bytes(one)} of parameters, and replaying it takes "
+            f"{format_bytes(needed)}, but only {format_bytes(room)} is available; is config.json the run's own?"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _require_same_task(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -27,6 +28,8 @@ from manyhands.server.messages import (
     Assigned,
     Chosen,
     ChosenKept,
+    Closing,
+    Concluded,
     Entry,
     Fenced,
     Forward,
@@ -82,7 +85,7 @@ class ShardReplica:
         self._owes_word = False  # to the launcher, that a restored shard has said all that was lost
         self._listening = False  # a lead that was restored: until every other shard has answered
         self._primary = 0  # of this epoch
-        self._lead = 0  # the member that last told us of a decision
+        self._lead = (0, 0)  # epoch and member of the newest lead that we have heard of
         self._backup = 0
         self._view = View(epoch=-1, shards=(), slots=())
         self._primaries: dict[int, tuple[int, int]] = {}  # of that view: epoch and primary of every shard
@@ -95,6 +98,7 @@ class ShardReplica:
         self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.SHARDS: []}  # slots of held reads
         self._mark = 0  # the mark at which those that wait for others were last looked at
         self._asked: set[tuple[int, int]] = set()  # batches that are being given out
+        self._concluded = -1  # the epoch of the view in which the launcher was told that nothing is open
 
     @property
     def sequence(self) -> int:
@@ -119,6 +123,7 @@ class ShardReplica:
         before, changed = self._primaries, mine.epoch > self.epoch
         self._view, self.epoch, self._primary = view, mine.epoch, mine.primary
         self._primaries = {place.shard: (place.epoch, place.primary) for place in view.shards}
+        self._lead = max(self._lead, self._primaries[LEAD])
         for place in (*view.slots, *view.retiring):
             self._know(place.slot, place.member)
         if mine.primary == self.member:
@@ -169,15 +174,19 @@ class ShardReplica:
         for shard in self.core.decisions.kept:
             epoch, primary = self._primaries.get(shard, (0, 0))
             if primary and (everyone or before.get(shard) != (epoch, primary)):
-                actions += [Send(to=primary, message=told) for told in self.core.greetings_to(shard)]
+                actions += [self._tell(primary, told) for told in self.core.greetings_to(shard)]
         return actions
+
+    def _tell(self, to: int, message: Chosen | ChosenKept) -> Send:
+        """What one shard says to another counts as long as its sender serves."""
+        return Send(to=to, message=replace(message, epoch=self.epoch))
 
     def _ask_lead(self, before: dict[int, tuple[int, int]]) -> list[Action]:
         """At another shard: let the lead know who serves it now; what it said before we knew went unheard."""
         mine, lead = self.config.shard, self._primaries.get(LEAD, (0, 0))
         if not lead[1] or (before.get(mine) == self._primaries[mine] and before.get(LEAD) == lead):
             return []
-        return [Send(to=lead[1], message=self.core.kept_answer(asks=True))]
+        return [self._tell(lead[1], self.core.kept_answer(asks=True))]
 
     def _settle_membership(self) -> list[Action]:
         """Log what the view says of slots, once it is sure that no other shard knows better."""
@@ -188,7 +197,9 @@ class ShardReplica:
             self._owes_word = False
             installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
             actions.append(Send(to=LAUNCHER, message=installed))
-        return [*actions, *self._change_slots()] if self.config.leads else actions
+        if self.config.leads:
+            actions += self._change_slots()
+        return actions + self._conclude()
 
     def _lose_owed(self) -> list[Action]:
         """Wait for nothing that a slot owes which nobody will ever speak for again."""
@@ -198,6 +209,24 @@ class ShardReplica:
             if known is not None and known < until:
                 actions += self._append_lost(last.slot, until)
         return actions
+
+    @property
+    def _everyone_left(self) -> bool:
+        gone = {last.slot for last in self._view.gone}
+        return not self._view.retiring and all(place.slot in gone for place in self._view.slots)
+
+    def _conclude(self) -> list[Action]:
+        """Once everyone has left: let what waits be the last step, and tell the launcher when nothing is open."""
+        if not self._everyone_left or self._in_flight or self.core.awaiting:
+            return []
+        if (
+            self.core.steps.num_waiting
+        ):  # steps by clock are closed by what is lost, others' by the lead's choice
+            return self._append(Closing()) if self.config.leads and not self.config.policy.stepwise else []
+        if not self.core.concluded or self._concluded == self._view.epoch:
+            return []
+        self._concluded = self._view.epoch
+        return [Send(to=LAUNCHER, message=Concluded(shard=self.config.shard, view=self._view.epoch))]
 
     def _change_slots(self) -> list[Action]:
         coming = [entry.slots for entry in self._in_flight if isinstance(entry, SlotsChanged)]
@@ -252,6 +281,21 @@ class ShardReplica:
                 return self._take_kept(message, sender)
             case _:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
+
+    def keeps(self, message: Push | Forward) -> bool:
+        """Whether `handle` will keep the gradient of this message.
+
+        That of a fenced worker, of an update that is known already, or of a primary of an older epoch may be gone.
+        """
+        if isinstance(message, Forward):
+            is_next = message.sequence == self.core.sequence + 1
+            return self.role is Role.BACKUP and message.epoch >= self.epoch and is_next
+        if self.role is not Role.PRIMARY or self.core.awaiting:
+            return False
+        if message.member < self._holders.get(message.slot, 0):
+            return False
+        known = self.core.outcome_of(message.slot, message.clock) is not None
+        return not known and message.clock >= self._taken.get(message.slot, 0)
 
     @property
     def awaited_member(self) -> int | None:
@@ -332,17 +376,21 @@ class ShardReplica:
     def _take_chosen(self, chosen: Chosen, sender: int) -> list[Action]:
         if self.role is not Role.PRIMARY or self.config.leads:
             return []  # the lead tells whoever becomes primary
-        self._lead = sender
+        if (chosen.epoch, sender) < self._lead:
+            return []  # on its way since before that lead was replaced; its successor tells us all of it again
+        self._lead = (chosen.epoch, sender)
         if self.core.is_old(chosen):
-            return [Send(to=sender, message=self.core.kept_answer())]
+            return [self._tell(sender, self.core.kept_answer())]
         return self._append(chosen)
 
     def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
         if self.role is not Role.PRIMARY or not self.config.leads:
             return []  # whoever becomes primary of the lead greets everybody
+        if kept.epoch < self._primaries.get(kept.shard, (0, 0))[0]:
+            return []  # of a primary that was replaced; its successor asks
         if not kept.asks:
             return self._append(kept)
-        actions: list[Action] = [Send(to=sender, message=told) for told in self.core.greetings_to(kept.shard)]
+        actions: list[Action] = [self._tell(sender, told) for told in self.core.greetings_to(kept.shard)]
         return actions + (self._append(kept) if self.core.has_lost_choices(kept) else [])
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -381,19 +429,20 @@ class ShardReplica:
             case Lost():
                 self._land(entry.slot)
             case Chosen():
-                actions.append(Send(to=self._lead, message=self.core.kept_answer()))
+                if self._lead[1]:  # else whoever is to lead will greet us
+                    actions.append(self._tell(self._lead[1], self.core.kept_answer()))
                 actions += self._settle_membership()
             case ChosenKept():
                 actions += self._heard()
             case Assigned():
                 self._asked.discard((entry.slot, entry.clock))
-            case SlotsChanged():
+            case SlotsChanged() | Closing():
                 pass
         for shard in self.core.decisions.kept if change.decisions else ():
             primary = self._primaries.get(shard, (0, 0))[1]
             if primary:
                 told = self.core.messages_to(shard, change.decisions)
-                actions += [Send(to=primary, message=message) for message in told]
+                actions += [self._tell(primary, message) for message in told]
         if self._view.gone and change.moved and not self.core.awaiting:
             actions += self._lose_owed()
         waited_for = entry.slot if isinstance(entry, Push) else -1
@@ -408,7 +457,7 @@ class ShardReplica:
             actions += self._look_again(Hold.OTHERS, waited_for)
         if self._waiting_for[Hold.SHARDS] and self.core.concluded:
             actions += self._look_again(Hold.SHARDS)
-        return actions
+        return actions + (self._conclude() if self._view.gone else [])
 
     def _land(self, slot: int) -> None:
         """Forget what was in flight of a slot, once nothing is."""
@@ -417,9 +466,7 @@ class ShardReplica:
 
     def _heard(self) -> list[Action]:
         """At the lead, another shard has answered: reads may wait for that, and after a restore everything does."""
-        actions: list[Action] = []
-        if self.core.decisions.table_is_kept:
-            actions += self._look_again(Hold.SHARDS)
+        actions = self._look_again(Hold.SHARDS)
         if self._listening and not self.core.awaiting:
             self._listening = False
             actions += self._tell_others({})
@@ -505,5 +552,8 @@ class ShardReplica:
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """What is committed, as JSON can say it; the store is of the same moment once all actions are done."""
+        """What is committed, as JSON can say it; the store is of the same moment once all actions are done.
+
+        Beside it a snapshot keeps the gradients of `core.steps.waiting` alone: what is in flight is not in it.
+        """
         return {"shard": self.config.shard, "core": self.core.state()}

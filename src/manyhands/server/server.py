@@ -54,6 +54,11 @@ class ServerCore:
                 actions += self._replica(place.shard).view(view)
         return actions
 
+    def keeps(self, message: Push | Forward) -> bool:
+        """Whether `handle` will keep the gradient of this message: nobody need look for one that it will not."""
+        replica = self.replicas.get(message.shard)
+        return replica is not None and replica.keeps(message)
+
     def handle(self, message: Message, sender: int) -> list[Action]:
         """What to do about a message of member `sender`."""
         match message:

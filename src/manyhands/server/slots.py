@@ -29,6 +29,8 @@ class SlotRecord:
     """The last clock that counts for nothing: its step did not wait for it, or it was lost."""
     recent: dict[int, int] = field(default_factory=dict)
     """The batches of its last few updates by clock: a successor repeats the same where a shard lacks them."""
+    lost: set[int] = field(default_factory=set)
+    """Those of them that were given out and lost, as far as this shard is concerned."""
     waiting: list[int] = field(default_factory=list)
     """The clocks of its updates that are here and in no step yet, ascending."""
 
@@ -41,7 +43,9 @@ class SlotRecord:
         """Note the batch of an update."""
         self.recent[clock] = batch
         if len(self.recent) > _RECENT:
-            del self.recent[next(iter(self.recent))]
+            oldest = next(iter(self.recent))
+            del self.recent[oldest]
+            self.lost.discard(oldest)
 
 
 class SlotTable:
@@ -149,7 +153,8 @@ class SlotTable:
             "top": self.top,
             "floor": self.floor,
             "slots": [
-                [slot, r.next_clock, r.late, list(r.recent.items())] for slot, r in self.records.items()
+                [slot, r.next_clock, r.late, list(r.recent.items()), sorted(r.lost)]
+                for slot, r in self.records.items()
             ],
         }
 
@@ -161,10 +166,11 @@ class SlotTable:
         table._ranks.clear()
         for start, base, slots in state["generations"]:
             table.append(Generation(start=start, base=base, slots=tuple(slots)))
-        for slot, next_clock, late, recent in state["slots"]:
+        for slot, next_clock, late, recent, lost in state["slots"]:
             record = table.records.get(slot) or table.add(slot, next_clock)
             table.move(record, next_clock)
             record.late = late
             record.recent = dict(recent)
+            record.lost = set(lost)
         table.top, table.floor = state["top"], state["floor"]
         return table

@@ -148,6 +148,11 @@ class Steps:
         """The first `count` waiting updates as (slot, clock), in the order of arrival."""
         return tuple(islice(self._waiting, count))
 
+    @property
+    def waiting(self) -> frozenset[tuple[int, int]]:
+        """The names (slot, clock) of the waiting updates."""
+        return frozenset(self._waiting)
+
     # ── arrivals ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:

@@ -87,6 +87,11 @@ class Ps(Strategy):
         return "give mh.fit a Task for ps"
 
     @property
+    def kept_copies(self) -> int:
+        """Each shard's, and its backup's."""
+        return 1 + self.replicas
+
+    @property
     def num_server_processes(self) -> int:
         """One per shard, and at least two where each shard is kept twice."""
         return max(self.servers, self.replicas + 1)

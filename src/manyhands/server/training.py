@@ -15,11 +15,14 @@ from manyhands.server.live.training import (
     ResumePoint,
     ServerTraining,
     TrainingRequest,
+    forget_after,
     resume_point,
     server_summary,
 )
 from manyhands.server.shard_state import merge
 from manyhands.server.strategy import Ps
+from manyhands.store.atomic import WriteFailed
+from manyhands.store.checkpoint import Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
 from manyhands.task import Task
@@ -48,8 +51,15 @@ class PsTraining(Training):
                     f"{directory.path} can not be resumed: {name} is {config[name]!r}, but its shards were written "
                     f"with {directory.config[name]!r}; resume with that"
                 )
-        self._point = resume_point(directory.path, self._strategy)
-        return self._point.batches if self._point is not None else None
+        point = self._point = resume_point(directory.path, self._strategy)
+        forget_after(directory.path, point)
+        directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
+        return point.batches if point is not None else None
+
+    def kept_step(self, directory: RunDirectory) -> int:
+        """What the newest snapshots that all shards have, have seen."""
+        point = resume_point(directory.path, self._strategy)
+        return point.batches if point is not None else 0
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Task, strategy: Ps) -> tuple[int, dict[str, Tensor]] | None:
@@ -72,7 +82,10 @@ class PsTraining(Training):
             collector = stack.enter_context(stage.collector(rings, len(training.rings)))
             with stage.view(collector):
                 outcome = training.run(
-                    on_rows=stage.take_rows, on_event=stage.take_event, commands=options.commands
+                    known=stage.history,
+                    on_rows=stage.take_rows,
+                    on_event=stage.take_event,
+                    commands=options.commands,
                 )
             collector.flush()
             observed = collector.summary()
@@ -81,13 +94,10 @@ class PsTraining(Training):
             ]
             model = training.model()
             metrics = training.evaluate(model)
-            if metrics is not None:
+            evaluated = any("metrics" in row and row["step"] == request.plan.steps for row in stage.history)
+            if metrics is not None and not evaluated:
                 stage.take_rows([{"step": request.plan.steps, "metrics": metrics, "at_s": outcome.seconds}])
-            checkpoints = stage.checkpoints()
-            if checkpoints is not None:
-                snapshot = training.checkpoint((metrics or {}).get("evaluation_loss"))
-                if snapshot is not None:
-                    checkpoints.save(snapshot)
+            self._save(stage, training.checkpoint((metrics or {}).get("evaluation_loss")))
         return Result(
             model=model,
             steps_done=request.plan.steps,
@@ -98,6 +108,16 @@ class PsTraining(Training):
             observed={**observed, **server_summary(outcome)},
             notes=tuple(outcome.notes),
         )
+
+    def _save(self, stage: Stage, snapshot: Snapshot | None) -> None:
+        """Write the last checkpoint; a full disk costs that and not what was trained."""
+        checkpoints = stage.checkpoints()
+        if checkpoints is None or snapshot is None:
+            return
+        try:
+            checkpoints.save(snapshot)
+        except WriteFailed as error:
+            stage.say(str(error))
 
     def _asked(self, stage: Stage) -> TrainingRequest:
         request, options = self._request, self._request.options

@@ -12,22 +12,26 @@ members. Every line is in the kernel's hands when the write returns, and outlive
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.errors import DataError, UserError
-from manyhands.server.log import Row, row_from_json
-from manyhands.store.atomic import reason, write_all, write_json
+from manyhands.server.log import Row, row_from_json, row_to_json
+from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
+from manyhands.store.lines import LineFile
 
 __all__ = [
     "ComputedRow",
     "Recorder",
     "RunRecord",
     "ShardLogs",
+    "ShardRecorder",
+    "clear_records",
+    "computed_lengths",
     "read_computed",
     "read_logs",
     "read_record",
@@ -101,6 +105,9 @@ class ShardLogs:
     files: dict[int, list[list[Row]]]
     """By shard: the rows of each of its files."""
 
+    lengths: dict[str, int]
+    """By file: how many rows it has."""
+
     notes: tuple[str, ...]
     """What was passed over: last lines that were cut."""
 
@@ -109,41 +116,117 @@ class Recorder:
     """The file of one worker process; without a run directory nothing is recorded. `close` is idempotent."""
 
     def __init__(self, run_path: Path | None, process: int) -> None:
-        self._path = run_path / _FOLDER / f"worker.process-{process}.jsonl" if run_path is not None else None
-        self._descriptor = -1
+        self._log = _log_of(run_path, _worker_file(process))
 
     @property
     def records(self) -> bool:
         """Whether rows are wanted."""
-        return self._path is not None
+        return self._log is not None
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many rows its file has, by the file's name; nothing where recording has ended before its time."""
+        return {self._log.path.name: self._log.num_lines} if self._log is not None else {}
 
     def write(self, row: ComputedRow) -> str | None:
         """Add a row. A disk that does not take it ends the recording and not the run: returns what to say of that."""
-        assert self._path is not None, "asked to write although nothing is recorded"
-        line = json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n"
-        try:
-            if self._descriptor < 0:
-                self._path.parent.mkdir(exist_ok=True)
-                flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o644)
-            write_all(self._descriptor, line)
-        except OSError as error:
-            sentence = f"{self._path} could not be written ({reason(error)}): this run can not be replayed"
-            self._path = None
-            return sentence
-        return None
+        assert self._log is not None, "asked to write although nothing is recorded"
+        sentence = _append(self._log, json.dumps(asdict(row), separators=(",", ":")))
+        if sentence is not None:
+            self._log = None
+        return sentence
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._log is not None:
+            self._log.close()
+
+
+class ShardRecorder:
+    """The files of one server: a log of each shard that it keeps a copy of. `close` is idempotent."""
+
+    def __init__(self, run_path: Path | None, member: int) -> None:
+        self._run_path, self._member = run_path, member
+        self._logs: dict[int, LineFile | None] = {}  # None where recording has ended
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many rows each file has, by its name; of none whose recording has ended before its time."""
+        return {log.path.name: log.num_lines for log in self._logs.values() if log is not None}
+
+    def write(self, row: Row) -> str | None:
+        """Add a row. A disk that does not take it ends the recording of its shard: returns what to say of that."""
+        if row.shard not in self._logs:
+            name = f"shard-{row.shard}.member-{self._member}.jsonl"
+            self._logs[row.shard] = _log_of(self._run_path, name)
+        log = self._logs[row.shard]
+        sentence = _append(log, row_to_json(row)) if log is not None else None
+        if sentence is not None:
+            self._logs[row.shard] = None
+        return sentence
+
+    def sync(self, shard: int) -> str | None:
+        """Have the log of a shard on the disk, before a snapshot that it leads to; what to say where that fails."""
+        log = self._logs.get(shard)
+        if log is not None:
+            try:
+                log.sync()
+            except WriteFailed as error:
+                self._logs[shard] = None
+                log.close()
+                return _end_of_recording(error)
+        return None
+
+    def close(self) -> None:
+        """Close the files."""
+        for log in self._logs.values():
+            if log is not None:
+                log.close()
+
+
+def _log_of(run_path: Path | None, name: str) -> LineFile | None:
+    return LineFile(run_path / _FOLDER / name) if run_path is not None else None
+
+
+def _append(log: LineFile, line: str) -> str | None:
+    try:
+        log.append(line.encode() + b"\n")
+    except WriteFailed as error:
+        log.close()
+        return _end_of_recording(error)
+    return None
+
+
+def _end_of_recording(error: WriteFailed) -> str:
+    return f"{error}: its recording ends, the run goes on, and can be neither replayed nor audited as a whole"
+
+
+def clear_records(run_path: Path) -> None:
+    """Remove what an earlier life recorded of which nothing is kept: the run begins again; WriteFailed if it stays.
+
+    First out of sight, so that a crash leaves nothing half-removed that could be taken for a record.
+    """
+    folder, removing = run_path / _FOLDER, run_path / f"{_FOLDER}.removing"
+    try:
+        for path in (removing, folder):
+            if path.exists():
+                if path == folder:
+                    path.rename(removing)
+                    sync_directory(run_path)
+                shutil.rmtree(removing)
+    except OSError as error:
+        raise WriteFailed(
+            f"{folder}, of a run that begins again, could not be removed: {reason(error)}"
+        ) from error
 
 
 def write_record(run_path: Path, record: RunRecord) -> None:
-    """Write run.json, before anything else of the run."""
+    """Write run.json, before anything else of the run; WriteFailed where the disk does not take it."""
     folder = run_path / _FOLDER
-    folder.mkdir(exist_ok=True)
+    try:
+        make_directory(folder)
+    except OSError as error:
+        raise WriteFailed(f"{folder} could not be made: {reason(error)}") from error
     write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **asdict(record)})
 
 
@@ -156,7 +239,7 @@ def read_record(run_path: Path) -> RunRecord:
         raise UserError(
             f"{run_path} has no {_FOLDER}/{_RECORD}: only runs of strategy ps with a run directory are recorded"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, it is not JSON: {error}") from None
     if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (_FORMAT, _VERSION):
         raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
@@ -170,17 +253,29 @@ def read_logs(run_path: Path) -> ShardLogs:
     A last line without its end is of a server that was killed while it wrote: it is passed over, and noted.
     """
     files: dict[int, list[list[Row]]] = {}
+    lengths: dict[str, int] = {}
     notes: list[str] = []
     for shard, path in _found(run_path, _SHARD):
-        files.setdefault(shard, []).append(_read(path, row_from_json, notes))
+        rows = _read(path, row_from_json, notes)
+        files.setdefault(shard, []).append(rows)
+        lengths[path.name] = len(rows)
     if not files:
         raise UserError(f"{run_path} has no logs of updates ({_FOLDER}/shard-….jsonl): was it a run of ps?")
-    return ShardLogs(files=files, notes=tuple(notes))
+    return ShardLogs(files=files, lengths=lengths, notes=tuple(notes))
 
 
 def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
     """By process: what it computed, in order; a cut last line is no row."""
     return {process: _read(path, _computed_from_json, []) for process, path in _found(run_path, _WORKER)}
+
+
+def computed_lengths(computed: Mapping[int, Sequence[ComputedRow]]) -> dict[str, int]:
+    """By file: how many rows `read_computed` found in it."""
+    return {_worker_file(process): len(rows) for process, rows in computed.items()}
+
+
+def _worker_file(process: int) -> str:
+    return f"worker.process-{process}.jsonl"
 
 
 def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
@@ -215,7 +310,7 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
 def _computed_from_json(line: str) -> ComputedRow:
     try:
         table = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"it is not JSON ({error}): {line[:80]!r}") from None
     if isinstance(table, dict):
         table = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}

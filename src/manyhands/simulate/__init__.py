@@ -6,7 +6,17 @@
 from __future__ import annotations
 
 from manyhands.simulate.driver import Observer, simulate
-from manyhands.simulate.faults import AddWorker, Fault, Kill, Pause, RemoveWorker, Role, SlowLink, draw_faults
+from manyhands.simulate.faults import (
+    AddWorker,
+    Fault,
+    Kill,
+    Pause,
+    RemoveWorker,
+    Role,
+    SlowLink,
+    draw_faults,
+    draw_storm,
+)
 from manyhands.simulate.models import Ledger, Model, Store, Trained
 from manyhands.simulate.network import NetworkModel
 from manyhands.simulate.run import SimulatedRun
@@ -34,5 +44,6 @@ __all__ = [
     "Trained",
     "Witness",
     "draw_faults",
+    "draw_storm",
     "simulate",
 ]

@@ -37,6 +37,7 @@ from manyhands.server.client import Leave, Reason
 from manyhands.server.membership import Membership, MembershipPlan
 from manyhands.server.messages import (
     LAUNCHER,
+    Concluded,
     Forward,
     Install,
     Installed,
@@ -51,6 +52,7 @@ from manyhands.server.server import ServerCore
 from manyhands.server.steps import ShardConfig
 from manyhands.simulate.clock import Agenda
 from manyhands.simulate.faults import AddWorker, Fault, Kill, Pause, RemoveWorker, Role, SlowLink
+from manyhands.simulate.models import Store
 from manyhands.simulate.network import Network
 from manyhands.simulate.processes import (
     Assignment,
@@ -84,6 +86,9 @@ class Observer:
 
     def restores(self, shard: int, copy: Copy, now_s: float) -> None:
         """No replica of a shard was left: a server is told to go on from this snapshot."""
+
+    def happens(self, happening: Happening) -> None:
+        """A fault, a recovery or a loss."""
 
 
 def new_server(member: int, spec: SimulationSpec) -> ServerCore:
@@ -139,6 +144,9 @@ class _Simulation:
         self._deferred: deque[Fault] = deque()
         self._died_s: dict[int, float] = {}
         self._cuts_s: dict[tuple[int, int], float] = {}
+        self._copies: set[tuple[int, int, int]] = (
+            set()
+        )  # shard, epoch and server of every copy that was told of
         self._over = False
         self._began_s = 0.0
         self._payload_bytes = spec.gradient_bytes // spec.shards
@@ -156,10 +164,20 @@ class _Simulation:
             logs=tuple(tuple(self._serving[shard].rows[shard]) for shard in shards),
             written={shard: tuple(tuple(s.written[shard]) for s in self._servers) for shard in shards},
             stores=tuple(self._serving[shard].stores[shard] for shard in shards),
+            backups=tuple(map(self._backup, shards)),
+            held=tuple(frozenset(self._serving[shard].held[shard]) for shard in shards),
             times=dict(sorted(self._times.items())),
             happenings=tuple(self._happenings),
             num_events=self._agenda.num_done,
         )
+
+    def _backup(self, shard: int) -> Store | None:
+        """The store of a shard's backup, once the launcher has heard that it is there."""
+        place = self._view.shards[shard] if self._view is not None else None
+        if place is None or (shard, place.epoch, place.backup) not in self._copies:
+            return None
+        server = self._processes.get(place.backup)
+        return server.stores[shard] if isinstance(server, ServerProcess) and server.alive else None
 
     def _describe(self) -> str:
         waiting = [
@@ -181,6 +199,8 @@ class _Simulation:
             self._agenda.at(at_s, self._arrive, to, Letter(source, message, payload, self._agenda.now_s))
         elif isinstance(message, Installed):
             self._agenda.at(at_s, self._installed, message)
+        elif isinstance(message, Concluded):
+            self._agenda.at(at_s, self._tell, message)
 
     def later(self, process: Process, item: Item, after_s: float) -> None:
         """Put something into the process's own inbox, this many seconds from now."""
@@ -261,8 +281,12 @@ class _Simulation:
         self._obey(self._membership.handle(event))
 
     def _installed(self, message: Installed) -> None:
+        self._copies.add((message.shard, message.epoch, message.member))
         self._tell(message)
-        self._heal(f"first copy of shard {message.shard}")
+        first = f"first copy of shard {message.shard}"
+        if first in self._wounds and sum(wound.startswith("first copy") for wound in self._wounds) == 1:
+            self._observer.happens(Happening(self._agenda.now_s, "first copies", message.member))
+        self._heal(first)
 
     def _obey(self, actions: list[MembershipAction]) -> None:
         for action in actions:
@@ -430,4 +454,7 @@ class _Simulation:
             self._strike(self._deferred.popleft())
 
     def _note(self, what: str, member: int) -> None:
-        self._happenings.append(Happening(self._agenda.now_s, what, member))
+        slots = (place.slot for place in self._membership.view.slots if place.member == member)
+        happening = Happening(self._agenda.now_s, what, member, next(slots, -1))
+        self._happenings.append(happening)
+        self._observer.happens(happening)

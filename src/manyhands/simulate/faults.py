@@ -13,7 +13,17 @@ from enum import Enum
 
 from manyhands.errors import UserError
 
-__all__ = ["AddWorker", "Fault", "Kill", "Pause", "RemoveWorker", "Role", "SlowLink", "draw_faults"]
+__all__ = [
+    "AddWorker",
+    "Fault",
+    "Kill",
+    "Pause",
+    "RemoveWorker",
+    "Role",
+    "SlowLink",
+    "draw_faults",
+    "draw_storm",
+]
 
 
 class Role(Enum):
@@ -95,7 +105,10 @@ Fault = Kill | Pause | SlowLink | AddWorker | RemoveWorker
 
 
 def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) -> tuple[Fault, ...]:
-    """`count` faults before `until_s`, in the order of time; with `resize` workers also come and go."""
+    """`count` faults before `until_s`, in the order of time; with `resize` workers also come and go.
+
+    What a seed means never changes, here and in `draw_storm`: seeds that failed once are kept as tests.
+    """
     draw = random.Random(f"faults {seed}")
     kinds = [Kill, Kill, Pause, SlowLink, *([AddWorker, RemoveWorker] if resize else [])]
     faults: list[Fault] = []
@@ -114,3 +127,37 @@ def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) 
         else:
             faults.append(RemoveWorker(at_s=at_s, pick=pick))
     return tuple(faults)
+
+
+def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault, ...]:
+    """Up to fourteen faults before `until_s`, worse than those of `draw_faults`, in the order of time.
+
+    Each plan has a taste of its own (mostly deaths, mostly stops, mostly links slowed up to 300 times; with `resize`
+    mostly joins and leaves), and faults come in bursts: the next strikes while the last is being noticed or made good.
+    """
+    draw = random.Random(f"storm {seed}")
+    kinds: list[type[Fault]] = [Kill, Pause, SlowLink, *([AddWorker, RemoveWorker] if resize else [])]
+    weights = [draw.choice([0.0, 1.0, 1.0, 4.0]) for _ in kinds]
+    if not any(weights):
+        weights[0] = 1.0
+    faults: list[Fault] = []
+    at_s = 0.0
+    for _ in range(draw.randint(1, 14)):
+        in_a_burst = faults and draw.random() < 0.4
+        at_s = (
+            at_s + draw.choice([0.002, 0.02, 0.2]) * draw.random() if in_a_burst else draw.uniform(0, until_s)
+        )
+        faults.append(_drawn_fault(draw, draw.choices(kinds, weights)[0], at_s, until_s))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _drawn_fault(draw: random.Random, kind: type[Fault], at_s: float, until_s: float) -> Fault:
+    role, pick = draw.choice(list(Role)), draw.randrange(2**16)
+    seconds = until_s * 10 ** draw.uniform(-2.5, 0.3)
+    if kind is Kill:
+        return Kill(at_s=at_s, role=role, pick=pick)
+    if kind is Pause:
+        return Pause(at_s=at_s, seconds=seconds, role=role, pick=pick)
+    if kind is SlowLink:
+        return SlowLink(at_s=at_s, seconds=seconds, factor=300 ** draw.random(), role=role, pick=pick)
+    return AddWorker(at_s=at_s) if kind is AddWorker else RemoveWorker(at_s=at_s, pick=pick)

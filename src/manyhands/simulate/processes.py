@@ -214,8 +214,10 @@ class ServerProcess(Process):
 
     def copy(self, shard: int) -> Copy:
         """The shard as it is now."""
-        core = json.dumps(self.core.replicas[shard].state())
-        return Copy(self.stores[shard].state(), dict(self.held[shard]), list(self.rows[shard]), core)
+        replica = self.core.replicas[shard]
+        waiting = replica.core.steps.waiting
+        held = {name: gradient for name, gradient in self.held[shard].items() if name in waiting}
+        return Copy(self.stores[shard].state(), held, list(self.rows[shard]), json.dumps(replica.state()))
 
     def _payload(self, message: Message, payload: Any) -> Any:
         match message:

@@ -19,6 +19,8 @@ class Happening:
     at_s: float
     what: str
     member: int
+    slot: int = -1
+    """Of a worker that was struck: the slot that it held, if any."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,10 @@ class SimulatedRun:
     """By shard: what each server that ever was wrote to its own log, for `audit`."""
     stores: Sequence[Store]
     """The store of each shard, likewise."""
+    backups: Sequence[Store | None]
+    """The store of each shard on its backup, where one was known to have all of it when the run ended."""
+    held: Sequence[frozenset[tuple[int, int]]]
+    """By shard: the updates (slot, clock) that were in no step when the run ended."""
     times: Mapping[int, WorkerTimes]
     """By slot."""
     happenings: Sequence[Happening] = field(default_factory=tuple)

@@ -6,18 +6,21 @@ policy. So a mistake in a core, or in the auditor that reads its log, is not rep
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.server.log import LateRow, LostRow, SlotsRow, StepRow
 from manyhands.server.messages import LEAD, Ack, Message, Outcome, Work
 from manyhands.simulate.driver import Observer
+from manyhands.simulate.faults import Role
 from manyhands.simulate.models import LedgerStore, Mark, Seen
 from manyhands.simulate.processes import Copy, ServerProcess
-from manyhands.simulate.run import SimulatedRun
+from manyhands.simulate.run import Happening, SimulatedRun
 
 __all__ = ["Promise", "Witness"]
+
+_EVER = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +28,13 @@ class Promise:
     """What a consistency promises, said once more in plain numbers.
 
     `bound`: a read at clock c includes every update below c - bound (None: no such promise). `own`: it includes all of
-    the reader's own. `whole`: of every batch all parts are applied, and not only enough of them.
+    the reader's own. `late`: so many parts of a batch may be left out of its step (backup workers).
     """
 
     steps: int
     bound: int | None
     own: bool = True
-    whole: bool = True
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,11 @@ class Witness(Observer):
         self._readings: list[_Reading] = []
         self._acknowledged: dict[int, set[tuple[int, int]]] = defaultdict(set)
         self._at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that went back to a snapshot
+        self._reached: dict[int, int] = {}  # by slot: the clock after the last update that any shard answered
+        self._life: dict[int, set[LedgerStore]] = defaultdict(set)
+        """By shard: the stores that were read since it last went back to a snapshot."""
         self._lost_at_takeover: list[str] = []
+        self._happenings: list[Happening] = []
 
     @property
     def lost_replicas(self) -> bool:
@@ -64,18 +71,23 @@ class Witness(Observer):
     def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
         """Remember what was promised to be safe."""
         del source, to, now_s
-        if isinstance(message, Ack) and message.outcome in self._safe(message.shard):
-            self._acknowledged[message.shard].add((message.slot, message.clock))
+        if isinstance(message, Ack):
+            self._reached[message.slot] = max(self._reached.get(message.slot, 0), message.clock + 1)
+            if message.outcome in self._safe(message.shard):
+                self._acknowledged[message.shard].add((message.slot, message.clock))
 
     def _safe(self, shard: int) -> tuple[Outcome, ...]:
         """Which answers promise that an update counts: an accepted one may come too late, except for the lead."""
-        if shard == LEAD or self._promise.whole:
+        if shard == LEAD or not self._promise.late:
             return (Outcome.APPLIED, Outcome.ACCEPTED, Outcome.DUPLICATE)
         return (Outcome.APPLIED,)
 
     def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
         """Whoever takes over has to have all that was promised."""
-        has = _names(server.stores[shard]) | set(server.held[shard])
+        store = server.stores[shard]
+        assert isinstance(store, LedgerStore)
+        self._life[shard].add(store)
+        has = _names(store) | set(server.held[shard])
         for slot, clock in sorted(self._acknowledged[shard] - has):
             self._lost_at_takeover.append(
                 f"update {clock} of slot {slot} was acknowledged by shard {shard}, but server {server.member}, which "
@@ -85,7 +97,40 @@ class Witness(Observer):
     def restores(self, shard: int, copy: Copy, now_s: float) -> None:
         """More deaths than there are replicas: what was acknowledged may be lost, but not in silence."""
         del copy, now_s
+        self._life.pop(shard, None)
         self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
+
+    def happens(self, happening: Happening) -> None:
+        """Remember whom faults struck, and when that was made good."""
+        self._happenings.append(happening)
+
+    def struck(self, role: Role) -> int:
+        """How many times processes of this role were killed or stopped, at most in one slot if they are workers."""
+        strikes = [
+            happening.slot
+            for happening in self._happenings
+            if happening.what.startswith((f"{role.value} killed", f"{role.value} paused"))
+        ]
+        if role is Role.SERVER:
+            return len(strikes)
+        return max(Counter(slot for slot in strikes if slot >= 0).values(), default=0)
+
+    def needless_restores(self, noticed_s: float) -> list[str]:
+        """With replicas: every return to a snapshot without two deaths of servers before all copies were there.
+
+        A death is known `noticed_s` later: that all copies are there may be said in between.
+        """
+        found = []
+        deaths_s = [0.0]  # the first copies are on their way
+        for happening in self._happenings:
+            whole = happening.what == "recovered every shard"
+            if whole or (happening.what == "first copies" and len(deaths_s) == 1):
+                deaths_s = [at_s for at_s in deaths_s if at_s >= happening.at_s - noticed_s]
+            elif happening.what == "server killed":
+                deaths_s.append(happening.at_s)
+            elif happening.what.endswith("restored") and len(deaths_s) < 2:
+                found.append(f"{happening.what} at {happening.at_s:g} s, although a copy of it was left")
+        return found
 
     def complaints(self, run: SimulatedRun) -> list[str]:
         """Everything that broke a promise; empty for a good run."""
@@ -94,12 +139,15 @@ class Witness(Observer):
             assert isinstance(store, LedgerStore)
             found += self._repeated(shard, store)
             found += self._forgotten(shard, store)
-            found += self._unreported(shard, store, run)
+            found += self._unfinished(shard, store, run)
+            found += self._unaccounted(shard, store, run)
+            found += self._misreported(shard, store, run)
+            found += self._diverged(shard, store)
+            found += self._too_stale(shard, store)
+            if shard not in self._at_risk:
+                found += self._misread(shard, run)
             if not self._at_risk:
                 found += self._incomplete(shard, store)
-                found += self._diverged(shard, store)
-                found += self._too_stale(shard, store)
-                found += self._misreported(shard, store, run)
         return found
 
     def _repeated(self, shard: int, store: LedgerStore) -> list[str]:
@@ -115,23 +163,51 @@ class Witness(Observer):
         missing = sorted(self._acknowledged[shard] - _names(store))
         return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
 
-    def _unreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        told: set[tuple[int, int]] = set()
+    def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
+        """When a run ends nothing waits but what came too late, and a backup has what its primary has."""
+        late = {(row.slot, row.clock) for row in run.logs[shard] if isinstance(row, LateRow)}
+        found = [
+            f"shard {shard} ended with update {clock} of slot {slot} in no step"
+            for slot, clock in sorted(run.held[shard] - late)
+        ]
+        backup = run.backups[shard]
+        if isinstance(backup, LedgerStore) and backup.groups != store.groups:
+            found.append(
+                f"shard {shard} ended after {len(store.groups)} steps and its backup after {len(backup.groups)}, "
+                "or after others"
+            )
+        return found
+
+    def _unaccounted(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
+        """Every update of every slot is in a step, or the log says once that it is not."""
+        told: Counter[tuple[int, int]] = Counter()
         starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        slots: set[int] = set()
         for row in run.logs[shard]:
-            if isinstance(
-                row, SlotsRow
-            ):  # a slot that is added a second time begins later, and the row says when
-                starts = {**dict.fromkeys(row.slots, row.start), **starts}
+            if isinstance(row, SlotsRow):  # every life of the shard begins with all of them
+                starts.update({slot: row.start for slot in row.slots if slot not in starts})
+                ends.update({slot: row.start for slot in slots - set(row.slots) if slot not in ends})
+                slots = set(row.slots)
             elif isinstance(row, LostRow):
                 told.update((row.slot, clock) for clock in range(row.first, row.until))
             elif isinstance(row, LateRow):
-                told.add((row.slot, row.clock))
-        missing = sorted(self._at_risk.get(shard, set()) - _names(store) - told)
-        return [
+                told[row.slot, row.clock] += 1
+        names = _names(store)
+        found = [
             f"shard {shard} lost update {clock} of slot {slot} and does not say so"
-            for slot, clock in missing
-            if slot in starts and clock >= starts[slot]  # that it was restored tells of a slot it never knew
+            for slot, start in sorted(starts.items())
+            for clock in range(start, min(self._reached.get(slot, 0), ends.get(slot) or _EVER))
+            if (slot, clock) not in names and not told[slot, clock]
+        ]
+        found += [
+            f"shard {shard} says {count} times that update {clock} of slot {slot} is in no step"
+            for (slot, clock), count in sorted(told.items())
+            if count > 1
+        ]
+        return found + [
+            f"shard {shard} says that update {clock} of slot {slot} is in no step, and has it"
+            for slot, clock in sorted(names & told.keys())
         ]
 
     def _incomplete(self, shard: int, store: LedgerStore) -> list[str]:
@@ -143,20 +219,21 @@ class Witness(Observer):
             whole[mark.batch] = mark.parts
         found = []
         for batch in range(promise.steps):
-            seen = sorted(parts[batch])
-            full = list(range(whole.get(batch, 1)))
-            if (seen != full) if promise.whole else (not seen or len(set(seen)) < len(seen)):
-                found.append(f"shard {shard} applied parts {seen} of batch {batch}, which has {len(full)}")
+            seen, full = sorted(parts[batch]), whole.get(batch, 1)
+            enough = len(seen) >= max(1, full - promise.late)
+            if not enough or len(set(seen)) < len(seen) or not set(seen) <= set(range(full)):
+                found.append(f"shard {shard} applied parts {seen} of batch {batch}, which has {full}")
         if extra := sorted(batch for batch in parts if batch >= promise.steps):
             found.append(f"shard {shard} applied batches {extra} of a run of {promise.steps}")
         return found
 
     def _diverged(self, shard: int, store: LedgerStore) -> list[str]:
-        """Everybody who ever read must have read a beginning of the one history."""
+        """Everybody who read, since the last restore, must have read a beginning of the one history."""
         lengths: dict[LedgerStore, int] = defaultdict(int)
         for reading in self._readings:
             seen = reading.seen[shard]
-            lengths[seen.store] = max(lengths[seen.store], seen.length)
+            if seen.store in self._life[shard]:
+                lengths[seen.store] = max(lengths[seen.store], seen.length)
         return [
             f"shard {shard} was read with a history that is not the final one"
             for other, length in lengths.items()
@@ -175,7 +252,11 @@ class Witness(Observer):
             below.append(max(below[-1], last.get(clock, (-1, -1, -1))))
         found = []
         for reading in self._readings:
+            if reading.seen[shard].store not in self._life[shard]:
+                continue  # what it had read is not in the history any more
             length, clock = reading.seen[shard].length, reading.work.clock
+            if self._at_risk and (reading.slot, clock) not in position:
+                continue  # begun before a restore, and in no step: nothing came of what it read
             who = f"slot {reading.slot} read {length} steps of shard {shard} for its update {clock}"
             own = position.get((reading.slot, clock - 1), -1)
             if promise.own and own >= length:
@@ -188,7 +269,7 @@ class Witness(Observer):
         return found
 
     def _misreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """The log has to tell what the store went through, and what the workers had read."""
+        """The log has to tell what the store went through."""
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
         told = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
         true = [tuple((m.slot, m.clock, m.batch) for m in group) for group in store.groups]
@@ -197,6 +278,11 @@ class Witness(Observer):
                 (i for i, pair in enumerate(zip(told, true, strict=False)) if pair[0] != pair[1]), None
             )
             return [f"the log of shard {shard} has {len(told)} steps for {len(true)}, first other at {first}"]
+        return []
+
+    def _misread(self, shard: int, run: SimulatedRun) -> list[str]:
+        """The log has to tell which version every worker had read."""
+        rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
         read: dict[tuple[int, int], set[int]] = defaultdict(set)
         for reading in self._readings:
             read[reading.slot, reading.work.clock].add(reading.seen[shard].length)

@@ -21,7 +21,7 @@ class SingleTraining(Training):
         """Train right here."""
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
-                around = _Here(ring, stage.take_rows)
+                around = _Here(ring, stage.hear)
                 trainer = Trainer(self._request.plan, SingleExchange(), around, stage.checkpoints())
                 trained = trainer.run(self._start)
             collector.flush()
@@ -38,13 +38,9 @@ class SingleTraining(Training):
 class _Here:
     """The surroundings of the plain loop, in the caller's own process."""
 
-    def __init__(self, ring: EventRing, take_rows: Callable[[list[dict[str, Any]]], None]) -> None:
+    def __init__(self, ring: EventRing, hear: Callable[[dict[str, Any]], None]) -> None:
         self.record = ring.record
-        self._take_rows = take_rows
-
-    def note(self, payload: dict[str, Any]) -> None:
-        """Straight into the history."""
-        self._take_rows(payload["rows"])
+        self.note = hear
 
     def mark(self, step: int, state: State) -> None:
         """Nobody waits for a single worker."""

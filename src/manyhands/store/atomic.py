@@ -24,6 +24,7 @@ from manyhands.errors import ManyhandsError, UserError
 __all__ = [
     "FileDigest",
     "WriteFailed",
+    "make_directory",
     "reason",
     "render_json",
     "sync_directory",
@@ -80,6 +81,16 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing, so that their names survive a power failure."""
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:

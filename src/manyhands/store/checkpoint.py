@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from manyhands.errors import CorruptCheckpoint, NonFinite, UserError, format_bytes
-from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_synced
+from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_synced
 from manyhands.store.manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -166,6 +166,22 @@ class CheckpointStore:
         which = "no checkpoint can" if step is None else f"the checkpoint of step {step} can not"
         raise CorruptCheckpoint(f"{which} be trusted in {self.folder}: {named}")
 
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, and what a crashed writer left; WriteFailed if one stays."""
+        try:
+            self._sweep()
+            for found, path in self._candidates():
+                if found > step:
+                    removing = path.with_name(f"{path.name}.removing")
+                    path.rename(removing)  # first out of sight, as in rotation
+                    _discard(removing)
+            if self.folder.is_dir():
+                sync_directory(self.folder)
+        except OSError as error:
+            raise WriteFailed(
+                f"{self.folder} holds checkpoints after step {step} that could not be removed: {reason(error)}"
+            ) from error
+
     def steps(self) -> tuple[int, ...]:
         """The steps that have a checkpoint, good or damaged, ascending."""
         return tuple(sorted({step for step, _ in self._candidates()}))
@@ -175,9 +191,7 @@ class CheckpointStore:
         return best(self._entries())
 
     def _prepare(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            sync_directory(self.folder.parent)
+        make_directory(self.folder)
         self._sweep()
 
     def _install(self, writing: Path, target: Path) -> None:

@@ -8,14 +8,14 @@ and not one by one: the death of a process takes none, a power failure may take 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from manyhands.errors import DataError, UserError
-from manyhands.store.atomic import WriteFailed, reason, render_json, write_all, write_atomically
+from manyhands.store.atomic import render_json, write_atomically
+from manyhands.store.lines import LineFile
 
 __all__ = ["MetricsLog"]
 
@@ -25,7 +25,7 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._descriptor: int | None = None
+        self._file = LineFile(self.path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record, which then survives the death of this process.
@@ -33,18 +33,7 @@ class MetricsLog:
         A number that is not finite is written as null. WriteFailed leaves the file as it was before.
         """
         _require_step(record, f"the record {dict(record)!r}", UserError)
-        line = render_json(record, "the record")
-        try:
-            if self._descriptor is None:
-                self._descriptor = _open_at_a_line_end(self.path)
-            end = os.fstat(self._descriptor).st_size
-            try:
-                write_all(self._descriptor, line)
-            except OSError:
-                os.ftruncate(self._descriptor, end)
-                raise
-        except OSError as error:
-            raise WriteFailed(f"{self.path} could not be written: {reason(error)}") from error
+        self._file.append(render_json(record, "the record"))
 
     def read(self) -> list[dict[str, Any]]:
         """All records in order; a torn last line is none. DataError names any other damaged line."""
@@ -55,23 +44,23 @@ class MetricsLog:
 
         A run that resumes from the checkpoint of `step` computes those again.
         """
+        return self.keep(lambda record: bool(record["step"] <= step))
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> int:
+        """Remove the records that are not `wanted`, whole or not at all; return how many they were."""
         self.close()
         records = list(self._records())
-        kept = [line for record, line in records if record["step"] <= step]
+        kept = [line for record, line in records if wanted(record)]
         if len(kept) < len(records):
             write_atomically(self.path, kept)
         return len(records) - len(kept)
 
     def close(self) -> None:
         """Sync the file to the disk and let go of it; a later `append` opens it again."""
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                raise WriteFailed(f"{self.path} could not be synced: {reason(error)}") from error
-            finally:
-                os.close(descriptor)
+        try:
+            self._file.sync()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -104,19 +93,3 @@ class MetricsLog:
 def _require_step(record: Any, where: str, error: type[UserError]) -> None:
     if not isinstance(record, Mapping) or not isinstance(record.get("step"), int):
         raise error(f"{where} is no record of metrics: it has no whole number as its `step`")
-
-
-def _open_at_a_line_end(path: Path) -> int:
-    """Open for appending, without a last line that has no end (the next record would be glued to it)."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    try:
-        end = os.fstat(descriptor).st_size
-        keep = end
-        while keep and os.pread(descriptor, 1, keep - 1) != b"\n":
-            keep -= 1
-        if keep < end:
-            os.ftruncate(descriptor, keep)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor

@@ -15,20 +15,30 @@ runs/digits/
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
-from manyhands.store.atomic import WriteFailed, reason, sync_directory, write_json
+from manyhands.store.atomic import (
+    WriteFailed,
+    make_directory,
+    reason,
+    sync_directory,
+    write_atomically,
+    write_json,
+)
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.store.fingerprint import fingerprint
+from manyhands.store.lines import LineFile
 from manyhands.store.lock import RunLock
 from manyhands.store.metrics import MetricsLog
 
 __all__ = ["RunDirectory"]
 
+_log = logging.getLogger("manyhands")
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG = "hang.txt"
 _MEMBERS = "members.jsonl"
@@ -51,6 +61,7 @@ class RunDirectory:
         self.config = config
         self.metrics = MetricsLog(path / _METRICS)
         self.lock = lock
+        self._members = LineFile(path / _MEMBERS)
 
     @classmethod
     def create(cls, path: Path | str, config: Mapping[str, Any]) -> RunDirectory:
@@ -62,7 +73,7 @@ class RunDirectory:
         fingerprint(config)
         _require_free(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directory(path)
         except OSError as error:
             raise UserError(f"{path} can not be made: {reason(error)}") from error
         lock = RunLock(path / _LOCK)
@@ -124,17 +135,26 @@ class RunDirectory:
         return RunLock.is_held(self.path / _LOCK)
 
     def tell_end(self, error: ManyhandsError, at_s: float) -> None:
-        """Keep what ended the run, for those who look at it: in members.jsonl, and a hang in hang.txt."""
-        blamed = {"name": f"worker {error.worker_rank}"} if isinstance(error, WorkerFailed) else {}
+        """Keep what ended the run, for those who look at it: in members.jsonl, and a hang in hang.txt.
+
+        `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
+        does not take it must not hide the error itself.
+        """
+        name = error.blamed
+        if not name and isinstance(error, WorkerFailed) and error.worker_rank >= 0:
+            name = f"worker {error.worker_rank}"
+        blamed = {"name": name} if name else {}
         sentence = str(error).partition("\n")[0]
-        self.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})
-        if isinstance(error, Hang):
-            (self.path / _HANG).write_text(f"{error}\n\n{error.details}\n")
+        try:
+            self.append_member({"event": "fault", "at_s": at_s, **blamed, "sentence": sentence})
+            if isinstance(error, Hang):
+                write_atomically(self.path / _HANG, [f"{error}\n\n{error.details}\n".encode()])
+        except WriteFailed as failure:
+            _log.warning("what ended the run is not in its directory: %s", failure)
 
     def append_member(self, event: Mapping[str, Any]) -> None:
-        """Add what happened to a process of the run to members.jsonl."""
-        with self.members_path.open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        """Add what happened to a process of the run to members.jsonl; WriteFailed leaves that as it was."""
+        self._members.append(json.dumps(event).encode() + b"\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Put what came out into summary.json, in the place of an earlier one."""
@@ -147,9 +167,17 @@ class RunDirectory:
         except FileNotFoundError:
             return None
 
+    def remove_summary(self) -> None:
+        """The run goes on: what came out of it before does not count any more. WriteFailed if the file stays."""
+        try:
+            self.summary_path.unlink(missing_ok=True)
+        except OSError as error:
+            raise WriteFailed(f"{self.summary_path} could not be removed: {reason(error)}") from error
+
     def close(self) -> None:
         """Sync the metrics and let others have the directory."""
         try:
+            self._members.close()
             self.metrics.close()
         finally:
             if self.lock is not None:

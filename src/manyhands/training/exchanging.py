@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from manyhands.errors import UserError
+from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.strategy import Strategy
@@ -31,13 +32,13 @@ class ExchangeTraining(ProcessTraining):
 
     @classmethod
     def exchange_across_hosts(
-        cls, strategy: Any, rank: int, links: Mapping[int, Link], timeout_s: float
+        cls, strategy: Any, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm
     ) -> tuple[Exchange, Any]:
         """One worker's end among workers of several hosts, and a collective for small words over the same links.
 
         Only where the strategy `crosses_hosts`.
         """
-        del rank, links, timeout_s
+        del rank, links, timeout_s, alarm
         raise UserError(f"strategy={strategy} is for the workers of one host")
 
     @classmethod

@@ -75,12 +75,6 @@ class ProcessTraining(Training):
     ) -> AbstractContextManager[Train]:
         """In a worker's process: what trains there; leaving it lets go of everything."""
 
-    @classmethod
-    def needs_links(cls, strategy: Any) -> bool:
-        """Whether the workers of one host exchange over links, besides the memory they share."""
-        del strategy
-        return False
-
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """From what each worker told at the end: the samples of the run, and what its summary says besides."""
         return finished[0]["samples"], {}
@@ -90,12 +84,12 @@ class ProcessTraining(Training):
         request = self._request
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
-        with WorkerFiles(request.workers, links=self.needs_links(request.strategy)) as files:
+        with WorkerFiles(request.workers, links=request.strategy.uses_links) as files:
             rings = {f"worker-{rank}": ring for rank, ring in enumerate(files.rings)}
             with stage.collector(rings) as collector:
                 cluster = LocalCluster(
                     self._roles(files, stage),
-                    on_note=lambda _rank, payload: stage.take_rows(rows.add(payload["rows"])),
+                    on_note=lambda _rank, payload: stage.hear(payload, rows),
                     on_failure=files.group.abort,
                     watched=watched(request.options.watchdog_s, files.rings),
                 )

@@ -13,6 +13,7 @@ from torch import nn
 from manyhands.cluster.board import State
 from manyhands.link.wire import Wire
 from manyhands.observe.events import NO_STEP, NOBODY, EventKind
+from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import Computer
 from manyhands.training.exchange import Post
@@ -45,7 +46,7 @@ class Surroundings(Protocol):
         """Say where this worker is, for those who wait for it."""
 
     def note(self, payload: dict[str, Any]) -> None:
-        """Send rows of the run's history to the launcher."""
+        """Send rows of the run's history, and a `note` for its user where there is one, to the launcher."""
 
     def stop_requested(self) -> bool:
         """Whether the launcher asked to stop early."""
@@ -88,6 +89,7 @@ class Reporter:
         self._began_ns = time.monotonic_ns()
         self._reached = 0
         self._evaluated: dict[str, float] = {}
+        self._failed_to_save = False  # and said so
         self.loss = math.nan
         """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
@@ -153,7 +155,13 @@ class Reporter:
             score=self._evaluated.get("evaluation_loss", self.loss),
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )
-        checkpoints.save(snapshot)
+        try:
+            checkpoints.save(snapshot)
+            self._failed_to_save = False
+        except WriteFailed as error:  # a full disk costs the checkpoint and not the run
+            if not self._failed_to_save:
+                self._around.note({"rows": [], "note": f"{error}; the run goes on"})
+            self._failed_to_save = True
         self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
     def waits(self, step: int, begin_ns: int, waits: Mapping[int, int]) -> int:

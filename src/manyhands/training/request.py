@@ -67,6 +67,12 @@ class Options:
     watchdog_s: float = 60.0
     """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
 
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+    resume_command: str | None = None
+    """How to go on, for the line that an interrupted run ends with (None: `fit` again); empty: no line."""
+
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
 

@@ -22,4 +22,4 @@ class Resources:
     """Memory that all of them share, with barriers."""
 
     links: Callable[[], Mapping[int, Link]]
-    """A link to each of the others; only where the strategy's `needs_links` said so."""
+    """A link to each of the others; only where the strategy `uses_links`."""

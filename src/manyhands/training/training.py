@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.request import Request
+from manyhands.training.rows import RowsInOrder
 
 __all__ = ["Result", "Stage", "Training", "training_class"]
 
@@ -57,11 +58,23 @@ class Stage:
 
     request: Request
     directory: RunDirectory | None
+    history: Sequence[dict[str, Any]]
+    """The rows so far, those of the run that it goes on with included."""
+
     take_rows: Callable[[list[dict[str, Any]]], None]
     """Rows of the run's history, in the order of their steps."""
 
     take_event: Callable[[Mapping[str, Any]], None]
     """Something happened to a member of the run."""
+
+    say: Callable[[str], None]
+    """Tells the user something, now and again in the summary."""
+
+    def hear(self, payload: Mapping[str, Any], order: RowsInOrder | None = None) -> None:
+        """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
+        self.take_rows(order.add(payload["rows"]) if order is not None else payload["rows"])
+        if "note" in payload:
+            self.say(payload["note"])
 
     @property
     def run_path(self) -> Path | None:
@@ -96,14 +109,24 @@ class Training(ABC):
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
         """Find what to go on from: the number of global batches that it has seen; None if nothing was kept.
 
-        `config` is this run's; UserError where it does not fit what the directory holds.
+        What the directory holds beyond that is removed. `config` is this run's; UserError where it does not fit what is
+        kept.
         """
         del config
         try:
             self._start = directory.checkpoints().load()
         except NoCheckpoint:
+            directory.metrics.truncate_after(0)
             return None
+        directory.metrics.truncate_after(self._start.step)
         return self._start.step
+
+    def kept_step(self, directory: RunDirectory) -> int:
+        """The step that a resumed run would begin after; 0 where nothing is kept."""
+        try:
+            return directory.checkpoints().load().step
+        except NoCheckpoint:
+            return 0
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Task, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:

@@ -19,6 +19,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.room import require_room
+from manyhands.cluster.signals import signal_of
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
 from manyhands.observe.bars import Bars
@@ -94,8 +97,8 @@ def train_glove(
     with Passes(work, bars, after_pass) as passes:
         try:
             train(work, passes)
-        except KeyboardInterrupt:
-            if passes.kept is None:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if passes.kept is None or signal_of(stop) is None:
                 raise
             interrupted = True
     seconds = time.monotonic() - began
@@ -127,6 +130,8 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
     alone = strategy.most_workers == 1
     if alone and workers > 1:
         raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")
+    if not alone:
+        require_room(_cost(strategy), workers, allow_overload=options.allow_overload)
     order = strategy.record_order
     if order is not None and not alone:
         if options.batch > 1:
@@ -142,6 +147,13 @@ def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
             f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
         )
     return _batch_trainer(strategy, options)
+
+
+def _cost(strategy: Strategy) -> Cost:
+    """What the workers take before anything is known of the corpus: threads share one process, the others are many."""
+    if strategy.in_threads:
+        return Cost(per_worker=Amount(tasks=1))
+    return of_processes(others=strategy.processes(0).get("server", 0) + 1)  # and the template
 
 
 def _batch_trainer(strategy: Strategy, options: GloveOptions) -> _Train:

@@ -54,6 +54,8 @@ class GloveOptions:
 
     seed: int = 0
     dtype: str = "float32"
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
     def __post_init__(self) -> None:
         for name, most in (("dim", 100_000), ("passes", 10**9), ("batch", 2**24)):

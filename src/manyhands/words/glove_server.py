@@ -54,7 +54,7 @@ def train_on_servers(work: Work, passes: Passes, strategy: Ps) -> None:
         workers=work.workers,
         steps=work.options.passes * per_pass,
         seed=work.options.seed,
-        options=Options(view=view),
+        options=Options(view=view, allow_overload=work.options.allow_overload, resume_command=""),
     )
     tables = run.model
     assert isinstance(tables, GloveTables)

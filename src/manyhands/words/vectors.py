@@ -25,6 +25,7 @@ __all__ = ["Vectors"]
 
 _LINES_AT_ONCE = 4096
 _LONGEST_LINE = 1 << 22
+_MOST_DIGITS = 15  # of a count in a header: Python itself refuses numbers of thousands of digits
 _SUGGESTED_FROM = 50_000  # comparing with all words of a large file would take seconds
 
 
@@ -53,8 +54,13 @@ class Vectors:
     @cached_property
     def unit(self) -> NDArray[np.float32]:
         """The matrix with rows of length 1, so that products are cosines; a row of zeros stays."""
-        lengths = np.linalg.norm(self.matrix, axis=1, keepdims=True)
-        return (self.matrix / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        with np.errstate(over="ignore"):
+            lengths = np.linalg.norm(self.matrix, axis=1, keepdims=True)
+        unit: NDArray[np.float32] = (self.matrix / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        vast = ~np.isfinite(lengths[:, 0])  # squares beyond single precision
+        wide = self.matrix[vast].astype(np.float64)
+        unit[vast] = wide / np.linalg.norm(wide, axis=1, keepdims=True)
+        return unit
 
     def find(self, word: str) -> int | None:
         """The row of a word as it is written or, where there is none, of its lower case."""
@@ -138,7 +144,7 @@ class Vectors:
 
     @classmethod
     def _read(cls, path: Path, file: BinaryIO) -> Vectors:
-        header = _header(file.readline(_LONGEST_LINE))
+        header = _header(path, file.readline(_LONGEST_LINE))
         if header is None:
             file.seek(0)
             return cls._read_text(path, file)
@@ -180,11 +186,16 @@ def _after(header: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-def _header(line: bytes) -> tuple[int, int] | None:
+def _header(path: Path, line: bytes) -> tuple[int, int] | None:
     """The words and dimensions that word2vec's first line tells, or None where this is none."""
     fields = line.split()
     if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
+    for field in fields:
+        if len(field) > _MOST_DIGITS:
+            raise DataError(
+                f"{path}, line 1: {field[:20].decode()}… is no number of vectors, nor of dimensions"
+            )
     words, dim = int(fields[0]), int(fields[1])
     return (words, dim) if words > 0 and dim > 0 else None
 
@@ -234,13 +245,19 @@ def _parsed(path: Path, number: int, texts: list[bytes], dim: int) -> NDArray[np
             values = np.fromstring(b" ".join(texts).decode(), np.float32, sep=" ")
     except (ValueError, DeprecationWarning):
         values = np.empty(0, np.float32)
-    if len(values) == len(texts):
-        return values.reshape(-1, dim)
-    for place, text in enumerate(texts):
-        if _numbers([text]) is None:
-            shown = text[:40].decode(errors="replace")
-            raise DataError(f"{path}, line {number + place // dim}: {shown!r} is not a number")
-    return np.array([float(text) for text in texts], np.float32).reshape(-1, dim)
+    if len(values) != len(texts):
+        for place, text in enumerate(texts):
+            if _numbers([text]) is None:
+                shown = text[:40].decode(errors="replace")
+                raise DataError(f"{path}, line {number + place // dim}: {shown!r} is not a number")
+        with np.errstate(over="ignore"):
+            values = np.array([float(text) for text in texts], np.float64).astype(np.float32)
+    finite = np.isfinite(values)
+    if not finite.all():
+        place = int(np.argmin(finite))
+        shown = texts[place][:40].decode(errors="replace")
+        raise DataError(f"{path}, line {number + place // dim}: {shown!r} is no finite number")
+    return values.reshape(-1, dim)
 
 
 def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list[str], NDArray[np.float32]]:
@@ -259,6 +276,8 @@ def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list
             raise DataError(f"{path} ends in vector {row + 1} of {count}; it is truncated")
         words.append(_text(path, row + 2, content[at:space].lstrip(b"\n")))
         matrix[row] = np.frombuffer(content, "<f4", dim, space + 1)
+        if not np.isfinite(matrix[row]).all():
+            raise DataError(f"{path}: vector {row + 1} of {count} has a number that is not finite")
         at = space + 1 + 4 * dim
     if content[at:].strip():
         raise DataError(f"{path} goes on after its {count} vectors; it is damaged, or no word2vec file")

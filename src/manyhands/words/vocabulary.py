@@ -23,6 +23,8 @@ from manyhands.words.word_table import WordTable
 
 __all__ = ["Vocabulary", "count_words"]
 
+_MOST_COUNT = 1 << 40  # of one word; the sum over all words then fits in 64 bits
+
 
 class Vocabulary:
     """Words and their counts, most frequent first.
@@ -73,7 +75,7 @@ class Vocabulary:
                 counts.append(int(count))
             except ValueError:
                 raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count") from None
-            if not word or counts[-1] < 0:
+            if not word or not 0 <= counts[-1] <= _MOST_COUNT:
                 raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count")
         return cls(words, counts)
 

@@ -94,6 +94,7 @@ class Job:
             silence=Silence(silence_s=self.timeout_s),
             spin_s=spin_for(self.workers + self.strategy.num_server_processes),
             queue_bytes=1 << 34,
+            connect_s=self.timeout_s,
         )
         return Hub(credentials, CODEC, settings=settings, **options)
 

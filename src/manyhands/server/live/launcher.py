@@ -11,10 +11,12 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from manyhands.cluster.control import Unread
+from manyhands.cluster.failure import Failure
 from manyhands.cluster.job import pack
 from manyhands.cluster.signals import as_exception
 from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
@@ -39,10 +41,11 @@ from manyhands.server.changes import (
 from manyhands.server.client import Reason
 from manyhands.server.live.job import Job, view_payload
 from manyhands.server.live.losses import LossBook
+from manyhands.server.live.recoveries import Recoveries
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
-from manyhands.server.messages import Installed, View
+from manyhands.server.messages import Concluded, Installed, View
 from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
 __all__ = ["Launcher", "Outcome", "RunFiles"]
@@ -78,6 +81,12 @@ class Outcome:
     shards: list[dict[str, Any]] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    recorded: dict[str, int] = field(default_factory=dict)
+    """Files of updates/ that were written to the end, and how many rows each has."""
+
+    unrecorded: list[str] = field(default_factory=list)
+    """A sentence for each file whose recording ended before."""
+
     seconds: float = 0.0
 
 
@@ -95,6 +104,7 @@ class Launcher:
         workers: int,
         files: RunFiles,
         *,
+        losses: LossBook,
         on_rows: Callable[[list[dict[str, Any]]], None],
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
@@ -114,7 +124,8 @@ class Launcher:
                 can_restore=job.run_path is not None,
             )
         )
-        self._losses = LossBook()
+        self._losses = losses
+        self._recoveries = Recoveries()
         self._outcome = Outcome()
         self._addresses: dict[int, str] = {}
         self._servers: set[int] = set()  # that have joined
@@ -122,6 +133,8 @@ class Launcher:
         self._numbers: dict[int, int] = {}  # what each process goes by, where that has changed
         self._names: dict[int, str] = {}
         self._places: dict[int, int] = {}  # of the servers, by member
+        self._server_members: set[int] = set()  # that were ever started
+        self._left: dict[int, dict[str, Any]] = {}  # by shard: what its server said when it had left it
         self._died_at: dict[str, float] = {}
         self._over = False
         self._began = 0.0
@@ -157,12 +170,11 @@ class Launcher:
                 case Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
-                    self._places.pop(process, None)  # it is killed at once, and writes nothing more
                     self._tell_membership(changes.Silent(member=member))
                 case Hung(found=found):
-                    slot = self._slot_of(found.role)
-                    to_blame = slot if slot is not None else found.role
-                    raise Hang(f"{found.sentence}\n\n{found.page}", to_blame, found.details)
+                    hang = Hang(f"{found.sentence}\n\n{found.page}", self._rank_of(found.role), found.details)
+                    hang.blamed = self._names.get(self._process_of(found.role), "")
+                    raise hang
                 case Interrupted(signal=number):
                     raise as_exception(number)
         while not self._commands.empty():
@@ -208,7 +220,9 @@ class Launcher:
             if row is not None:
                 self._on_rows([row])
         elif "evaluation" in said:
-            self._on_rows([{**said["evaluation"], "at_s": time.monotonic() - self._began}])
+            row = self._losses.add_evaluation(said["evaluation"], time.monotonic() - self._began)
+            if row is not None:
+                self._on_rows([row])
         elif "joined" in said:
             if "address" in said:
                 self._addresses[member] = said["address"]
@@ -219,14 +233,25 @@ class Launcher:
             self._tell_membership(changes.Joined(member=member))
         elif "installed" in said:
             self._tell_membership(Installed(**said["installed"]))
+        elif "welcomed" in said:
+            self._say_recovered(self._recoveries.welcomed(member, said["epoch"]))
+        elif "concluded" in said:
+            self._tell_membership(Concluded(**said["concluded"]))
         elif "fenced" in said:
             self._tell("fenced", member, sentence=said["sentence"])
             self._tell_membership(changes.Rejoin(member=member))
+        elif "shards" in said:
+            self._left |= {one["shard"]: one for one in said["shards"]}
         elif "left" in said:
             self._tell_membership(changes.Finished(member=member, reason=Reason[said["reason"]]))
         elif "note" in said:
-            self._outcome.notes.append(said["note"])
+            self._take_note(said)
             self._tell("note", member, sentence=said["note"])
+
+    def _take_note(self, said: Mapping[str, Any]) -> None:
+        self._outcome.notes.append(said["note"])
+        if said.get("ends_recording"):
+            self._outcome.unrecorded.append(said["note"])
 
     def _tell(self, event: str, member: int, **details: Any) -> None:
         at_s = time.monotonic() - self._began if self._began else 0.0
@@ -244,10 +269,32 @@ class Launcher:
             self._add_totals(ended.payload)
             return
         assert ended.failure is not None, "who returned nothing has failed"
-        if ended.failure.reported is not None:
-            raise ended.failure.error()
+        reported = ended.failure.reported
+        if reported is not None and member not in self._server_members:
+            raise replace(
+                ended.failure, rank=self._rank_of(member)
+            ).error()  # a task that fails in one worker fails in its successor
         self._missed("died", member, ended.failure.sentence)
-        self._tell_membership(changes.Died(member=member))
+        if self._has_left(member):
+            return
+        error = reported.error if reported is not None else ""
+        actions = self._membership.handle(changes.Died(member=member, error=error))
+        if error and any(isinstance(action, Fail) for action in actions):
+            raise self._repeated(replace(ended.failure, rank=self._rank_of(member)), actions)
+        self._do(actions)
+
+    def _has_left(self, server: int) -> bool:
+        """Whether everything that a server served is already where it is wanted at the end."""
+        served = {place.shard for place in self._membership.view.shards if place.primary == server}
+        return self._over and server in self._server_members and served <= self._left.keys()
+
+    def _repeated(self, failure: Failure, actions: list[MembershipAction]) -> ManyhandsError:
+        """The error that ended a server and would end the next one: as it was raised, with what was made of it."""
+        error = failure.error()
+        for action in actions:
+            if isinstance(action, Fail):
+                error.add_note(action.sentence)
+        return error
 
     def _missed(self, event: str, member: int, sentence: str) -> None:
         self._died_at.setdefault(self._what(member), time.monotonic())
@@ -255,6 +302,14 @@ class Launcher:
 
     def _slot_of(self, member: int) -> int | None:
         return next((view.slot for view in self._membership.view.slots if view.member == member), None)
+
+    def _rank_of(self, member: int) -> int:
+        """A member as errors number it: a worker by its slot, -1 for a server."""
+        slot = self._slot_of(member)
+        if slot is not None:
+            return slot
+        kind, _, number = self._names.get(self._process_of(member), "").partition(" ")
+        return int(number) if kind == "worker" else -1  # before there is a view, a worker has but its name
 
     def _what(self, member: int) -> str:
         slot = self._slot_of(member)
@@ -273,13 +328,12 @@ class Launcher:
                     self._tell_view(view)
                     payload = view_payload(view, self._addresses, self._roles())
                     for process in [*self._servers, *self._workers.values()]:
-                        self._supervisor.tell(process, payload)
+                        self._tell_process(process, payload)
                 case StartServer(member=member):
-                    place = min(set(range(len(self._files.server_rings))) - set(self._places.values()))
-                    self._places[member] = place
-                    ring = self._files.server_rings[place]
+                    self._server_members.add(member)
+                    ring = self._give_place(member)
                     files = {"final": self._files.final, "events": ring.descriptor}
-                    self._start(member, f"server {place}", serve, files)
+                    self._start(member, f"server {self._places[member]}", serve, files)
                 case StartWorker(member=member, slot=slot):
                     self._start(
                         member,
@@ -291,17 +345,42 @@ class Launcher:
                     process = self._process_of(member)
                     self._workers.pop(member, None)
                     self._numbers[process], self._workers[number] = number, process
-                    self._supervisor.tell(process, {"place": {"slot": slot, "member": number}})
+                    self._tell_process(process, {"place": {"slot": slot, "member": number}})
                 case Kill(member=member):
                     self._supervisor.kill(self._process_of(member))
+                    self._places.pop(member, None)  # it writes nothing more
                 case Lost(shard=shard, member=member):
-                    self._supervisor.tell(member, {"restore": shard})
+                    self._recoveries.restored(self._membership.view.epoch)
+                    self._tell_process(member, {"restore": shard})
                 case Recovered(what=what, member=member):
-                    self._recovered(what, member)
+                    self._say_recovered(self._recoveries.found(what, member))
                 case Fail(sentence=sentence):
                     raise ManyhandsError(sentence)
                 case Over():
+                    self._say_recovered(self._recoveries.over())
                     self._over = True
+                    for server in self._servers:
+                        self._tell_process(server, {"leave": self._missing_shards()})
+
+    def _tell_process(self, process: int, payload: Mapping[str, Any]) -> None:
+        """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
+        try:
+            self._supervisor.tell(process, payload)
+        except Unread:
+            self._supervisor.kill(process)
+
+    def _missing_shards(self) -> list[int]:
+        """Those that no server has left yet."""
+        return [shard for shard in range(self._job.strategy.servers) if shard not in self._left]
+
+    def _give_place(self, member: int) -> EventRing:
+        """The first place that no live server has, and its ring."""
+        taken = set(self._places.values())
+        place = next((one for one in range(len(self._files.server_rings)) if one not in taken), None)
+        if place is None:
+            raise ManyhandsError(f"member {member} has no place: all {len(taken)} servers are still there")
+        self._places[member] = place
+        return self._files.server_rings[place]
 
     def _roles(self) -> dict[int, int]:
         return {member: self._files.server_rings[place].role for member, place in self._places.items()}
@@ -325,11 +404,12 @@ class Launcher:
             }
         )
 
-    def _recovered(self, what: str, member: int) -> None:
-        seconds = time.monotonic() - self._died_at.pop(what, time.monotonic())
-        self._outcome.recoveries.append({"what": what, "seconds": seconds})
-        sentence = f"{what} is whole again after {seconds:.2f} s, with member {member}"
-        self._tell("recovered", member, what=what, seconds=seconds, sentence=sentence)
+    def _say_recovered(self, recovered: list[tuple[str, int]]) -> None:
+        for what, member in recovered:
+            seconds = time.monotonic() - self._died_at.pop(what, time.monotonic())
+            self._outcome.recoveries.append({"what": what, "seconds": seconds})
+            sentence = f"{what} is whole again after {seconds:.2f} s, with member {member}"
+            self._tell("recovered", member, what=what, seconds=seconds, sentence=sentence)
 
     def _start(
         self, member: int, name: str, target: Callable[..., Mapping[str, Any]], files: Mapping[str, int]
@@ -355,16 +435,17 @@ class Launcher:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
-        """Let the servers leave what they hold, and hear everyone's last word."""
+        """See that the servers leave what they hold, whoever dies meanwhile, and hear everyone's last word."""
         self._outcome.seconds = time.monotonic() - self._began
-        for server in self._servers:
-            self._supervisor.tell(server, {"finish": True})
         deadline = time.monotonic() + self._job.timeout_s
-        while self._servers:
+        while missing := self._missing_shards():
             if time.monotonic() > deadline:
-                raise PeerTimeout(
-                    f"servers {sorted(self._servers)} did not leave their shards in time", peer=-1
-                )
+                raise PeerTimeout(f"the servers of shards {missing} did not leave them in time", peer=-1)
+            self._turn()
+        self._outcome.shards = list(self._left.values())
+        for server in self._servers:
+            self._tell_process(server, {"finish": True})
+        while self._servers and time.monotonic() < deadline:
             self._turn_down()
         for process in self._supervisor.members:
             self._supervisor.ask_to_stop(process)
@@ -372,26 +453,30 @@ class Launcher:
             self._turn_down()
 
     def _turn_down(self) -> None:
+        """Everything is where it is wanted: what still goes wrong with a server is said and does no harm."""
         for event in self._supervisor.poll(_LOOK_S):
-            if isinstance(event, Interrupted):
-                raise as_exception(event.signal)
-            if isinstance(event, Said) and "note" in event.payload:
-                self._outcome.notes.append(event.payload["note"])
-            if isinstance(event, Ended):
-                self._servers.discard(event.member)
-                if event.payload is not None:
-                    self._add_totals(event.payload)
-                elif (
-                    event.failure is not None
-                    and event.failure.reported is not None
-                    and not event.failure.is_consequence  # who came too late to be of use was asked to stop
-                ):
-                    raise event.failure.error()
+            match event:
+                case Interrupted(signal=number):
+                    raise as_exception(number)
+                case Said(payload=payload) if "note" in payload:
+                    self._take_note(payload)
+                case Silent(member=process):
+                    self._supervisor.kill(process)
+                case Ended(member=process, payload=payload, failure=failure):
+                    self._servers.discard(process)
+                    if payload is not None:
+                        self._add_totals(payload)
+                    elif failure is None or failure.is_consequence:
+                        pass  # who came too late to be of use was asked to stop
+                    elif process in self._server_members:
+                        self._outcome.notes.append(failure.sentence)
+                    elif failure.reported is not None:
+                        raise replace(failure, rank=self._rank_of(process)).error()
 
     def _add_totals(self, payload: Mapping[str, Any]) -> None:
         for name in self._outcome.totals:
             self._outcome.totals[name] += payload.get(name, 0)
-        self._outcome.shards += payload.get("shards", [])
+        self._outcome.recorded |= payload.get("recorded", {})
 
 
 def _change(asked: AddWorker | RemoveWorker) -> changes.AddSlot | changes.RemoveSlot:

@@ -1,8 +1,12 @@
-"""The history of a run whose batches end in any order: one row for each, from the parts of it that workers report."""
+"""The history of a run whose batches end in any order: one row for each, from the parts of it that workers report.
+
+A batch that is computed again (by a successor, or after a return to a snapshot) has its row already, and so has an
+evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = ["LossBook"]
@@ -11,9 +15,19 @@ __all__ = ["LossBook"]
 class LossBook:
     """Collects the parts of batches; a part that is computed again, by a successor, replaces the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Mapping[str, Any]] = ()) -> None:
+        """`known` are the rows that a run which goes on has already."""
         self._parts: dict[int, dict[int, Mapping[str, Any]]] = {}
-        self._done: set[int] = set()
+        rows = list(known)
+        self._done = {int(row["step"]) - 1 for row in rows if "loss" in row}
+        self._evaluated = {int(row["step"]) for row in rows if "metrics" in row}
+
+    def add_evaluation(self, evaluation: Mapping[str, Any], at_s: float) -> dict[str, Any] | None:
+        """Take an evaluation (step, metrics); its row, once."""
+        if evaluation["step"] in self._evaluated:
+            return None
+        self._evaluated.add(evaluation["step"])
+        return {**evaluation, "at_s": at_s}
 
     def add(self, part: Mapping[str, Any], at_s: float) -> dict[str, Any] | None:
         """Take a report (batch, part, parts, loss, share, seconds); the batch's row once it is whole, once."""

@@ -7,7 +7,7 @@ answered: what must live longer is copied. Gradients of rows come inline always,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,10 @@ class Gradients:
         self._areas: dict[int, WorkerArea] = {}
         self._parts: dict[tuple[int, int], AreaPart] = {}
         self._received: dict[tuple[int, int], Tensor] = {}
-        self._slots: dict[int, int] = {}  # of the members that have pushed
+        self._slots: dict[int, int] = {}  # of the members that are known to have one
+        self._newest: dict[
+            tuple[int, int], int
+        ] = {}  # by slot and shard: the member whose push was taken last
         self._held: dict[tuple[int, int, int], Contribution] = {}
         self._copied: set[tuple[int, int, int]] = set()
 
@@ -87,7 +90,6 @@ class Gradients:
 
         UnknownSets if it names rows that are not known here.
         """
-        self._slots[push.member] = push.slot
         part = self._parts.get((push.member, push.shard))
         if part is not None:
             rows = self.tables.gradients(push.shard, payload)
@@ -141,17 +143,46 @@ class Gradients:
         for (slot, clock), buffer in held.items():
             self._held[shard, slot, clock] = self._contribution(buffer, shard)
 
-    def forget_before(self, slot: int, member: int) -> None:
-        """Let go of the memory of those who held a slot before `member`, unless something of theirs is held."""
-        in_use = {one.gradient.memory.data_ptr() for one in self._held.values()}
+    def lost(self, member: int) -> None:
+        """A member is not connected any more: the memory of one that has never had a slot is of no use."""
+        area = self._areas.get(member) if member not in self._slots else None
+        if area is not None:
+            del self._areas[member]
+            for shard in range(self._layout.shards):
+                self._parts.pop((member, shard), None)
+            area.close()
+
+    def taken(self, push: Push) -> None:
+        """The shard has taken this push: nobody who held its slot before will be heard there any more."""
+        if self._newest.get((push.slot, push.shard)) != push.member:
+            self._newest[push.slot, push.shard] = push.member
+            self.succeed(push.slot, push.member, [push.shard])
+
+    def succeed(self, slot: int, member: int, shards: Collection[int]) -> None:
+        """`member` holds the slot (0: nobody does): let go of what those before it had for these shards.
+
+        Their whole memory goes when no shard needs it and nothing that is held points there.
+        """
+        if not member:
+            return
+        self._slots[member] = slot
         for old in [old for old, place in self._slots.items() if place == slot and old < member]:
-            parts = [self._parts.pop((old, shard), None) for shard in range(self._layout.shards)]
-            if any(part is not None and part.gradient.memory.data_ptr() in in_use for part in parts):
-                continue  # its mapping goes with the last gradient that points there
-            area = self._areas.pop(old, None)
+            for shard in shards:
+                self._parts.pop((old, shard), None)
+                self._received.pop((old, shard), None)
+            needed = {of for of, _ in (*self._parts, *self._received)}
+            area = self._areas.get(old)
+            if old in needed or (area is not None and self._points_into(area)):
+                continue
             if area is not None:
+                del self._areas[old]
                 area.close()
             del self._slots[old]
+
+    def _points_into(self, area: WorkerArea) -> bool:
+        begin = area.segment.address
+        held = (one.gradient.memory.data_ptr() for one in self._held.values())
+        return any(begin <= address < begin + area.segment.num_bytes for address in held)
 
     def close(self) -> None:
         """Let go of everything."""

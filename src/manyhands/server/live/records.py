@@ -1,7 +1,8 @@
 """What the processes of a parameter server record of their messages: both ends give a message the same number.
 
-worker  SEND push ─────────────► RECEIVE push, APPLY           server
-RECEIVE parameters ◄──── (HOLD) SEND parameters
+worker                                         server
+SEND push           ──────────►                RECEIVE push, APPLY
+RECEIVE parameters  ◄──────────  (HOLD, then)  SEND parameters
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 
 from manyhands.link.wire import Wire
-from manyhands.observe.events import NOBODY, EventKind
+from manyhands.observe.events import NO_STEP, NOBODY, EventKind
 from manyhands.observe.ring import EventRing
 from manyhands.server.log import StepRow
 from manyhands.server.messages import Parameters, Push, Read, ReadRows, RowValues
@@ -70,7 +71,7 @@ class ServerRecords:
                 EventKind.RECEIVE,
                 begin_ns,
                 (self._received_ns or time.monotonic_ns()) - begin_ns,
-                step=message.batch if isinstance(message, Push) else -1,
+                step=message.batch if isinstance(message, Push) else NO_STEP,
                 peer=message.slot,
                 num_bytes=num_bytes,
                 message=message_number(message, self._num_shards),
@@ -99,7 +100,7 @@ class ServerRecords:
         if not self._received_ns:
             self._received_ns = self._done_ns = now_ns
         begin_ns, self._done_ns = self._done_ns, now_ns
-        step = answer.work.batch if isinstance(answer, Parameters) else -1
+        step = answer.work.batch if isinstance(answer, Parameters) else NO_STEP
         if isinstance(answer, Parameters):
             asked_ns = self._asked_ns.pop((answer.slot, answer.shard), now_ns)
             if answer.waited_for != NOBODY:

@@ -21,19 +21,25 @@ class ReplicaModel:
         self.model = model
         self._layout = layout
         named = dict(model.named_parameters())
-        values, gradients = layout.views(area.values), layout.views(area.gradients)
-        self._values = {named[name]: view for name, view in values.items()}
-        self._flags = [area.flags(shard) for shard in range(layout.shards)]
-        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._values)
+        self._tied = {name: named[name] for name in layout.views(area.values)}
+        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._tied.values())
         self._share = 1.0
         self._reached: set[str] = set()
-        for name, view in values.items():
+        self.tie(area)
+        for name, parameter in self._tied.items():
+            parameter.register_post_accumulate_grad_hook(_Mover(self, name))  # type: ignore[no-untyped-call]
+
+    def tie(self, area: WorkerArea) -> None:
+        """Use this area from now on; what lies in another one stays as it is."""
+        values = self._layout.views(area.values)
+        self._values = {self._tied[name]: view for name, view in values.items()}
+        self._gradients = self._layout.views(area.gradients)
+        self._flags = [area.flags(shard) for shard in range(self._layout.shards)]
+        for parameter, view in self._values.items():
             if not area.is_in_place:  # else the shards have long written something better there
-                view.copy_(named[name].detach())
+                view.copy_(parameter.detach())
             if not self._on_gpu:
-                named[name].data = view
-            hook = _Mover(self, name, gradients[name])
-            named[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                parameter.data = view
 
     def pulled(self) -> None:
         """Every shard has written its range: fetch it to the GPU, or let autograd know, which does not see that."""
@@ -67,9 +73,9 @@ class ReplicaModel:
             bool(torch.isfinite(views[name].sum())) or _all_finite(views[name]) for name in self._reached
         )
 
-    def moved(self, name: str, view: Tensor, parameter: Tensor) -> None:
+    def moved(self, name: str, parameter: Tensor) -> None:
         """Take a parameter's gradient into the area."""
-        gradient = parameter.grad
+        gradient, view = parameter.grad, self._gradients[name]
         assert gradient is not None, "the hook comes after the gradient"
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -84,12 +90,12 @@ class ReplicaModel:
 class _Mover:
     """The hook of one parameter."""
 
-    def __init__(self, replica: ReplicaModel, name: str, view: Tensor) -> None:
-        self._replica, self._name, self._view = replica, name, view
+    def __init__(self, replica: ReplicaModel, name: str) -> None:
+        self._replica, self._name = replica, name
 
     def __call__(self, parameter: Tensor) -> None:
         with torch.no_grad():
-            self._replica.moved(self._name, self._view, parameter)
+            self._replica.moved(self._name, parameter)
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -11,11 +11,10 @@ import json
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,14 +31,16 @@ from manyhands.memory.sign import LongWait
 from manyhands.observe.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
+from manyhands.server.live.hearing import require_sense, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
-from manyhands.server.log import LostRow, Row, StepRow, row_to_json
+from manyhands.server.log import LostRow, StepRow
 from manyhands.server.messages import (
+    Concluded,
     Forward,
     Install,
     Installed,
@@ -51,8 +52,10 @@ from manyhands.server.messages import (
     RowValues,
     View,
 )
+from manyhands.server.replica import Role as ReplicaRole
 from manyhands.server.server import ServerCore
 from manyhands.server.store import Contribution, ShardStore
+from manyhands.server.updates import ShardRecorder
 from manyhands.store.atomic import WriteFailed
 
 __all__ = ["serve"]
@@ -89,7 +92,7 @@ class _Server:
         self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp", home=self._home)
         self._published: dict[int, int] = {}  # by shard, the version that was last copied home
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
-        self._logs = _Logs(job.run_path, self._member)
+        self._logs = ShardRecorder(job.run_path, self._member)
         self._snapshots = ShardSnapshots(job.run_path, job.keep_checkpoints)
         self._stack = ExitStack()
         if self._home is not None:
@@ -102,9 +105,12 @@ class _Server:
         self._shared_with: set[tuple[int, int]] = set()
         self._outgoing: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
         self._dialled: set[int] = set()
+        self._met: set[int] = set()  # that are connected
+        self._peers: dict[int, str] = {}  # what each member that ever connected is
         self._view: View | None = None
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
+        self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
         self._finished = False
@@ -124,7 +130,10 @@ class _Server:
         self._attend()
         while not self._finished:
             self._listen()
-        return self._leave()
+        if self._hub.turned_away > 1:
+            self._note(f"{self._context.name} turned {self._hub.turned_away} away in all")
+        self._context.mark(self._context.step, State.FINISHED)
+        return {"recorded": self._logs.kept}
 
     def _listen(self) -> None:
         events = self._hub.poll(_LOOK_S)
@@ -142,17 +151,22 @@ class _Server:
                     self._receive(event)
                     if not isinstance(following, Received) or following.member != member:
                         self._hub.send_off()
-                case Shared(segment=segment, tag=tag):
-                    self._gradients.add_area(tag, segment)
-                case Joined(member=member):
+                case Shared():
+                    self._take_area(event)
+                case Joined(member=member, role=role):
+                    self._met.add(member)
+                    self._peers[member] = role
                     for unsent in self._unsent.pop(member, []):
                         self._deliver(member, *unsent)
-                case Lost(member=member):
+                case Lost(member=member, reason=reason):
+                    if member in self._dialled and member not in self._met:
+                        self._context.send({"note": f"{self._context.name}: member {member} {reason}"})
                     self._forget(member)
                 case Ready():
                     self._attend()
-                case TurnedAway(reason=reason):
-                    self._context.send({"note": f"{self._context.name} turned somebody away: {reason}"})
+                case TurnedAway(reason=reason, count=count):
+                    whom = "somebody away:" if count == 1 else f"{count} away, the last of them:"
+                    self._context.send({"note": f"{self._context.name} turned {whom} {reason}"})
 
     def _receive(self, event: Received) -> None:
         begin_ns = self._records.began(event.message)
@@ -163,6 +177,17 @@ class _Server:
         except ProtocolError as error:
             self._cut(event.member, error)
         event.release()
+
+    def _take_area(self, shared: Shared) -> None:
+        if self._peers[shared.member] != "server" and shared.tag != shared.member:
+            error = ProtocolError("tag", f"member {shared.member} shares memory as if it were {shared.tag}")
+            shared.segment.close()
+            self._cut(shared.member, error)
+            return
+        try:
+            self._gradients.add_area(shared.tag, shared.segment)
+        except ValueError as error:
+            self._cut(shared.member, ProtocolError("segment", str(error)))
 
     def _attend(self) -> None:
         """Do what the launcher says; called when there is something, for it costs as much as a small message."""
@@ -180,6 +205,8 @@ class _Server:
     def _forget(self, member: int) -> None:
         """Let go of what belongs to a connection that has ended."""
         self._dialled.discard(member)
+        self._met.discard(member)
+        self._gradients.lost(member)
         self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
         for to, shard in [key for key in self._outgoing if key[0] == member]:
             del self._outgoing[to, shard]
@@ -191,6 +218,8 @@ class _Server:
             self._follow(*view_from(told))
         elif "restore" in told:
             self._restore(told["restore"])
+        elif "leave" in told:
+            self._leave(told["leave"])
         elif "finish" in told:
             self._finished = True
 
@@ -200,23 +229,40 @@ class _Server:
             for place in view.shards:
                 if place.primary == self._member:
                     self._restore(place.shard, self._job.resume_version)
+        for member in self._dialled - addresses.keys():
+            self._dialled.discard(member)
+            self._hub.hang_up(member)
         for member, address in addresses.items():
             if member < self._member and member not in self._dialled:
                 self._dialled.add(member)
                 self._hub.connect(member, address)
+        for gone in [member for member in self._unsent if not self._is_server(member)]:
+            del self._unsent[gone]
         self._do(self._core.view(view), None, None)
-        for slot in view.slots:
-            self._gradients.forget_before(slot.slot, slot.member)
+        for slot in (*view.slots, *view.retiring):
+            self._gradients.succeed(slot.slot, slot.member, self._fencing_shards())
+
+    def _fencing_shards(self) -> list[int]:
+        """Those of which nobody's gradient is taken any more whose slot has been given to another.
+
+        All but the ones that this server is the backup of: what the primary took before it heard is still to come.
+        """
+        backed_up = {
+            shard for shard, replica in self._core.replicas.items() if replica.role is ReplicaRole.BACKUP
+        }
+        return [shard for shard in range(self._layout.shards) if shard not in backed_up]
 
     def _handle(self, member: int, message: Any, payload: memoryview) -> None:
+        require_sense(message, self._peers[member], self._layout.shards)
         push = message.entry if isinstance(message, Forward) else message
         contribution: Contribution | None = None
         try:
-            if isinstance(push, Push) and not push.skip:
+            # Fenced first: whose slot is another's by now has no memory here any more.
+            if isinstance(push, Push) and not push.skip and self._core.keeps(message):
                 contribution = self._gradients.of(push, payload)
                 if contribution is None:
-                    raise ManyhandsError(f"the gradient of slot {push.slot}, clock {push.clock} did not come")
-                if push is message and self._refuse(member, push, contribution):
+                    self._miss(message, push)
+                elif push is message and self._refuse(member, push, contribution):
                     return
             elif isinstance(message, ReadRows):
                 self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
@@ -224,6 +270,15 @@ class _Server:
             self._ask_rows(member, message, unknown)
             return
         self._do(self._core.handle(message, member), contribution, payload)
+        if isinstance(push, Push) and contribution is not None:
+            self._gradients.taken(push)
+
+    def _miss(self, message: Push | Forward, push: Push) -> None:
+        """There is no gradient: a worker's own mistake; without one that a primary took, this copy is of no use."""
+        sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
+        if message is push:
+            raise ProtocolError("push", sentence)
+        raise ManyhandsError(sentence)
 
     def _ask_rows(self, member: int, message: Any, unknown: UnknownSets) -> None:
         """Let a worker send again, with its rows, what it named; a server gives them always."""
@@ -237,7 +292,10 @@ class _Server:
     def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
         """Turn down a gradient that is not finite, by name."""
         store = self._stores.get(push.shard)
-        bad = store.first_bad(contribution) if store is not None else None
+        try:
+            bad = store.first_bad(contribution) if store is not None else None
+        except (IndexError, ValueError) as error:
+            raise ProtocolError("rows", str(error)) from error
         if bad is None:
             return False
         reason = f"the gradient of {bad!r} is not finite"
@@ -248,6 +306,8 @@ class _Server:
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
         push = message.entry if isinstance(message, Forward) else message
+        if isinstance(push, Push | ReadRows):
+            require_shard(push.shard, self._layout.shards)
         if isinstance(push, ReadRows):
             self._gradients.tables.require_room(push.shard, num_bytes)
         return self._gradients.room_for(push, num_bytes) if isinstance(push, Push) else None
@@ -267,7 +327,7 @@ class _Server:
                 case Drop(shard=shard, slot=slot, clock=clock):
                     self._gradients.drop(shard, slot, clock)
                 case Log(row=row):
-                    self._logs.write(row)
+                    self._note(self._logs.write(row), ends_recording=True)
                     if isinstance(row, StepRow):
                         self._staleness[row.shard].update(update.staleness for update in row.updates)
                         if self._is_primary(row.shard):  # a backup takes every step once more
@@ -305,6 +365,9 @@ class _Server:
             case Installed():
                 installed = {"shard": message.shard, "epoch": message.epoch, "member": message.member}
                 self._context.send({"installed": installed})
+                return
+            case Concluded():
+                self._context.send({"concluded": {"shard": message.shard, "view": message.view}})
                 return
             case Parameters(shard=shard):
                 payload = self._parameters(to, shard)
@@ -400,22 +463,26 @@ class _Server:
         core = self._core.replicas[shard]
         begin_ns = time.monotonic_ns()
         self._context.mark(core.core.version, State.SAVING)
+        self._note(self._logs.sync(shard), ends_recording=True)  # on the disk before what follows from it
         try:
             self._snapshots.save(
                 shard,
                 ShardSnapshot(
                     version=core.core.version,
                     state=self._store(shard).state(),
-                    held=self._gradients.held(shard),
+                    held={
+                        name: gradient
+                        for name, gradient in self._gradients.held(shard).items()
+                        if name in core.core.steps.waiting
+                    },
                     core=json.dumps(core.state()),
                 ),
             )
+            self._unsaved.discard(shard)
         except WriteFailed as error:
-            self._context.send(
-                {
-                    "note": f"no snapshot of shard {shard} at version {core.core.version}: {error}; the older ones stay"
-                }
-            )
+            if shard not in self._unsaved:  # said once, until one is taken again
+                self._unsaved.add(shard)
+                self._note(f"no snapshot of shard {shard} at version {core.core.version}: {error}")
         self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
 
@@ -428,22 +495,25 @@ class _Server:
 
     def _tell_lost(self, row: LostRow) -> None:
         count = row.until - row.first
-        self._context.send(
-            {
-                "note": f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
-            }
+        self._note(
+            f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
         )
+
+    def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
+        """Have the launcher tell the user something, if there is anything."""
+        if sentence is not None:
+            self._context.send({"note": sentence, "ends_recording": ends_recording})
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _leave(self) -> dict[str, Any]:
-        """Leave the parameters where the launcher finds them."""
+    def _leave(self, wanted: Collection[int]) -> None:
+        """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
         final = Segment.attach(os.dup(self._context.descriptor("final")))
         shards = []
         with final:
             memory = final.tensor(0, final_bytes(self._layout), torch.uint8)
             for shard in range(self._layout.shards):
-                if not self._is_primary(shard):
+                if shard not in wanted or not self._is_primary(shard):
                     continue
                 begin, end = self._layout.bounds[shard]
                 self._store(shard).read_into(memory[begin:end])
@@ -456,33 +526,8 @@ class _Server:
                         "staleness": sorted(self._staleness[shard].items()),
                         "nbytes": self._store(shard).nbytes,
                         "sha256": shard_digest(self._store(shard), self._layout, shard),
+                        "version": self._core.replicas[shard].core.version,
                     }
                 )
             del memory
-        self._context.mark(self._context.step, State.FINISHED)
-        return {"shards": shards}
-
-
-class _Logs:
-    """The rows of each shard, one file for each server that wrote any; every row is in the kernel's hands at once."""
-
-    def __init__(self, run_path: Path | None, member: int) -> None:
-        self._folder = run_path / "updates" if run_path is not None else None
-        self._member = member
-        self._files: dict[int, int] = {}
-
-    def write(self, row: Row) -> None:
-        """Add a row."""
-        if self._folder is None:
-            return
-        if row.shard not in self._files:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"shard-{row.shard}.member-{self._member}.jsonl"
-            self._files[row.shard] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-        os.write(self._files[row.shard], f"{row_to_json(row)}\n".encode())
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._context.send({"shards": shards})

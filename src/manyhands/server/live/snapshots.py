@@ -117,6 +117,13 @@ class ShardSnapshots:
         names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []
         return {int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()}
 
+    def remove_after(self, version: int) -> None:
+        """Remove every shard's snapshots of later versions: of a life that did not go on. WriteFailed if one stays."""
+        assert self._folder is not None, "without a directory there are no snapshots"
+        for folder in self._folder.iterdir() if self._folder.is_dir() else ():
+            if folder.name.isdigit():
+                self._store(int(folder.name)).remove_after(version)
+
     def newest_whole(self, shards: int) -> list[ShardSnapshot] | None:
         """Every shard's snapshot of the newest version that all of them have undamaged; None where there is none."""
         common = set.intersection(*(self.versions(shard) for shard in range(shards)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,27 +22,41 @@ from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
 from manyhands.server.live.launcher import Launcher, Outcome, RunFiles, new_token
+from manyhands.server.live.losses import LossBook
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
+from manyhands.server.resume import ToCome, batches_to_come
 from manyhands.server.shard_state import merge
 from manyhands.server.strategy import Ps
-from manyhands.server.updates import RunRecord, write_record
+from manyhands.server.updates import RunRecord, clear_records, write_record
+from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import Snapshot
+from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import read_tensors
 from manyhands.training.commands import Command
 from manyhands.training.computing import Computer, TrainingPlan
 
-__all__ = ["ResumePoint", "ServerTraining", "TrainingRequest", "resume_point", "server_summary"]
+__all__ = [
+    "ResumePoint",
+    "ServerTraining",
+    "TrainingRequest",
+    "forget_after",
+    "resume_point",
+    "server_summary",
+]
 
 _RING_EVENTS = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """The newest version that every shard has a snapshot of, and how many batches it has seen."""
+    """The newest version that every shard has a snapshot of, and what was done by then."""
 
     version: int
     batches: int
+    """How many batches the lead shard has applied."""
+
+    to_come: ToCome
 
 
 def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
@@ -49,7 +64,24 @@ def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
     snapshots = ShardSnapshots(run_path, keep=1).newest_whole(strategy.servers)
     if snapshots is None:
         return None
-    return ResumePoint(version=snapshots[0].version, batches=snapshots[0].state.batches)
+    cores = [json.loads(snapshot.core)["core"] for snapshot in snapshots]
+    return ResumePoint(
+        version=snapshots[0].version,
+        batches=snapshots[0].state.batches,
+        to_come=batches_to_come(strategy.consistency, cores),
+    )
+
+
+def forget_after(run_path: Path, point: ResumePoint | None) -> None:
+    """Before a run goes on from `point`: remove what is of a life that does not count.
+
+    The summary of an earlier end; snapshots of later versions, which a shard must never go back to; without a point the
+    records too, for the run begins again. WriteFailed where something stays.
+    """
+    RunDirectory.open(run_path, lock=False).remove_summary()
+    ShardSnapshots(run_path, keep=1).remove_after(point.version if point is not None else -1)
+    if point is None:
+        clear_records(run_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +142,12 @@ class ServerTraining:
     def run(
         self,
         *,
+        known: Iterable[Mapping[str, Any]] = (),
         on_rows: Callable[[list[dict[str, Any]]], None],
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
     ) -> Outcome:
-        """Train to the end."""
+        """Train to the end; `known` is the history so far, of which no row is told again."""
         request = self._request
         job = Job(
             plan=request.plan,
@@ -143,34 +176,43 @@ class ServerTraining:
             job,
             request.workers,
             files,
+            losses=LossBook(known),
             on_rows=on_rows,
             on_event=on_event,
             commands=commands,
             watchdog_s=request.watchdog_s,
         )
-        if request.run_path is not None:
-            self._record(job, request.run_path)
-        return launcher.run()
+        failure = self._record(job, request.run_path) if request.run_path is not None else None
+        outcome = launcher.run()
+        if failure is not None:
+            outcome.notes.insert(0, failure)
+            outcome.unrecorded.insert(0, failure)
+        return outcome
 
-    def _record(self, job: Job, run_path: Path) -> None:
-        """Leave what a replay has to know, and compile the hash of gradients once for all workers."""
+    def _record(self, job: Job, run_path: Path) -> str | None:
+        """Leave what a replay has to know, and compile the hash of gradients once for all workers.
+
+        A disk that does not take it costs the record and not the run: returns what to say of that.
+        """
         nothing = self._layout.range_in(torch.zeros(self._layout.range_bytes(0), dtype=torch.uint8), 0)
         gradient_hash(torch.ones(len(nothing.pieces), dtype=torch.uint8), nothing)
-        write_record(
-            run_path,
-            RunRecord(
-                torch=torch.__version__,
-                cpu=torch.backends.cpu.get_cpu_capability(),
-                threads=job.threads,
-                strategy=str(job.strategy),
-                workers=job.workers,
-                steps=job.plan.steps,
-                seed=job.plan.seed,
-                device=job.plan.device,
-                autocast=job.plan.autocast,
-                layout=layout_digest(self._layout),
-            ),
+        record = RunRecord(
+            torch=torch.__version__,
+            cpu=torch.backends.cpu.get_cpu_capability(),
+            threads=job.threads,
+            strategy=str(job.strategy),
+            workers=job.workers,
+            steps=job.plan.steps,
+            seed=job.plan.seed,
+            device=job.plan.device,
+            autocast=job.plan.autocast,
+            layout=layout_digest(self._layout),
         )
+        try:
+            write_record(run_path, record)
+        except WriteFailed as error:
+            return f"{error}: the run goes on, and can be neither replayed nor audited"
+        return None
 
     def model(self) -> nn.Module:
         """The trained model, on the CPU."""
@@ -220,8 +262,16 @@ def server_summary(outcome: Outcome) -> dict[str, Any]:
     updates = sum(staleness.values())
     return {
         "servers": [
-            {"shard": shard["shard"], "bytes": shard["nbytes"], "sha256": shard["sha256"]} for shard in shards
+            {
+                "shard": shard["shard"],
+                "bytes": shard["nbytes"],
+                "sha256": shard["sha256"],
+                "version": shard["version"],
+            }
+            for shard in shards
         ],
+        "recorded": dict(sorted(outcome.recorded.items())),
+        "unrecorded": outcome.unrecorded,
         "staleness": {
             "mean": sum(value * count for value, count in staleness.items()) / updates if updates else 0.0,
             "max": max(staleness, default=0),

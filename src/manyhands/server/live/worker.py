@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 
 from manyhands.cluster.board import State
@@ -19,6 +20,7 @@ from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.link.hub import Hub, Joined, Lost, Received
+from manyhands.link.message import ProtocolError
 from manyhands.memory.sign import LongWait
 from manyhands.observe.events import NOBODY, EventKind
 from manyhands.observe.ring import EventRing
@@ -26,11 +28,21 @@ from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
+from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.records import message_number, wire_of_link
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.worker_tables import WorkerTables
-from manyhands.server.messages import Parameters, Push, ReadRows, RowsUnknown, RowValues, View, Work
+from manyhands.server.messages import (
+    Parameters,
+    Push,
+    ReadRows,
+    RowsUnknown,
+    RowValues,
+    View,
+    Welcome,
+    Work,
+)
 from manyhands.server.updates import ComputedRow, Recorder
 from manyhands.store.tensorfile import encode_tensors
 from manyhands.training.computing import Computed
@@ -61,10 +73,11 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
             if left.reason is not Reason.FENCED:
                 break
             context.send({"fenced": member, "sentence": left.sentence})
-            place = body.await_place()
+            place = body.await_place(member)
             if place is None:
                 break
             slot, member = place
+            body.begin_anew()
         if left.reason is Reason.FINISHED:
             body.leave_buffers()
         context.send({"left": member, "reason": left.reason.name})
@@ -81,8 +94,10 @@ class _Body:
         self.job = job
         self.computer, built, self.layout = job.build(slot)
         self.home = job.home(context.descriptor("final"), self.layout)
-        self.area = WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
+        self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
+        self.unheard: list[Mapping[str, Any]] = []
+        """What the launcher said after it gave a new place."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
@@ -91,14 +106,26 @@ class _Body:
         self.bytes_sent = 0
         self.samples = 0
 
-    def await_place(self) -> tuple[int, int] | None:
-        """Wait, as a standby, until the launcher has a place; None if the run ended without one."""
+    def await_place(self, member: int) -> tuple[int, int] | None:
+        """Wait, as a standby, for a place under a number after `member`; None if the run ended without one."""
         while not self.context.stop_requested():
-            for told in self.context.told():
-                if "place" in told:
-                    return told["place"]["slot"], told["place"]["member"]
+            told = self.context.told()
+            for number, one in enumerate(told):
+                if "place" in one and one["place"]["member"] > member:
+                    self.unheard = told[number + 1 :]  # the view that names us, perhaps
+                    return one["place"]["slot"], one["place"]["member"]
             time.sleep(_LOOK_S)
         return None
+
+    def begin_anew(self) -> None:
+        """Take other memory: a shard may still hold an update of the old place, and read it where it lies."""
+        self.area.close()
+        self.area = self._new_area()
+        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
+        self.model.tie(self.area)
+
+    def _new_area(self) -> WorkerArea:
+        return WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
 
     def leave_buffers(self) -> None:
         """Leave the model's buffers where the launcher finds them; the last who finishes wins."""
@@ -111,7 +138,12 @@ class _Body:
 
     def totals(self) -> dict[str, Any]:
         """What the launcher adds up."""
-        return {"messages_sent": self.messages_sent, "bytes_sent": self.bytes_sent, "samples": self.samples}
+        return {
+            "messages_sent": self.messages_sent,
+            "bytes_sent": self.bytes_sent,
+            "samples": self.samples,
+            "recorded": self.recorder.kept,
+        }
 
     def close(self) -> None:
         """Let go of the shared memory."""
@@ -142,6 +174,7 @@ class _Turn:
         self._hub.register(context.control_fileno())
         self._unsent: defaultdict[int, list[Send]] = defaultdict(list)
         self._dialled: set[int] = set()
+        self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
         self._computing: Compute | None = None
         self._left: Leave | None = None
@@ -178,7 +211,8 @@ class _Turn:
         return self._left
 
     def _turn(self) -> None:
-        for told in self._context.told():
+        unheard, self._body.unheard = self._body.unheard, []
+        for told in (*unheard, *self._context.told()):
             if "view" in told:
                 self._roles = {int(member): role for member, role in told["roles"].items()}
                 self._follow(*view_from(told))
@@ -189,22 +223,23 @@ class _Turn:
     def _listen(self) -> None:
         for event in self._hub.poll(_AGAIN_S if self._again else _LOOK_S):
             match event:
-                case Received(member=member, message=message, payload=payload):
+                case Received(member=member):
                     self._heard_ns = time.monotonic_ns()
                     self._wait.begin_again()
-                    self._hear_rows(member, message, payload)
-                    self._record_message(EventKind.RECEIVE, member, message, payload.nbytes)
-                    if isinstance(message, Parameters):
-                        self._waited_for = message.waited_for  # of the last shard to answer
-                    self._do(self._core.handle(message, member))
+                    try:
+                        self._hear(event)
+                    except ProtocolError as error:
+                        self._cut(member, error)
                     event.release()
                 case Joined(member=member):
+                    self._unreached.pop(member, None)
                     if self._job.strategy.link == "shared":
                         self._hub.share(member, self._body.area.segment, self._core.member)
                     for send in self._unsent.pop(member, []):
                         self._send(send)
-                case Lost(member=member):
+                case Lost(member=member, reason=reason):
                     self._dialled.discard(member)
+                    self._unreached[member] = reason
                     self._body.tables.forget(member)
         again, self._again = self._again, []
         for shard in again:
@@ -213,9 +248,31 @@ class _Turn:
         waited_s = (time.monotonic_ns() - self._heard_ns) / 1e9
         if waited_s > self._job.timeout_s:
             shards = ", ".join(f"shard {shard}" for shard in self._core.waiting_for)
+            why = "".join(f"; member {member}: {reason}" for member, reason in self._unreached.items())
             raise PeerTimeout(
-                f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}", peer=-1
+                f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}{why}",
+                peer=-1,
             )
+
+    def _hear(self, event: Received) -> None:
+        member, message, payload = event.member, event.message, event.payload
+        if not isinstance(message, FOR_WORKERS):
+            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
+        require_shard(message.shard, self._job.strategy.servers)
+        self._hear_rows(member, message, payload)
+        self._record_message(EventKind.RECEIVE, member, message, payload.nbytes)
+        if isinstance(message, Parameters):
+            self._waited_for = message.waited_for  # of the last shard to answer
+            self._take_values(message, member, payload)
+        self._do(self._core.handle(message, member))
+        if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
+            self._context.send({"welcomed": self._core.member, "epoch": self._core.welcomed_epoch})
+
+    def _cut(self, member: int, error: ProtocolError) -> None:
+        """End the connection to a server that sent what nobody may send; it may serve others well."""
+        self._hub.disconnect(member, str(error))
+        self._dialled.discard(member)
+        self._context.send({"note": f"{self._context.name} ended its connection to member {member}: {error}"})
 
     def _show_wait(self) -> None:
         """Show the server of the first shard that has not answered, if that takes long."""
@@ -225,6 +282,10 @@ class _Turn:
 
     def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
         self._latest = view
+        for member in (self._dialled | self._unreached.keys()) - addresses.keys():
+            self._dialled.discard(member)
+            self._unreached.pop(member, None)
+            self._hub.hang_up(member)
         for member, address in addresses.items():
             if member not in self._dialled:
                 self._dialled.add(member)
@@ -279,15 +340,29 @@ class _Turn:
             )
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
-        """Parameters that come inline are received straight into the model."""
-        del member
+        """Parameters that come inline and are awaited are received straight into the model."""
+        if isinstance(message, Parameters | RowValues):
+            require_shard(message.shard, self._job.strategy.servers)
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
-        if isinstance(message, Parameters):
+        if isinstance(message, Parameters) and self._core.awaits(message, member):
             values = self._body.parts[message.shard].values
             if values.nbytes == num_bytes:
                 return memoryview(values.numpy())  # type: ignore[arg-type]
         return None
+
+    def _take_values(self, message: Parameters, member: int, payload: memoryview) -> None:
+        """Copy parameters that came inline before it was known that they are the ones that are awaited."""
+        values = self._body.parts[message.shard].values
+        if not payload or not self._core.awaits(message, member):
+            return
+        if payload.nbytes != values.nbytes:
+            raise ProtocolError(
+                "payload_bytes", f"{payload.nbytes} bytes of parameters where {values.nbytes} are expected"
+            )
+        came = np.frombuffer(payload, np.uint8)
+        if came.ctypes.data != values.data_ptr():
+            values.numpy()[:] = came
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -363,7 +438,7 @@ class _Turn:
         )
         failure = body.recorder.write(row)
         if failure is not None:
-            self._context.send({"note": failure})
+            self._context.send({"note": failure, "ends_recording": True})
 
     # ── rows of tables ────────────────────────────────────────────────────────────────────────────────────────────────
 

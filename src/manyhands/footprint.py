@@ -1,0 +1,131 @@
+"""What a `fit` takes of its host before it starts: the size of a task, and who holds how many copies of what.
+
+                 each worker                             once
+    mirrored     model, optimizer state, gradients       data
+    allreduce    model, optimizer state, gradients       data; with an algorithm, two rings for each pair of workers
+    central      model's buffers, gradients              parameters, optimizer state, data
+    hogwild      model's buffers, gradients              parameters, optimizer state, data
+    ps           model, gradients                        servers with parameters and state, their backups, data
+
+Everything is a lower bound: activations, and data that are no arrays, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Subset, TensorDataset
+
+from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.facts import Truth
+from manyhands.link.shared import DEFAULT_CAPACITY_BYTES
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+
+__all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
+
+PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
+"""Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
+
+_RING_BYTES = 1 << 20  # events of one worker, and what else is small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The bytes of a task, each copy of each part counted once."""
+
+    parameters: int
+    gradients: int
+    buffers: int = 0
+    state: int = 0
+    """What the optimizer keeps."""
+
+    data: int = 0
+
+
+def sizes_of(task: Task, model: nn.Module, *, on_host: bool = True) -> Sizes:
+    """What is known of a task without computing anything; `model` is one that it has built.
+
+    What a device of its own holds takes nothing of the host.
+    """
+    data = _data_bytes(task.data) + _data_bytes(task.evaluation)
+    if not on_host:
+        return Sizes(parameters=0, gradients=0, data=data)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Sizes(
+        parameters=_bytes_of(model.parameters()),
+        gradients=_bytes_of(trained),
+        buffers=_bytes_of(model.buffers()),
+        state=_state_copies(task, model) * _bytes_of(trained),
+        data=data,
+    )
+
+
+def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int) -> Cost:
+    """What a `fit` by `strategy` takes, for any number of workers; `single` starts none and costs nothing here."""
+    data = Amount(memory_bytes=sizes.data)
+    model = sizes.parameters + sizes.buffers
+    once, others = Amount(), 1  # the template that all are forked from
+    match strategy.truth:
+        case Truth.ONE_PROCESS:
+            return Cost()
+        case Truth.SERVERS:
+            kept = (sizes.parameters + sizes.state) * strategy.kept_copies
+            own = model + sizes.gradients
+            once, others = Amount(memory_bytes=kept), others + strategy.processes(1)["server"]
+        case Truth.ONE_COPY | Truth.ONE_MEMORY:
+            own = sizes.buffers + sizes.gradients
+            once = Amount(memory_bytes=sizes.parameters + sizes.state)
+        case Truth.EVERYONE:
+            own = model + sizes.gradients + sizes.state
+    cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
+    return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all tensors, a storage that several share once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device.type != "meta" and tensor.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
+def _state_copies(task: Task, model: nn.Module) -> int:
+    """How many numbers the optimizer keeps for each parameter, as far as that is known by its settings."""
+    try:
+        optimizer = task.optimizer(model.parameters())
+    except Exception:  # the worker that builds it says what is wrong, with the user's own stack
+        return 0
+    return max((_copies(optimizer, group) for group in optimizer.param_groups), default=0)
+
+
+def _copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    if "betas" in group:
+        return 3 if group.get("amsgrad") else 2
+    return int(bool(group.get("momentum"))) + int(
+        isinstance(optimizer, torch.optim.Adagrad | torch.optim.RMSprop)
+    )
+
+
+def _data_bytes(data: Any) -> int:
+    """Of arrays, and of datasets and containers that hold nothing else."""
+    match data:
+        case torch.Tensor() | np.ndarray():
+            return int(data.nbytes)
+        case TensorDataset():
+            return sum(map(_data_bytes, data.tensors))
+        case Subset():
+            return _data_bytes(data.dataset)
+        case dict():
+            return sum(map(_data_bytes, data.values()))
+        case tuple() | list() if all(isinstance(one, torch.Tensor | np.ndarray) for one in data):
+            return sum(map(_data_bytes, data))
+    return 0

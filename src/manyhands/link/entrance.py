@@ -1,0 +1,80 @@
+"""Where others come in: the listening sockets of a hub, and whom it lets through them."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+from collections.abc import Iterator
+from typing import Final, Generic
+
+from manyhands.link import doors
+from manyhands.link.strangers import K, Newcomers, Tally
+
+__all__ = ["Entrance"]
+
+_ACCEPTED_PER_TURN: Final = 32  # then those who are here have theirs
+_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Entrance(Generic[K]):
+    """Doors that an epoll object watches; `newcomers` are those who came in, `away` counts those who had to go."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+        self._doors: dict[int, socket.socket] = {}
+        self._rests = self._lacks_descriptors = False
+        self.newcomers: Newcomers[K] = Newcomers()
+        self.away = Tally()
+
+    def __contains__(self, descriptor: object) -> bool:
+        return descriptor in self._doors
+
+    def listen(self, address: str) -> str:
+        """Open a door; where others reach it."""
+        door, reached_at = doors.listen(address)
+        self._doors[door.fileno()] = door
+        self._epoll.register(door, select.EPOLLIN)
+        return reached_at
+
+    def accept(self, descriptor: int, now_s: float) -> Iterator[socket.socket]:
+        """Those who wait at a door, up to a share that is fair to others.
+
+        Where there is no room for them, or no descriptor, they are left in the kernel's queue until `wake`.
+        """
+        for _ in range(_ACCEPTED_PER_TURN):
+            if not self.newcomers.has_room(now_s):
+                self._watch(0)
+                return
+            try:
+                end, _ = self._doors[descriptor].accept()
+            except OSError as error:  # nobody else, or nobody any more
+                if error.errno in _NO_DESCRIPTORS:
+                    self._watch(0)
+                    self._lacks_descriptors = True
+                return
+            if doors.same_user(end):
+                end.setblocking(False)
+                yield end
+            else:
+                end.close()
+                self.away.add("a process of another user", None)
+
+    def wake(self) -> K | None:
+        """Watch the doors again if that was given up; who must go, so that there is a descriptor for the next one."""
+        if not self._rests:
+            return None
+        self._watch(select.EPOLLIN)
+        lacked, self._lacks_descriptors = self._lacks_descriptors, False
+        return self.newcomers.oldest() if lacked else None
+
+    def close(self) -> None:
+        """Let nobody in any more; idempotent."""
+        for door in self._doors.values():
+            door.close()
+        self._doors.clear()
+
+    def _watch(self, mask: int) -> None:
+        self._rests = mask == 0
+        for door in self._doors.values():
+            self._epoll.modify(door, mask)

@@ -1,0 +1,94 @@
+"""The audit of a run directory: reads what `audit` is given, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.data.plan import BatchPlan, split
+from manyhands.errors import DataError, UserError
+from manyhands.server.audit import Audit, Evidence, audit
+from manyhands.server.strategy import Ps
+from manyhands.server.updates import computed_lengths, read_computed, read_logs, read_record
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+
+__all__ = ["AuditedRun", "audit_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedRun:
+    """What the records of a run prove."""
+
+    strategy: Ps
+    found: Audit
+    notes: tuple[str, ...]
+    """What was passed over while reading."""
+
+
+def audit_run(run: Path) -> AuditedRun:
+    """Audit the run in directory `run`; UserError where nothing was recorded, DataError naming a damaged line."""
+    directory = RunDirectory.open(run, lock=False)
+    strategy = Strategy.parse(str(directory.config.get("strategy")))
+    if not isinstance(strategy, Ps):
+        raise UserError(f"{run} is a run of {strategy}; only ps applies updates that can be audited")
+    record, logs, computed = read_record(run), read_logs(run), read_computed(run)
+    for shard in range(strategy.servers):
+        if shard not in logs.files:
+            raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
+    summary = directory.read_summary() or {}
+    evidence = Evidence(
+        computed=computed,
+        share=_share(directory.config),
+        versions=_versions(summary),
+        recorded=_counts(summary.get("recorded")),
+        found={**logs.lengths, **computed_lengths(computed)},
+        unrecorded=_sentences(summary.get("unrecorded")),
+    )
+    found = audit(logs.files, strategy.consistency, record.steps, evidence)
+    return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
+
+
+def _share(config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
+    """The part of a batch that a worker's share of it is, as workers reckon it."""
+    samples, batch_size = config.get("samples"), config.get("batch_size")
+    if type(samples) is not int or type(batch_size) is not int:
+        return None
+    plan = BatchPlan(samples, batch_size, 0)
+
+    def share(batch: int, part: int, parts: int) -> float:
+        if batch < 0 or not 0 <= part < parts:
+            return -1.0  # there is no such part, and so it weighs nothing that is logged
+        size = plan.size(batch)
+        return len(split(size, part, parts)) / size
+
+    return share
+
+
+def _versions(summary: Mapping[str, Any]) -> dict[int, int] | None:
+    """By shard: the version that it ended with; None where the summary does not say it."""
+    servers = summary.get("servers")
+    if not isinstance(servers, list):
+        return None
+    versions = {}
+    for one in servers:
+        if (
+            not isinstance(one, dict)
+            or type(one.get("shard")) is not int
+            or type(one.get("version")) is not int
+        ):
+            return None
+        versions[one["shard"]] = one["version"]
+    return versions
+
+
+def _counts(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict):
+        return {}
+    return {name: count for name, count in value.items() if type(count) is int}
+
+
+def _sentences(value: Any) -> tuple[str, ...]:
+    return tuple(str(one) for one in value) if isinstance(value, list) else ()

@@ -1,0 +1,122 @@
+"""A worker that was paused and wakes up, with servers and workers as threads: fenced, told, and of use again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from equality import OPTIMIZERS, distance, make_task, train_plainly
+from equality import loss as plain_loss
+from threaded_ps import ThreadedRun, job_for
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 60
+
+
+class Gate:
+    """The loss, which one worker's thread does not get past before it is let through."""
+
+    def __init__(self, thread: str, after: int) -> None:
+        self.stands, self.opened = threading.Event(), threading.Event()
+        self._thread, self._left = thread, after
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        if threading.current_thread().name == self._thread and not self.opened.is_set():
+            self._left -= 1
+            if self._left < 0:
+                self.stands.set()
+                assert self.opened.wait(60)
+        return plain_loss(model, batch)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("link", ["shared", "tcp"])
+@pytest.mark.parametrize("consistency", ["sync", "bounded:2", "async", "softsync:2"])
+def test_a_zombie_is_fenced_and_the_run_goes_on(
+    consistency: str, link: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate("member 4", after=3)
+    task = make_task(OPTIMIZERS["sgd"])
+    strategy = f"ps servers=2 consistency={consistency} link={link} replicas={replicas}"
+    job = job_for(replace(task, loss=_loss), strategy, steps=STEPS, workers=2)
+    monkeypatch.setitem(_GATES, "now", gate)
+    backups = (2, 1) if replicas else ()
+    with ThreadedRun(job) as run:
+        run.start_workers()
+        run.await_said("joined", 4)
+        run.publish(1, (1, 2), backups)
+        assert gate.stands.wait(60)
+        run.start_worker(1, 5)
+        run.await_said("joined", 5)
+        run.publish(2, (1, 2), backups, deaf=(4,))
+        run.await_said("progress", 12 if consistency != "sync" else 8)  # its successor is at work
+        gate.opened.set()
+        run.await_said("fenced", 1)
+        ours = run.finish().state_dict()
+    if consistency == "sync":
+        assert distance(ours, train_plainly(task, STEPS)) < 1e-9
+
+
+def test_who_was_fenced_takes_the_next_place_and_harms_nothing_that_it_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update that a zombie left at a shard may wait there long after the zombie computes for another slot."""
+    gate = Gate("member 3", after=3)
+    task = make_task(OPTIMIZERS["sgd"])
+    job = job_for(replace(task, loss=_loss), "ps servers=2", steps=STEPS, workers=2)
+    monkeypatch.setitem(_GATES, "now", gate)
+    with ThreadedRun(job) as run:
+        run.start_workers()
+        run.await_said("joined", 4)
+        run.publish(1, (1, 2))
+        assert gate.stands.wait(60)  # slot 0 stands; what slot 1 pushed for this step is held by both shards
+        run.start_worker(1, 5)
+        run.publish(2, (1, 2))  # member 4 is fenced by this
+        run.await_said("fenced", 1)
+        run.hold(0, 6)
+        run.tell(4, {"place": {"slot": 0, "member": 6}})
+        run.publish(3, (1, 2), deaf=(3,))
+        run.await_said("joined", 6)
+        run.await_said("progress", 12)
+        gate.opened.set()
+        ours = run.finish().state_dict()
+    assert distance(ours, train_plainly(task, STEPS)) < 1e-9
+
+
+@pytest.mark.parametrize("link", ["shared", "tcp"])
+def test_what_a_primary_took_before_it_heard_of_a_successor_reaches_its_backup(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backup knows better by then, and has to find the gradient all the same."""
+    gate = Gate("member 4", after=3)
+    task = make_task(OPTIMIZERS["sgd"])
+    job = job_for(replace(task, loss=_loss), f"ps servers=2 replicas=1 link={link}", steps=STEPS, workers=2)
+    monkeypatch.setitem(_GATES, "now", gate)
+    with ThreadedRun(job) as run:
+        run.start_workers()
+        run.await_said("joined", 4)
+        run.publish(1, (1, 2), (2, 1))
+        assert gate.stands.wait(60)
+        run.hold(1, 5)
+        run.publish(2, (1, 2), (2, 1), deaf=(1, 4))  # server 1 leads shard 0, and server 2 is its backup
+        time.sleep(0.5)  # server 2 hears it
+        gate.opened.set()
+        run.await_said("fenced", 1)
+        run.start_worker(1, 5)
+        run.publish(3, (1, 2), (2, 1))
+        ours = run.finish().state_dict()
+    # Not those of the plain loop: shard 0 had taken its step when the successor read for the part that shard 1 lacked.
+    assert distance(ours, train_plainly(task, STEPS)) < 1e-2
+
+
+_GATES: dict[str, Gate] = {}
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    return _GATES["now"](model, batch)

@@ -1,0 +1,71 @@
+"""Two hosts on one machine: network namespaces with a cable between them, and what can happen to a cable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+
+NOWHERE = "02:00:00:00:00:99"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two network namespaces; the cable ends at 10.231.77.1 in the first and at 10.231.77.2 in the second."""
+
+    names: tuple[str, str]
+
+    def address(self, host: int) -> str:
+        return f"10.231.77.{host + 1}"
+
+    def inside(self, host: int) -> list[str]:
+        """What goes before a command to run it on that host."""
+        return ["ip", "netns", "exec", self.names[host]]
+
+    def ip(self, host: int, *words: str) -> None:
+        subprocess.run(["ip", "-n", self.names[host], *words], check=True, timeout=10, capture_output=True)
+
+    def cut(self, sender: int) -> None:
+        """From now on nothing that `sender` sends arrives, and nobody is told: its frames go to no card at all."""
+        receiver = self.address(1 - sender)
+        self.ip(sender, "neigh", "replace", receiver, "lladdr", NOWHERE, "dev", "cable", "nud", "permanent")
+
+    def starve(self, sender: int, rate: str, queue: str) -> None:
+        """Let `sender` send no faster than `rate`, with `queue` waiting before anything is dropped."""
+        shape = ["root", "tbf", "rate", rate, "burst", "10kb", "limit", queue]
+        command = [*self.inside(sender), "tc", "qdisc", "add", "dev", "cable", *shape]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        if done.returncode != 0:
+            pytest.skip(f"the kernel has no token bucket: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Hosts]:
+    """Gone after the test."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = (f"manyhands-a-{os.getpid()}", f"manyhands-b-{os.getpid()}")
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
+        if done.returncode != 0:
+            pytest.skip(
+                f"network namespaces are not permitted here: ip {' '.join(words)}: {done.stderr.strip()}"
+            )
+
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+        near, far = ["cable", "netns", names[0]], ["cable", "netns", names[1]]
+        ip("link", "add", *near, "type", "veth", "peer", "name", *far)
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "address", "add", f"10.231.77.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield Hosts(names)

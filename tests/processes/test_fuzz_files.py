@@ -1,0 +1,77 @@
+"""A few damaged files for every reader; and the harness itself, which must see what it is there to see."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from file_readers import READERS
+
+pytestmark = pytest.mark.timeout(300)
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def test_damaged_files_are_read_or_refused_in_a_sentence() -> None:
+    """Thousands more, with kernels that check their bounds: `make soak`, and `python tests/fuzz_files.py`."""
+    names = [name for name, reader in READERS.items() if not reader.live and name != "tensorboard"]
+    asked = [part for name in names for part in ("--reader", name)]
+    command = [
+        sys.executable,
+        TESTS / "fuzz_files.py",
+        "--here",
+        "--no-bounds",
+        "--seed",
+        "0",
+        "--files",
+        "25",
+        *asked,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count('"done"') == len(names)
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("raise KeyError('x')", "KeyError"),
+        ("np.ones(3 << 28)", "MemoryError"),
+        ("time.sleep(60)", "Timeout"),
+        ("raise ManyhandsError('\\ud800')", "cannot be printed"),
+        ("os.abort()", "Aborted"),
+        ("outside(np.zeros(3), 7)", "IndexError"),  # as kernels are compiled for a campaign
+    ],
+)
+def test_the_harness_sees(does: str, told: str) -> None:
+    script = f"""
+import os, sys, tempfile, time
+from pathlib import Path
+os.environ["NUMBA_BOUNDSCHECK"] = "1"
+import numba
+import numpy as np
+import fuzz_files, file_readers
+from manyhands.errors import ManyhandsError
+
+@numba.njit
+def outside(array, at):
+    return array[np.uint64(at)]
+
+def read(folder):
+    if (folder / "sample").read_bytes() != b"good":
+        {does}
+
+fuzz_files.LIMIT_S = 3.0
+if "outside" in {does!r}:
+    outside(np.zeros(3), 1)  # compiled before the clock runs
+file_readers.READERS["broken"] = file_readers.Reader(name="broken", make=file_readers._write(b"good"), read=read)
+sys.exit(fuzz_files.work("broken", 0, range(20), Path(tempfile.mkdtemp(dir=sys.argv[1]))))
+"""
+    with tempfile.TemporaryDirectory() as place:
+        done = subprocess.run(
+            [sys.executable, "-c", script, place], capture_output=True, text=True, check=False, cwd=TESTS
+        )
+    assert done.returncode != 0
+    assert told in done.stdout + done.stderr

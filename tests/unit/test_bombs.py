@@ -1,0 +1,328 @@
+"""Small files that ask for much memory, or hold values of another kind: refused, or left out and told."""
+
+import dataclasses
+import json
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import file_readers
+from manyhands.compare.measure import measure
+from manyhands.compare.plan import Trial
+from manyhands.errors import DataError, UserError
+from manyhands.observe.charts import Series, line_chart
+from manyhands.observe.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
+from manyhands.observe.files import _HEADER, EventFileWriter, read_events
+from manyhands.observe.plain import number, text, whole
+from manyhands.regression import online
+from manyhands.regression.labels import Labels
+from manyhands.regression.model import LogregModel
+from manyhands.regression.training import train_logreg
+from manyhands.seeing.page import report
+from manyhands.seeing.prometheus import metrics_text
+from manyhands.seeing.source import existing_run
+from manyhands.server import replay
+from manyhands.server.log import LostRow, row_from_json, row_to_json
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+from manyhands.tasks import TASKS
+from manyhands.words.vectors import Vectors
+from manyhands.words.vocabulary import Vocabulary
+
+
+@contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """What happens inside takes no more memory than this."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= num_bytes, f"{peak / 1e6:.0f} MB"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run on two servers that has ended."""
+    file_readers._run(tmp_path)
+    return tmp_path / "run"
+
+
+def shown(run: Path) -> str:
+    view = existing_run(run).poll()
+    metrics_text(view).encode()
+    return report(view).encode().decode()
+
+
+def events_of(role: int, **fields: Any) -> np.ndarray:
+    records = np.zeros(3, RECORD)
+    records["kind"], records["role"], records["id"] = EventKind.WAIT, role, np.arange(3)
+    records["start_ns"], records["duration_ns"], records["peer"] = 1_000_000_000, 1000, -1
+    for name, value in fields.items():
+        records[name][1] = value
+    return records
+
+
+def write_events(folder: Path, role: int, records: np.ndarray) -> Path:
+    writer = EventFileWriter.create(folder, name=f"worker-{role}", role=role, max_bytes=1 << 20)
+    writer.append(records)
+    writer.close(0)
+    return writer.path
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_peer_of_one_event_takes_no_memory(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", _config()) as run:
+        write_events(run.events_path, 0, events_of(0, peer=1500))
+    with at_most(100 << 20):
+        shown(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("peer", MAX_ROLE + 1), ("peer", -2), ("peer", 2**31 - 1), ("step", 2**62), ("step", -2), ("start_ns", 2**63),
+     ("duration_ns", 2**64 - 1), ("num_bytes", 2**64 - 1), ("id", 2**64 - 1)],
+)  # fmt: skip
+def test_a_value_that_no_role_records_is_refused_by_offset(tmp_path: Path, field: str, value: int) -> None:
+    path = write_events(tmp_path, 0, events_of(0, **{field: value}))
+    with pytest.raises(DataError, match=f"offset {_HEADER.itemsize + RECORD.itemsize}: not the next event"):
+        read_events(path)
+
+
+def test_a_role_beyond_those_that_views_show_is_noted(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", _config()) as run:
+        write_events(run.events_path, 0, events_of(0))
+        write_events(run.events_path, MAX_ROLE, events_of(MAX_ROLE))
+    with at_most(100 << 20):
+        assert f"of role {MAX_ROLE}; views show those below {MAX_SHOWN}" in shown(tmp_path / "run")
+
+
+@pytest.mark.parametrize("workers", [10**12, 2**31, -5, "x", None, [], 1e300, True])
+def test_the_workers_of_a_configuration_take_no_memory(tmp_path: Path, workers: Any) -> None:
+    with RunDirectory.create(tmp_path / "run", _config()):
+        pass
+    told = json.loads((tmp_path / "run" / "config.json").read_text())
+    told["config"] |= {"workers": workers, "steps": workers, "task": workers, "strategy": workers}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(told))
+    with at_most(200 << 20):
+        shown(tmp_path / "run")
+
+
+def _config() -> dict[str, Any]:
+    return {"task": "digits", "strategy": "mirrored", "workers": 2, "steps": 9, "seed": 0, "batch_size": 8,
+            "samples": 9, "parameters": {}}  # fmt: skip
+
+
+# ── JSON of another kind ──────────────────────────────────────────────────────────────────────────────────────────────
+
+ODD: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, "x", "\ud800", [], [[]], {}, {"a": {}}, float("nan"))
+
+
+def follow_up(run: Path, row: dict[str, Any]) -> str:
+    """The page of the run, to whose history this row came, and then a good one."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n" + json.dumps({"step": 22, "at_s": 2.3, "loss": 0.5}) + "\n")
+    page = shown(run)
+    assert "22 of 40" in page, "what follows is shown"
+    return page
+
+
+@pytest.mark.parametrize("odd", [True, 10**400, "x", "\ud800", [[]], {"a": {}}, float("nan")], ids=repr)
+@pytest.mark.parametrize("key", ["step", "at_s", "loss"])
+def test_a_row_of_metrics_of_another_kind_is_left_out_and_counted(run: Path, key: str, odd: Any) -> None:
+    page = follow_up(run, {"step": 21, "at_s": 2.2, "loss": 0.1, key: odd})
+    assert "metrics.jsonl has 1 row that no run writes; they are left out" in page
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_metrics_of_another_kind_break_nothing(run: Path, odd: Any) -> None:
+    follow_up(run, {"step": 21, "at_s": 2.2, "metrics": odd})
+    follow_up(run, {"step": 21, "at_s": 2.2, "metrics": {"accuracy": odd, "\ud800": 0.5}})
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_rows_of_members_of_another_kind_break_nothing(run: Path, odd: Any) -> None:
+    keys = ("shards", "slots", "names", "epoch", "member", "name", "sentence", "at_s", "event")
+    with (run / "members.jsonl").open("a") as file:
+        for event in ("layout", "view", "died", "started"):
+            for key in keys:
+                row = {
+                    "event": event,
+                    "shards": [odd],
+                    "slots": [odd],
+                    "names": {"0": odd},
+                    "member": 0,
+                    key: odd,
+                }
+                file.write(json.dumps(row) + "\n")
+        shards = [{"shard": 0, "primary": odd, "backup": odd}]
+        file.write(
+            json.dumps({"event": "view", "shards": shards, "slots": [], "names": {"2": "server 0"}}) + "\n"
+        )
+        file.write(json.dumps({"event": "died", "sentence": "the last one"}) + "\n")
+    page = shown(run)
+    assert "the last one" in page
+    assert "members.jsonl has" in page
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("key", ["samples_per_s", "steps", "per_worker", "staleness", "notes", "samples"])
+def test_a_summary_of_another_kind_breaks_no_view_and_is_one_sentence_in_a_comparison(
+    run: Path, key: str, odd: Any
+) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {key: odd}))
+    assert "40" in shown(run)
+    is_good = key == "samples_per_s" or (key == "staleness" and not odd) or (
+        (key, odd) in (("steps", -1), ("samples", -1))
+    )  # fmt: skip
+    is_good |= key == "notes" and odd in ("x", "\ud800", [], {}, [[]], {"a": {}})
+    asked = Trial(place=0, repeat=0), run, Strategy.parse("ps servers=2 consistency=async")
+    if is_good:
+        measure(*asked)
+    else:
+        with pytest.raises(DataError, match="does not hold what the end of a run writes"):
+            measure(*asked)
+
+
+def test_values_are_taken_for_what_they_should_be() -> None:
+    assert [whole(value) for value in (3, -3, True, 2.0, "3", None, 2**53, 10**400)] == [3, -3] + [None] * 6
+    assert [number(value) for value in (3, 2.5, True, "3", None, 10**400, float("nan"))] == [3.0, 2.5] + [
+        None
+    ] * 5
+    assert text("a\x1b[31m\ud800é\n") == "a\\x1b[31m\\ud800é\\n"
+    assert [text(value) for value in (None, 3, [])] == ["", "", ""]
+    assert len(text("x" * 10_000)) == 2000
+
+
+@pytest.mark.parametrize("ys", [(1e-320, 0.0), (-1e308, 1e308), (5e-324, 5e-324), (1e308, 1.0), (0.0, 0.0)])
+def test_vast_and_tiny_values_are_drawn(ys: tuple[float, float]) -> None:
+    drawn = line_chart([Series(name="a", xs=(0, 1), ys=ys)], title="t", x_label="x", y_label="y")
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+
+
+# ── data files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("strategy", ["single", "hogwild hands=processes", "allreduce", "ps servers=2"])
+def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb"
+    path.write_bytes(b"1 1000000000:1\n-1 1:1")
+    assert path.stat().st_size == 21
+    # Room for the table alone, as on a machine of 16 GiB: the copies of it would not fit.
+    monkeypatch.setattr(online, "available_bytes", lambda: 17 << 30)
+    workers = 1 if strategy == "single" else 2
+    with (
+        at_most(200 << 20),
+        pytest.raises(UserError, match=r"up to 1000000000 takes .* GiB with its copies.*bits"),
+    ):
+        train_logreg(path, strategy=strategy, workers=workers)
+
+
+@pytest.mark.parametrize("learner", ["sgd", "adagrad", "ftrl"])
+def test_what_the_learner_counts_is_what_it_takes(
+    tmp_path: Path, learner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from manyhands.regression.options import LogregOptions
+
+    path, size = tmp_path / "rows", 2_000_000
+    path.write_bytes(b"1 %d:1\n-1 1:1\n" % (size - 1))
+    options = LogregOptions(learner=learner, passes=2)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        online, "require_room", lambda size, row_bytes, _held=0: asked.append(size * row_bytes)
+    )
+    train_logreg(path, options)  # whatever is compiled or imported is there from now on
+    tracemalloc.start()
+    try:
+        train_logreg(path, options).model.save(tmp_path / "model.safetensors")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= asked[-1] + (8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"9" * 5000 + b" 5\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is no number of vectors"),
+        (b"1 " + b"9" * 5000 + b"\nthe 1 2 3 4 5\n", "line 1: 99999999999999999999… is no number"),
+        (b"the 1 2\ncat nan 2\n", "line 2: 'nan' is no finite number"),
+        (b"the 1 2\ncat 1 -inf\n", "line 2: '-inf' is no finite number"),
+        (b"the 1 2\ncat 1 1e99\n", "line 2: '1e99' is no finite number"),
+        (b"2 2\nthe 1 2\ncat NaN 2\n", "line 3: 'NaN' is no finite number"),
+        (b"1 1\nthe \x00\x00\xc0\x7f\n", "vector 1 of 1 has a number that is not finite"),
+    ],
+)  # fmt: skip
+def test_vectors_that_are_no_numbers_are_refused(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "vectors").write_bytes(content)
+    with pytest.raises(DataError, match=told):
+        Vectors.load(tmp_path / "vectors")
+
+
+def test_vast_vectors_have_directions_too() -> None:
+    unit = Vectors(["a", "b"], np.array([[1e30, 0.0], [3.0, 4.0]], np.float32)).unit
+    assert np.array_equal(unit, np.array([[1, 0], [0.6, 0.8]], np.float32))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, bad: float) -> None:
+    table = np.array([0.5, bad, 1.0], np.float32)
+    LogregModel(table=table, labels=Labels(-1.0, 1.0)).save(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="its weights are not all finite"):
+        LogregModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("count", [b"9" * 5000, b"99999999999999999999999999", b"9223372036854775807", b"-1"])
+def test_a_count_that_no_corpus_has_is_refused(tmp_path: Path, count: bytes) -> None:
+    (tmp_path / "vocab.txt").write_bytes(b"the 3\ncat " + count + b"\n")
+    with pytest.raises(DataError, match="line 2"):
+        Vocabulary.load(tmp_path / "vocab.txt")
+
+
+# ── replay ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["digits", "language"])
+def test_a_recorded_model_of_absurd_width_is_refused_with_the_figure(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("a text to learn from, " * 200)
+    options = {"path": tmp_path / "text"} if name == "language" else {}
+    record = SimpleNamespace(workers=2)
+    monkeypatch.setattr(replay, "available_bytes", lambda: 8 << 30)
+    replay._require_room(tmp_path, TASKS[name].build(**options), record)
+    for width in (4 * 10**6, 4 * 10**12, 4 * 10**30):
+        task = TASKS[name].build(**options, width=width)
+        with at_most(100 << 20), pytest.raises(UserError, match="the model of its configuration"):
+            replay._require_room(tmp_path, task, record)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 5000, '{"row":' * 5000, '{"row": []}', "1" * 5000, '{"row": "lost"}', "{}", "null", '"x"'],
+    ids=lambda line: line[:12],
+)
+def test_a_line_of_a_log_that_is_none_is_refused(line: str) -> None:
+    with pytest.raises(DataError, match=r"a line of the log|row needs exactly"):
+        row_from_json(line)
+
+
+def test_a_loss_of_absurdly_many_updates_is_refused() -> None:
+    row = LostRow(**{field.name: 0 for field in dataclasses.fields(LostRow)})
+    assert row_from_json(row_to_json(row)) == row
+    for until in (2**25, 10**30, -1):
+        with pytest.raises(DataError, match="none that a run writes"):
+            row_from_json(row_to_json(dataclasses.replace(row, until=until)))

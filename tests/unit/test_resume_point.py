@@ -1,0 +1,156 @@
+"""What a resumed run will compute, said beforehand, is what it computes; and its history keeps the rest."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.consistency.parse import parse_consistency
+from manyhands.server.actions import Action, Send
+from manyhands.server.live.losses import LossBook
+from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
+from manyhands.server.messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
+from manyhands.server.replica import ShardReplica
+from manyhands.server.resume import ToCome, batches_to_come
+from manyhands.server.shard_state import ShardState
+from manyhands.server.steps import ShardConfig
+from manyhands.server.updates import clear_records
+from manyhands.store import MetricsLog
+
+SLOTS, STEPS = (0, 1, 2, 3), 40
+
+
+class Shard:
+    """A shard alone, whose workers push in an order drawn from a seed."""
+
+    def __init__(self, consistency: str, state: dict[str, Any] | None = None) -> None:
+        policy = parse_consistency(consistency)
+        config = ShardConfig(shard=0, num_shards=1, policy=policy, steps=STEPS, slots=SLOTS)
+        self.replica = ShardReplica(config, 1)
+        if state is not None:
+            self.replica.restore(state)
+        self.work: dict[int, Parameters] = {}
+        self.computed: list[int] = []
+        places = tuple(SlotView(slot=slot, member=slot + 2) for slot in SLOTS)
+        view = View(epoch=1, shards=(ShardView(shard=0, epoch=1, primary=1),), slots=places)
+        self._take(self.replica.view(view))
+        for slot in SLOTS:
+            self._read(slot, self.replica.core.next_clock(slot) or 0)
+
+    def push(self, slot: int) -> None:
+        """Let a worker compute what it has, if it has anything."""
+        answer = self.work.pop(slot, None)
+        if answer is None or answer.work.kind is not WorkKind.TRAIN:
+            return
+        work = answer.work
+        self.computed.append(work.batch)
+        push = Push(
+            shard=0,
+            slot=slot,
+            member=slot + 2,
+            clock=work.clock,
+            read_version=answer.version,
+            read_term=answer.term,
+            batch=work.batch,
+            part=work.part,
+            parts=work.parts,
+            weight=1 / work.parts,
+        )
+        self._take(self.replica.handle(push, slot + 2))
+        self._read(slot, work.clock + 1)
+
+    def finish(self) -> None:
+        while any(answer.work.kind is WorkKind.TRAIN for answer in self.work.values()):
+            for slot in SLOTS:
+                self.push(slot)
+
+    def _read(self, slot: int, clock: int) -> None:
+        self._take(self.replica.handle(Read(shard=0, slot=slot, member=slot + 2, clock=clock), slot + 2))
+
+    def _take(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.message, Parameters):
+                self.work[action.message.slot] = action.message
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("consistency", ["sync", "sync:1", "bounded:1", "bounded:5", "async", "softsync:2"])
+def test_what_will_be_computed_is_known_beforehand(consistency: str, seed: int) -> None:
+    draw = random.Random(seed)
+    shard = Shard(consistency)
+    slots = [*SLOTS, *SLOTS, *SLOTS[:3], *SLOTS[:3]]  # one is slower than the others
+    for _ in range(draw.randint(5, 60)):
+        shard.push(draw.choice(slots))
+    state = json.loads(json.dumps(shard.replica.state()))
+    to_come = batches_to_come(parse_consistency(consistency), [state["core"]])
+    resumed = Shard(consistency, state)
+    resumed.finish()
+    assert sorted(set(resumed.computed)) == [batch for batch in range(STEPS) if batch in to_come]
+    done = set(range(STEPS)) - set(resumed.computed)
+    assert done <= set(shard.computed), "what is not computed again was computed before"
+    rows = [{"step": batch + 1, "loss": 0.0} for batch in shard.computed]
+    assert {row["step"] - 1 for row in rows if to_come.wants(row)} == done
+
+
+def test_a_lead_gives_out_nothing_that_another_shard_has_seen() -> None:
+    lead, other = Shard("async"), Shard("async")
+    for slot in (0, 1):
+        lead.push(slot)
+    for slot in (0, 1, 2, 3, 0, 1):
+        other.push(slot)
+    cores = [shard.replica.state()["core"] for shard in (lead, other)]
+    to_come = batches_to_come(parse_consistency("async"), cores)
+    assert to_come.start == other.replica.state()["core"]["next_batch"]
+    assert to_come.before == {2, 3, 4, 5}, "given out, and not settled at the lead"
+
+
+def test_rows_of_the_history_that_stay(tmp_path: Path) -> None:
+    to_come = ToCome(start=8, before=frozenset({5}))
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 11):
+        log.append({"step": step, "loss": 1.0})
+    for step in (5, 6, 8, 10):
+        log.append({"step": step, "metrics": {}})
+    assert log.keep(to_come.wants) == 3 + 2
+    rows = log.read()
+    log.close()
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 7, 8]
+    assert [row["step"] for row in rows if "metrics" in row] == [5, 6], (
+        "that after 5 was made of all 5 before it"
+    )
+    book = LossBook(rows)
+    part = {"part": 0, "parts": 1, "loss": 2.0, "share": 1.0, "seconds": 0.1}
+    assert book.add({**part, "batch": 4}, 1.0) is None, "its row is there"
+    assert book.add({**part, "batch": 5}, 1.0) is not None
+    assert book.add_evaluation({"step": 5, "metrics": {}}, 1.0) is None
+    assert book.add_evaluation({"step": 8, "metrics": {}}, 1.0) == {"step": 8, "metrics": {}, "at_s": 1.0}
+    assert book.add_evaluation({"step": 8, "metrics": {}}, 2.0) is None
+
+
+def test_snapshots_of_a_life_that_did_not_go_on_are_removed(tmp_path: Path) -> None:
+    snapshots = ShardSnapshots(tmp_path, 9)
+    for shard, version in ((0, 10), (0, 20), (0, 30), (1, 10), (1, 20)):
+        state = ShardState(model={"w": torch.ones(2)}, optimizer={}, batches=version)
+        snapshots.save(shard, ShardSnapshot(version=version, state=state, held={}, core="{}"))
+    snapshots.remove_after(20)
+    assert [snapshots.versions(shard) for shard in (0, 1)] == [{10, 20}, {10, 20}]
+    newest = snapshots.load(0)
+    assert newest is not None
+    assert newest.version == 20, "a shard never goes back to what came later in another life"
+    snapshots.remove_after(-1)
+    assert snapshots.load(0) is None
+    ShardSnapshots(tmp_path / "nothing", 9).remove_after(-1)
+
+
+def test_records_are_cleared_whole(tmp_path: Path) -> None:
+    clear_records(tmp_path)
+    for folder in ("updates", "updates.removing"):  # the second of a clearing that was cut short
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shard-0.member-1.jsonl").write_text("old\n")
+    clear_records(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,136 @@
+"""Whose memory a server reads gradients in, how long, and what it does not listen to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import Segment
+from manyhands.server.actions import Keep
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.area import WorkerArea
+from manyhands.server.live.hearing import require_sense
+from manyhands.server.live.payloads import Gradients
+from manyhands.server.messages import Hello, Install, Push, Welcome, Yield
+
+OLD, NEW = 5, 8
+
+
+def layout_of_two_shards() -> FlatLayout:
+    model = nn.Linear(64, 64)
+    return FlatLayout.of(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+
+
+def push(member: int, shard: int, clock: int = 3) -> Push:
+    return Push(
+        shard=shard,
+        slot=1,
+        member=member,
+        clock=clock,
+        read_version=0,
+        batch=clock,
+        part=0,
+        parts=1,
+        weight=1.0,
+    )
+
+
+def server(*members: int) -> Gradients:
+    """A server with which these members share memory, all of them holders of slot 1, one after the other."""
+    layout = layout_of_two_shards()
+    gradients = Gradients(layout, inline=False)
+    for member in members:
+        share(gradients, layout, member)
+    return gradients
+
+
+def share(gradients: Gradients, layout: FlatLayout, member: int) -> Segment:
+    area = WorkerArea.create(layout)
+    gradients.add_area(member, area.segment)
+    return area.segment
+
+
+def hold(gradients: Gradients, message: Push) -> None:
+    contribution = gradients.of(message, memoryview(b""))
+    assert contribution is not None
+    gradients.keep(Keep(shard=message.shard, slot=1, clock=message.clock, copy=False), contribution)
+    gradients.taken(message)
+
+
+def test_who_lost_a_slot_has_no_memory_at_the_shards_that_know() -> None:
+    gradients = server(OLD, NEW)
+    hold(gradients, push(OLD, 0))
+    gradients.take(0, 1, 3)
+    gradients.succeed(1, NEW, [0])
+    assert gradients.of(push(OLD, 0), memoryview(b"")) is None
+    assert gradients.of(push(OLD, 1), memoryview(b"")) is not None, "of shard 1 this server is the backup"
+    assert gradients.segment(OLD) is not None
+    gradients.taken(push(NEW, 1))
+    assert gradients.of(push(OLD, 1), memoryview(b"")) is None, "its primary has heard of the new one"
+    assert gradients.segment(OLD) is None, "nobody needs it"
+    assert gradients.of(push(NEW, 0), memoryview(b"")) is not None
+
+
+def test_memory_that_is_pointed_to_stays_until_it_is_not() -> None:
+    gradients = server(OLD, NEW)
+    hold(gradients, push(OLD, 0))
+    gradients.succeed(1, NEW, [0, 1])
+    assert gradients.segment(OLD) is not None, "its gradient may have to go to a backup that is not there yet"
+    gradients.take(0, 1, 3)
+    gradients.succeed(1, NEW, [0, 1])
+    assert gradients.segment(OLD) is None
+
+
+def test_memory_of_somebody_who_never_had_a_slot_goes_with_its_connection() -> None:
+    gradients = server(OLD, NEW)
+    gradients.succeed(1, NEW, [0, 1])
+    gradients.lost(OLD)
+    gradients.lost(NEW)
+    assert gradients.segment(OLD) is None
+    assert gradients.segment(NEW) is not None, "what it pushed may still be on its way to a backup"
+
+
+def test_a_vacant_slot_takes_nothing_from_anybody() -> None:
+    gradients = server(OLD)
+    gradients.succeed(1, OLD, [0, 1])
+    gradients.succeed(1, 0, [0, 1])
+    assert gradients.of(push(OLD, 0), memoryview(b"")) is not None
+
+
+def test_buffers_of_a_connection_go_with_the_slot_too() -> None:
+    layout = layout_of_two_shards()
+    gradients = Gradients(layout, inline=True)
+    num_bytes = layout.flag_bytes(0) + layout.range_bytes(0)
+    room = gradients.room_for(push(OLD, 0), num_bytes)
+    assert room is not None
+    gradients.succeed(1, OLD, [0, 1])
+    assert gradients.of(push(OLD, 0), room) is not None
+    gradients.succeed(1, NEW, [0, 1])
+    assert gradients.of(push(OLD, 0), room) is None
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="area of this task"):
+        server().add_area(OLD, Segment.create(4096, "a test"))
+
+
+@pytest.mark.parametrize(
+    ("message", "role", "told"),
+    [
+        (Welcome(shard=0, slot=0, next_clock=0, version=0), "server", "Welcome"),
+        (Install(shard=0, epoch=1, sequence=0, state="{}"), "worker", "Install of a worker"),
+        (Yield(shard=0, epoch=9), "worker", "Yield of a worker"),
+        (Hello(shard=2, slot=0, member=3, settled=0), "worker", "2 is none of 2"),
+        (Hello(shard=-1, slot=0, member=3, settled=0), "worker", "-1 is none of 2"),
+    ],
+)
+def test_what_makes_no_sense_is_its_senders_mistake(message: object, role: str, told: str) -> None:
+    with pytest.raises(ProtocolError, match=told):
+        require_sense(message, role, 2)
+
+
+def test_what_makes_sense_is_heard() -> None:
+    require_sense(Hello(shard=1, slot=0, member=3, settled=0), "worker", 2)
+    require_sense(Install(shard=0, epoch=1, sequence=0, state="{}"), "server", 2)

@@ -1,0 +1,76 @@
+"""Signals that end a run: counted while a cluster runs, raised around it, and told with the command to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.commands import command_elsewhere, command_to_resume, own_command
+from manyhands.cluster.signals import as_exception, counted_signals, ending, signal_of
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_is_raised_around_a_cluster_and_only_counted_inside(number: signal.Signals) -> None:
+    before = [signal.getsignal(one) for one in ENDING]
+    with ending() as end:
+        with counted_signals() as received:
+            os.kill(os.getpid(), number)
+            assert received == [number]
+            assert end.signal == number, "who is around knows it too"
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as raised:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal_of(raised.value) == signal.SIGTERM
+        assert (end.name, end.status) == (number.name, 128 + number), "the first is the one"
+    assert [signal.getsignal(one) for one in ENDING] == before
+
+
+def test_handlers_of_the_users_own_and_other_threads_are_left_alone() -> None:
+    def own(_number: int, _frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGHUP, own)
+    try:
+        with ending(), counted_signals():
+            assert signal.getsignal(signal.SIGHUP) is own
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with ending(), counted_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    seen = []
+
+    def elsewhere() -> None:
+        with ending(), counted_signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_an_exit_of_the_programs_own_is_no_signal() -> None:
+    for number in ENDING:
+        assert signal_of(as_exception(number)) == number
+    for other in (SystemExit(0), SystemExit(1), SystemExit("text"), SystemExit(None), ValueError()):
+        assert signal_of(other) is None
+
+
+def test_the_command_to_go_on_can_be_typed_as_it_is() -> None:
+    given = ["/bin/manyhands", "train", "digits", "--strategy", "ps servers=2"]
+    assert own_command(given) == "manyhands train digits --strategy 'ps servers=2'"
+    out = Path("runs/a b")
+    resumed = "manyhands train digits --strategy 'ps servers=2' --out 'runs/a b' --resume"
+    assert command_to_resume(given, out) == resumed
+    assert command_to_resume([*given, "--out", "x"], Path("x")).endswith(" --out x --resume")
+    assert command_to_resume([*given, "--out=x", "--resume"], Path("x")).endswith(" --out=x --resume")
+    elsewhere = ["manyhands", "launch", "--out", "x", "s.py", "--out=y", "--", "--out", "its own"]
+    assert command_elsewhere(elsewhere) == "manyhands launch s.py -- --out 'its own'"
+    module = ["/lib/manyhands/__main__.py", "train"]
+    assert own_command(module) == f"{sys.executable} -m manyhands train"
