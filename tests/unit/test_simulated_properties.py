@@ -61,6 +61,8 @@ FAILED_ONCE = [
     ("stormy", 90164, "sync:2", 1),
     ("stormy", 300182, "sync", 1),
     ("stormy", 20053, "aware:bounded:2", 0),
+    ("stormy", 5000009, "aware:bounded:2", 0),
+    ("stormy", 5002295, "softsync:2", 0),
 ]
 """Every run that ever broke a promise, with a server or with a judge of its time."""
 
