@@ -420,6 +420,22 @@ def test_a_restored_shard_closes_no_step_before_it_knows_the_slots() -> None:
     assert lost == [(0, 0), (0, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
 
 
+def test_a_slot_that_begins_before_the_steps_that_are_closed_is_not_waited_for() -> None:
+    """A shard and its lead went back to the start, and the lead added the slot before it heard how far others are."""
+    shard = core("sync", shard=1, shards=2, slots=1)
+    shard.commit(Lost(slot=0, until=3))
+    assert shard.steps.step == 3
+    table = (Generation(start=0, base=0, slots=(0,)), Generation(start=1, base=1, slots=(0, 1)))
+    change = shard.commit(replace(chosen(1), updates=None, generations=table))
+    assert [(row.slot, row.first, row.until) for row in rows_of(change) if isinstance(row, LostRow)] == [
+        (1, 1, 3)
+    ]
+    assert shard.outcome_of(1, 1) is Outcome.LATE
+    assert shard.answer(1, 2) == Work(kind=WorkKind.UNKNOWN), "it goes on where the lead lets it train"
+    shard.commit(push(0, 3, shard=1, parts=2))
+    assert steps_of(shard.commit(push(1, 3, shard=1, parts=2))) == [[(0, 3), (1, 3)]]
+
+
 def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     shard = core("bounded:1", slots=2)
     shard.commit(SlotsChanged(slots=(0,)))

@@ -353,11 +353,27 @@ class ShardCore:
 
     def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
         """Take over what a longer table of slots adds."""
+        known = set(self.table.records)
         for generation in generations[len(self.table.generations) :]:
             change.moved.extend(self.table.active)
             self.table.append(generation)
             change.moved.extend(generation.slots)
             change.actions.append(self._slots_row(generation))
+        for slot in sorted(self.table.records.keys() - known):
+            self._catch_up(slot, change)
+
+    def _catch_up(self, slot: int, change: Change) -> None:
+        """Let a new slot begin at the next step: those before it were closed without it, and do not wait for it.
+
+        So it is where a shard that was restored heard from workers how far they were, and the lead, which was restored
+        too, not yet when it added the slot.
+        """
+        record = self.table.records[slot]
+        missed = self.table.owed(record, self.steps.step)
+        if self.config.policy.stepwise and missed:
+            record.late = missed.stop - 1
+            self.table.move(record, missed.stop)
+            change.log_lost(slot, missed.start, missed.stop)
 
     def _slots_row(self, generation: Generation) -> Log:
         return Log(
