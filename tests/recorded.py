@@ -134,6 +134,10 @@ class _Scribe(Witness):
         if self._witness is not None:
             self._witness.restores(*arguments)
 
+    def over(self, *arguments: Any) -> None:
+        if self._witness is not None:
+            self._witness.over(*arguments)
+
     def happens(self, happening: Happening) -> None:
         if self._witness is not None:
             self._witness.happens(happening)

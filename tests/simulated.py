@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from manyhands.errors import ManyhandsError
 from manyhands.server.audit import Evidence, Verdict, audit
@@ -20,7 +21,7 @@ from manyhands.simulate import (
     draw_storm,
     simulate,
 )
-from manyhands.simulate.faults import Role
+from manyhands.simulate.faults import Kill, Pause, Role
 from manyhands.simulate.models import LedgerStore
 
 STEPS = 30
@@ -102,6 +103,43 @@ def stormy(seed: int, consistency: str, replicas: int) -> SimulationSpec:
         faults=draw_storm(seed, 2.5, resize=draw.random() < 0.7),
         one_at_a_time=replicas == 1 and draw.random() < 0.3,
     )
+
+
+def ending(seed: int, consistency: str, replicas: int) -> SimulationSpec:
+    """A run whose servers die and stop around its end: with the last steps, while they leave their shards, while some
+    have left theirs and others come back.
+    """
+    draw = random.Random(f"ending {seed} {consistency} {replicas}")
+    timing = Timing(
+        start_s=draw.choice([0.05, 0.2]),
+        silent_after_s=0.3,
+        snapshot_every_s=draw.choice([0.1, 0.5]),
+        leave_s=draw.choice([0.02, 0.2]),
+        limit_s=600.0,
+    )
+    spec = SimulationSpec(
+        workers=draw.randint(1, 4),
+        steps=STEPS,
+        consistency=consistency,
+        shards=draw.randint(1, 4),
+        replicas=replicas,
+        seed=seed,
+        compute=ComputeModel(step_s=0.02, spread=draw.choice([0.0, 1.0])),
+        network=NetworkModel(latency_s=1e-3, jitter_s=draw.choice([0.0, 5e-3, 5e-2])),
+        timing=timing,
+        one_at_a_time=replicas == 1 and draw.random() < 0.3,
+    )
+    plain = simulate(spec)
+    over_s = plain.seconds - plain.began_s
+    faults: list[Kill | Pause] = []
+    at_s = over_s + draw.uniform(-0.1, timing.leave_s)
+    for _ in range(draw.randint(1, 5)):
+        role = Role.SERVER if draw.random() < 0.8 else Role.WORKER
+        strike = {"at_s": max(at_s, 0.0), "role": role, "pick": draw.randrange(2**16)}
+        slept_s = draw.uniform(0.01, 0.6)
+        faults.append(Kill(**strike) if draw.random() < 0.8 else Pause(seconds=slept_s, **strike))
+        at_s += draw.choice([0.005, 0.05, 0.3]) * draw.random()
+    return replace(spec, faults=tuple(faults))
 
 
 def complaints(spec: SimulationSpec, make_server: MakeServer | None = None) -> list[str]:

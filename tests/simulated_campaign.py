@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 
-from simulated import PROMISES, complaints, drawn, stormy
+from simulated import PROMISES, complaints, drawn, ending, stormy
 
-GENERATORS = {"drawn": drawn, "stormy": stormy}
+GENERATORS = {"drawn": drawn, "stormy": stormy, "ending": ending}
 CHOSEN_BY_ARRIVAL = tuple(name for name in PROMISES if "softsync" in name or name.startswith("sync:"))
 
 
@@ -35,10 +35,10 @@ class Case:
 
 
 def cases(first_seed: int) -> Iterator[Case]:
-    """Every consistency with and without replicas, seed after seed, twice as often from the worse generator."""
+    """Every consistency with and without replicas, seed after seed, twice as often from the worst generator."""
     seed = first_seed
     while True:
-        for generator in ("stormy", "drawn", "stormy"):
+        for generator in ("stormy", "drawn", "stormy", "ending"):
             for consistency in PROMISES:
                 for replicas in (0, 1):
                     yield Case(generator, seed, consistency, replicas)

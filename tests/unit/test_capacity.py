@@ -98,7 +98,7 @@ def test_who_holds_how_many_copies_follows_from_the_strategy(strategy: str, own:
     cost = cost_of(Strategy.parse(strategy), sizes, threads=1)
     assert cost.per_worker.memory_bytes == PROCESS_BYTES + (own + 1) * mib  # and its events
     processes = cost.once.tasks // 2
-    assert processes == (3 if strategy.startswith("ps") else 0)  # two servers and a spare
+    assert processes == (3 if strategy.startswith("ps") else 1)  # two servers, and the template of all
     assert cost.once.memory_bytes == processes * PROCESS_BYTES + (once + 7) * mib
     assert cost.per_pair == Amount()
 

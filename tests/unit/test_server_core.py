@@ -191,12 +191,34 @@ def test_a_lead_frees_what_it_can_not_choose_any_more() -> None:
     shard.commit(push(1, 1))
     kept = ChosenKept(shard=1, term=0, number=2, generations=(), top_clock=0, top_batch=0, asks=False)
     shard.commit(kept)
-    asks = replace(kept, number=1, asks=True)
-    assert shard.has_lost_choices(asks)
-    assert not shard.has_lost_choices(replace(asks, number=2))
-    [decision] = shard.commit(asks).decisions
-    assert decision.freely
-    assert decision.updates == (Update(slot=0, clock=4), Update(slot=1, clock=0), Update(slot=2, clock=0))
+    [greeting] = shard.greetings_to(1)
+    assert (greeting.number, greeting.kept, greeting.freely) == (2, 2, True)
+    assert greeting.updates == (Update(slot=0, clock=4), Update(slot=1, clock=0), Update(slot=2, clock=0))
+
+
+def test_a_greeting_leaves_to_its_group_what_is_chosen_and_not_yet_kept() -> None:
+    shard = core("softsync:1", shards=2)
+    for clock in (0, 1):
+        for slot in (0, 1, 2):
+            shard.commit(push(slot, clock))
+    shard.commit(ChosenKept(shard=1, term=0, number=1, generations=(), top_clock=0, top_batch=0))
+    greeting, second = shard.greetings_to(1)
+    assert greeting.updates == tuple(Update(slot=slot, clock=0) for slot in (0, 1, 2))
+    assert (second.number, second.freely) == (2, False)
+
+
+def test_a_follower_that_lost_choices_goes_on_by_a_greeting_alone_and_is_given_them_back_with_it() -> None:
+    shard = core("softsync:1", shard=1, shards=2)
+    for slot in (0, 1, 2):
+        shard.commit(push(slot, 0, shard=1))
+    told = chosen(3, (0, 1), (1, 1), (2, 1), kept=2)
+    assert steps_of(shard.commit(told)) == []
+    assert shard.kept_answer().number == 0, "that was for an earlier life of this shard"
+    greeting = replace(chosen(2, (0, 0), (2, 0), kept=2), freely=True)
+    assert steps_of(shard.commit(greeting)) == [[(0, 0)], [(2, 0)]]
+    assert shard.kept_answer().number == 2
+    assert steps_of(shard.commit(chosen(3, (1, 0), kept=2))) == [[(1, 0)]]
+    assert shard.is_old(greeting), "who lacks nothing is freed of nothing"
 
 
 def test_where_each_gradient_is_a_step_a_read_includes_its_own_at_every_shard() -> None:
@@ -215,7 +237,10 @@ def test_where_each_gradient_is_a_step_a_read_includes_its_own_at_every_shard() 
 def test_a_follower_that_lost_decisions_goes_on_from_where_the_lead_believes_it() -> None:
     shard = core("sync:1", shard=1, shards=2)
     shard.commit(push(0, 0, shard=1, parts=3))
-    change = shard.commit(chosen(8, (0, 7), (1, 7), step=7, kept=7))
+    told = chosen(8, (0, 7), (1, 7), step=7, kept=7)
+    assert shard.commit(told).actions == [], "of what lies between, a greeting tells"
+    change = shard.commit(chosen(7, step=7, kept=7))
+    shard.commit(told)
     assert shard.steps.step == 7
     assert Drop(shard=1, slot=0, clock=0) in change.actions
     assert all(isinstance(row, LostRow) for row in rows_of(change))
@@ -395,6 +420,22 @@ def test_a_restored_shard_closes_no_step_before_it_knows_the_slots() -> None:
     assert lost == [(0, 0), (0, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
 
 
+def test_a_slot_that_begins_before_the_steps_that_are_closed_is_not_waited_for() -> None:
+    """A shard and its lead went back to the start, and the lead added the slot before it heard how far others are."""
+    shard = core("sync", shard=1, shards=2, slots=1)
+    shard.commit(Lost(slot=0, until=3))
+    assert shard.steps.step == 3
+    table = (Generation(start=0, base=0, slots=(0,)), Generation(start=1, base=1, slots=(0, 1)))
+    change = shard.commit(replace(chosen(1), updates=None, generations=table))
+    assert [(row.slot, row.first, row.until) for row in rows_of(change) if isinstance(row, LostRow)] == [
+        (1, 1, 3)
+    ]
+    assert shard.outcome_of(1, 1) is Outcome.LATE
+    assert shard.answer(1, 2) == Work(kind=WorkKind.UNKNOWN), "it goes on where the lead lets it train"
+    shard.commit(push(0, 3, shard=1, parts=2))
+    assert steps_of(shard.commit(push(1, 3, shard=1, parts=2))) == [[(0, 3), (1, 3)]]
+
+
 def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     shard = core("bounded:1", slots=2)
     shard.commit(SlotsChanged(slots=(0,)))
@@ -404,6 +445,22 @@ def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     assert [type(row) for row in rows_of(change)] == [LateRow]
     assert shard.answer(1, 5) == Work(kind=WorkKind.RETIRED, clock=5)
     assert shard.outcome_of(1, 3) is Outcome.LATE, "it was lost"
+
+
+@pytest.mark.parametrize("consistency", ["sync", "bounded:1", "async"])
+def test_an_update_from_before_its_slot_began_is_not_said_to_be_here(consistency: str) -> None:
+    """It began earlier in a life that is lost: its worker sends what it computed then."""
+    shard = core(consistency, slots=2)
+    for clock in range(3):
+        for slot in range(2):
+            shard.commit(push(slot, clock, parts=2 if consistency == "sync" else 1))
+    shard.commit(SlotsChanged(slots=(0, 1, 2)))
+    shard = ShardCore.from_state(shard.config, json.loads(json.dumps(shard.state())))
+    first = shard.next_clock(2)
+    assert first == (0 if consistency == "async" else 4)
+    assert [shard.outcome_of(2, clock) for clock in range(first)] == [Outcome.LATE] * first
+    assert shard.outcome_of(0, 2) is Outcome.DUPLICATE
+    assert shard.outcome_of(2, first) is None
 
 
 @pytest.mark.parametrize("consistency", ["sync", "bounded:1"])

@@ -13,6 +13,7 @@ from manyhands.server.changes import (
     Finished,
     Joined,
     Kill,
+    Left,
     Lost,
     MembershipAction,
     MembershipEvent,
@@ -231,7 +232,7 @@ def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> Non
     assert isinstance(worker, StartWorker)
     for member in (play.holder(0), play.holder(2)):
         assert play.do(Finished(member=member, reason=Reason.FINISHED)) == []
-    assert play.do(Finished(member=worker.member, reason=Reason.RETIRED)) == [Over()]
+    assert play.do(Finished(member=worker.member, reason=Reason.RETIRED)) == [Over(shards=(0, 1))]
     with pytest.raises(UserError, match="slot=1"):
         Play(workers=1).do(RemoveSlot(slot=1))
     with pytest.raises(UserError, match="last active slot"):
@@ -245,7 +246,7 @@ def test_an_added_slot_that_is_removed_before_its_worker_came_was_never_there() 
     assert play.do(RemoveSlot(slot=1)) == []
     assert play.join() == []
     assert [place.slot for place in play.view.slots] == [0]
-    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over()]
+    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
 
 
 def test_the_run_is_over_when_every_slot_has_finished() -> None:
@@ -253,7 +254,7 @@ def test_the_run_is_over_when_every_slot_has_finished() -> None:
     first, second = play.holder(0), play.holder(1)
     assert play.do(Finished(member=first, reason=Reason.FINISHED)) == []
     assert play.do(Died(member=first)) == [], "it was done"
-    assert play.do(Finished(member=second, reason=Reason.FINISHED)) == [Over()]
+    assert play.do(Finished(member=second, reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
     assert play.do(Died(member=second)) == [], "it was done, too"
     assert play.do(AddSlot()) == []
 
@@ -261,7 +262,7 @@ def test_the_run_is_over_when_every_slot_has_finished() -> None:
 def test_a_server_that_dies_when_all_is_done_is_followed_by_its_backup() -> None:
     play = Play(workers=1)
     play.install()
-    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over()]
+    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
     play.hold = True
     assert play.do(Silent(member=1)) == [Kill(member=1)]
     assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer", "Over"]
@@ -276,7 +277,53 @@ def test_a_server_that_dies_when_all_is_done_is_followed_by_one_that_restores() 
     assert kinds(play.join()) == ["Lost", "Publish"]
     assert kinds(play.install())[-1:] == ["Publish"]
     assert play.do(Concluded(shard=1, view=play.view.epoch)) == []
-    assert play.do(Concluded(shard=0, view=play.view.epoch)) == [Over()], "and leave what they hold once more"
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == [Over(shards=(0, 1))], (
+        "and leave what they hold once more"
+    )
+
+
+def test_a_server_that_has_left_its_shards_is_followed_only_if_another_needs_it() -> None:
+    play = Play(workers=1, replicas=0)
+    play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
+    play.hold = True
+    assert play.do(Left(member=1, shards=(0,))) == []
+    assert play.do(Died(member=1)) == [], "shard 0 is where it is wanted"
+    assert kinds(play.do(Died(member=2))) == ["Publish", "StartServer"] * 2, (
+        "shard 1 can not be had without a lead"
+    )
+    assert places(play.view) == [(0, 0), (0, 0)]
+    play.join()
+    play.install()
+    assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [Over(shards=(0, 1))], (
+        "shard 0 is another now"
+    )
+
+
+def test_a_server_that_has_left_its_shards_is_followed_while_another_comes_back() -> None:
+    play = Play(workers=1, replicas=0)
+    play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
+    play.do(Left(member=1, shards=(0,)))
+    play.hold = True
+    assert kinds(play.do(Died(member=2))) == ["Publish", "StartServer"]
+    assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer"], (
+        "who restores shard 1 waits for its word"
+    )
+
+
+def test_a_copy_that_died_unfollowed_is_not_taken_for_one() -> None:
+    """Server 2 serves both shards and has left neither; its backups went with a server that served nothing."""
+    play = Play(workers=1)
+    play.install()
+    play.do(Died(member=1))
+    play.install()
+    backup = play.view.shards[0].backup
+    assert places(play.view) == [(2, backup), (2, backup)]
+    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
+    play.hold = True
+    assert play.do(Died(member=backup)) == []
+    play.do(Died(member=2))
+    assert places(play.view) == [(0, 0), (0, 0)], "there is no copy"
 
 
 def test_a_server_that_raises_is_a_dead_server() -> None:
@@ -342,7 +389,7 @@ def test_after_a_restore_the_run_is_over_when_nothing_is_open_at_any_shard() -> 
     play.install()
     assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
     assert play.do(Concluded(shard=1, view=play.view.epoch - 1)) == [], "it has not heard of that restore"
-    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [Over()]
+    assert play.do(Concluded(shard=1, view=play.view.epoch)) == [Over(shards=(0, 1))]
 
 
 def test_who_was_given_a_new_place_keeps_it_when_it_says_that_it_is_there() -> None:

@@ -389,6 +389,40 @@ def test_a_restored_shard_is_told_what_it_may_take_without_a_choice() -> None:
     assert [[part.slot for part in step.contributions] for step in steps] == [[0]]
 
 
+def deliver(actions: dict[int, list[Action]], servers: dict[int, ServerCore]) -> list[Action]:
+    """Bring what servers say to each other, in order, until nothing is on its way; everything that they did."""
+    done: list[Action] = [action for those in actions.values() for action in those]
+    letters = [(source, to, m) for source, those in actions.items() for to, m in sent(those)]
+    while letters:
+        source, to, message = letters.pop(0)
+        if to in servers:
+            did = servers[to].handle(message, source)
+            done += did
+            letters += [(to, whom, answer) for whom, answer in sent(did)]
+    return done
+
+
+def test_a_shard_and_a_lead_restored_together_lack_no_choice_although_the_question_came_too_early() -> None:
+    """The shard asks a lead that does not know yet that it leads, and which believes that the shard has the choice."""
+    lead, other = two_shards("softsync:1")
+    servers = {FIRST: lead, SECOND: other}
+    older = json.dumps(other.replicas[1].state())
+    for slot in (0, 1):
+        deliver({FIRST: lead.handle(push(slot, 0), WORKER + slot)}, servers)
+    newer = json.dumps(lead.replicas[0].state())
+    new_lead, back = (ServerCore(config("softsync:1", shards=2), member) for member in (THIRD, THIRD + 1))
+    new_lead.restore(0, json.loads(newer))
+    back.restore(1, json.loads(older))
+    servers = {THIRD: new_lead, THIRD + 1: back}
+    place = view(2, (THIRD, 0), (THIRD + 1, 0))
+    [(to, question)] = sent(back.view(place))
+    assert (to, new_lead.handle(question, THIRD + 1)) == (THIRD, []), "it does not lead yet"
+    deliver({THIRD: new_lead.view(place)}, servers)
+    for slot in (0, 1):
+        steps = [a for a in back.handle(push(slot, 0, shard=1), WORKER + slot) if isinstance(a, Apply)]
+        assert [[part.slot for part in step.contributions] for step in steps] == [[slot]]
+
+
 def test_a_worker_is_let_go_when_the_last_choice_is_kept_everywhere() -> None:
     lead, other = two_shards("softsync:1", steps=2)
     for slot in (0, 1):

@@ -15,6 +15,7 @@ __all__ = [
     "Finished",
     "Joined",
     "Kill",
+    "Left",
     "Lost",
     "MembershipAction",
     "MembershipEvent",
@@ -79,6 +80,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Once all is over: a server has left these shards where they are wanted at the end."""
+
+    member: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddSlot:
     """One more worker, please."""
 
@@ -91,7 +100,17 @@ class RemoveSlot:
 
 
 MembershipEvent = (
-    Joined | Died | Silent | Installed | Concluded | Progressed | Rejoin | Finished | AddSlot | RemoveSlot
+    Joined
+    | Died
+    | Silent
+    | Installed
+    | Concluded
+    | Progressed
+    | Rejoin
+    | Finished
+    | Left
+    | AddSlot
+    | RemoveSlot
 )
 
 
@@ -161,10 +180,13 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Every active slot has finished, and every shard is there: have the servers leave what they hold.
+    """Every active slot has finished, and every shard is there: have the servers leave these shards.
 
-    Said again when a server that had perhaps not done so has died and its shards are there again.
+    Said again when a server that had not done so has died and its shards are there again: what servers left that had to
+    be followed with it does not count any more.
     """
+
+    shards: tuple[int, ...]
 
 
 MembershipAction = Publish | StartServer | StartWorker | Assign | Kill | Lost | Recovered | Fail | Over

@@ -203,8 +203,22 @@ class ShardCore:
 
     def greetings_to(self, shard: int) -> list[Chosen]:
         """What tells a new primary of another shard everything that it may lack."""
-        greeting = self.decisions.greeting(shard, self.steps.step, self.term, self._told_table())
+        free = self._past_choosing(shard)
+        greeting = self.decisions.greeting(shard, self.steps.step, self.term, self._told_table(), free)
         return [greeting, *self.messages_to(shard, self.decisions.missing_at(shard))]
+
+    def _past_choosing(self, shard: int) -> tuple[Update, ...]:
+        """By slot, the last update that is decided here by what `shard` is believed to keep.
+
+        Nobody will choose it again. Where steps go by clock, the clock of the next one says as much.
+        """
+        if not self.config.policy.chosen_by_lead or self.config.policy.stepwise:
+            return ()
+        until = {slot: record.chosen for slot, record in sorted(self.table.records.items())}
+        for decision in self.decisions.missing_at(shard):
+            for update in (decision.updates or ()) if not decision.freely else ():
+                until[update.slot] = min(until[update.slot], update.clock)
+        return tuple(Update(slot=slot, clock=clock - 1) for slot, clock in until.items() if clock)
 
     def _told_table(self) -> tuple[Generation, ...]:
         return () if self.awaiting else tuple(self.table.generations)
@@ -221,13 +235,6 @@ class ShardCore:
             top_batch=self._next_batch,
             asks=asks,
         )
-
-    def has_lost_choices(self, kept: ChosenKept) -> bool:
-        """At the lead: whether a new primary of another shard lacks choices that the shard had kept."""
-        policy = self.config.policy
-        if not policy.chosen_by_lead or policy.stepwise:
-            return False
-        return (kept.term, kept.number) < (self.term, self.decisions.kept[kept.shard])
 
     def is_old(self, chosen: Chosen) -> bool:
         """Whether a message of the lead is about what is committed here already."""
@@ -346,11 +353,27 @@ class ShardCore:
 
     def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
         """Take over what a longer table of slots adds."""
+        known = set(self.table.records)
         for generation in generations[len(self.table.generations) :]:
             change.moved.extend(self.table.active)
             self.table.append(generation)
             change.moved.extend(generation.slots)
             change.actions.append(self._slots_row(generation))
+        for slot in sorted(self.table.records.keys() - known):
+            self._catch_up(slot, change)
+
+    def _catch_up(self, slot: int, change: Change) -> None:
+        """Let a new slot begin at the next step: those before it were closed without it, and do not wait for it.
+
+        So it is where a shard that was restored heard from workers how far they were, and the lead, which was restored
+        too, not yet when it added the slot.
+        """
+        record = self.table.records[slot]
+        missed = self.table.owed(record, self.steps.step)
+        if self.config.policy.stepwise and missed:
+            record.late = missed.stop - 1
+            self.table.move(record, missed.stop)
+            change.log_lost(slot, missed.start, missed.stop)
 
     def _slots_row(self, generation: Generation) -> Log:
         return Log(
@@ -365,12 +388,7 @@ class ShardCore:
         )
 
     def _hear(self, kept: ChosenKept, change: Change) -> None:
-        """At the lead: another shard said what it keeps, or that it lost choices: those are made once more."""
-        if kept.asks:
-            records = sorted(self.table.records.items())
-            last = [Update(slot=slot, clock=record.chosen - 1) for slot, record in records if record.chosen]
-            self._let_free(tuple(last), change)
-            return
+        """At the lead: another shard said what it keeps."""
         was_awaiting = bool(self.awaiting)
         self.awaiting.discard(kept.shard)
         self.table.top = max(self.table.top, kept.top_clock)
@@ -394,14 +412,18 @@ class ShardCore:
         self._heard_term = chosen.term
         if not chosen.generations:
             return
-        if (chosen.term, chosen.kept) > self._decided:
-            self._decided = (chosen.term, chosen.kept)
-            self.steps.resume = max(self.steps.resume, chosen.step)
+        behind = (chosen.term, chosen.kept) > self._decided  # a snapshot lies between, of the lead or of ours
+        if behind and chosen.number > chosen.kept:
+            return  # told to an earlier life of this shard; only a greeting says what became of the choices between
         self.awaiting.discard(LEAD)
         self._adopt(chosen.generations, change)
-        if chosen.number == self._decided[1] + 1:
+        names = tuple((update.slot, update.clock) for update in chosen.updates or ())
+        if behind:
+            self._decided = (chosen.term, chosen.kept)
+            self.steps.resume = max(self.steps.resume, chosen.step)
+            self.steps.let_free(names)
+        elif chosen.number == self._decided[1] + 1:
             self._decided = (chosen.term, chosen.number)
-            names = tuple((update.slot, update.clock) for update in chosen.updates or ())
             if chosen.freely:
                 self.steps.let_free(names)
             elif chosen.updates is not None:

@@ -93,10 +93,16 @@ class Decisions:
             freely=decision.freely,
         )
 
-    def greeting(self, shard: int, step: int, term: int, table: tuple[Generation, ...]) -> Chosen:
-        """What tells a new primary of `shard` where the lead, now at `step`, believes it stands."""
+    def greeting(
+        self, shard: int, step: int, term: int, table: tuple[Generation, ...], free: tuple[Update, ...]
+    ) -> Chosen:
+        """What tells a new primary of `shard` where the lead, now at `step`, believes it stands.
+
+        If it stands before that, what is `free` needs no choice any more.
+        """
         steps = [decision.step for decision in self.missing_at(shard) if decision.updates is not None]
-        known = Decision(number=self.kept[shard], step=steps[0] if steps else step, updates=None)
+        first = steps[0] if steps else step
+        known = Decision(number=self.kept[shard], step=first, updates=free, freely=True)
         return self.message(shard, known, term, table)
 
     def state(self) -> dict[str, Any]:

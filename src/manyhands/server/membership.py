@@ -18,7 +18,8 @@
   and again while the shards are not whole: what kills them will kill the next one too.
 - A server that raises is a dead server. If one raises the same type of error again before every shard is whole, or if
   servers have raised five times in all, the cause is not in the process: the run ends.
-- Servers that die when every slot has finished are still followed by others, until everything has been left.
+- Servers that die when every slot has finished are still followed by others, until everything has been left. One that
+  had left all that it served is not, unless another dies that had not: whoever follows that one may need all shards.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from manyhands.server.changes import (
     Finished,
     Joined,
     Kill,
+    Left,
     Lost,
     MembershipAction,
     MembershipEvent,
@@ -141,6 +143,9 @@ class Membership:
         self._over = (
             False  # every slot has finished; servers are still needed until they have left what they hold
         )
+        self._leaving = False  # they were told to, and since then nobody had to be followed
+        self._left: set[int] = set()  # shards that are where they are wanted at the end
+        self._unfollowed: list[_Member] = []  # servers that died when they had left all that they served
         self._gone: dict[int, int] = {}  # by slot that was left for good: the clock after its last update
         self._restored = False  # a shard went back to a snapshot: it may lack what slots did that were left
         self._concluded: set[int] = set()  # shards where nothing is open, by the newest view
@@ -198,6 +203,9 @@ class Membership:
                 return self._rejoin(member)
             case Finished(reason=reason):
                 return self._finished(member, reason)
+            case Left(shards=shards):
+                self._left |= self._served_by(member.number).intersection(shards)
+                return []
 
     # ── servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -256,6 +264,22 @@ class Membership:
         self._server_errors.clear()
         return [Recovered(what="every shard", member=member)]
 
+    def _served_by(self, member: int) -> set[int]:
+        return {shard.number for shard in self._shards if shard.primary == member}
+
+    def _bury_servers(self, member: _Member, error: str) -> list[MembershipAction]:
+        """Follow a dead server, and with it those for which that was not worth while; nobody, if it is not needed."""
+        if self._leaving and self._served_by(member.number) <= self._left:
+            self._unfollowed.append(member)
+            return []
+        self._leaving = False
+        earlier, self._unfollowed = self._unfollowed, []
+        actions: list[MembershipAction] = []
+        for dead, why in (*((one, "") for one in earlier), (member, error)):
+            self._left -= self._served_by(dead.number)
+            actions += [] if self._ended else self._bury_server(dead, why)
+        return [*actions, *(self._end_if_done() if self._over and not self._ended else [])]
+
     def _bury_server(self, member: _Member, error: str) -> list[MembershipAction]:
         if error:
             again = " again" if error in self._server_errors else ""
@@ -282,7 +306,7 @@ class Membership:
                     f"shard {shard.number} is gone: server {member.number} died, no other server had all of it, and "
                     "there is no snapshot; use replicas=1, or snapshots"
                 )
-        return [self._publish(), self._start_server(), *(self._end_if_done() if self._over else [])]
+        return [self._publish(), self._start_server()]
 
     def _hand_over(self, shard: _Shard, dead: int) -> bool:
         """Let the backup of a shard take over from a dead primary, or drop a dead backup; whether all is lost."""
@@ -350,7 +374,7 @@ class Membership:
     def _bury(self, member: _Member, error: str) -> list[MembershipAction]:
         del self._members[member.number]
         if member.slot is None:
-            return self._bury_server(member, error)
+            return self._bury_servers(member, error)
         slot = self._slots.get(member.slot)
         if slot is None or slot.phase is _Phase.FINISHED:
             return []
@@ -404,8 +428,11 @@ class Membership:
             return []
         if self._restored:
             return [self._publish()]
-        self._over = True
-        return [Over()]
+        return [self._let_leave()]
+
+    def _let_leave(self) -> Over:
+        self._over = self._leaving = True
+        return Over(shards=tuple(shard.number for shard in self._shards if shard.number not in self._left))
 
     def _is_done(self) -> bool:
         busy = any(slot.phase is not _Phase.FINISHED for slot in self._slots.values())
@@ -415,10 +442,7 @@ class Membership:
         if message.view != self._epoch or not self._is_done():
             return []
         self._concluded.add(message.shard)
-        if len(self._concluded) < len(self._shards):
-            return []
-        self._over = True
-        return [Over()]
+        return [self._let_leave()] if len(self._concluded) == len(self._shards) else []
 
     def _concerns_servers(self, event: MembershipEvent) -> bool:
         match event:

@@ -328,7 +328,8 @@ class Chosen:
 
     As far as the lead knows, the shard keeps everything up to `kept` already: a shard that does not was restored from
     an older snapshot. A lead that was itself restored counts on in a higher `term`. A message whose `number` is `kept`
-    decides nothing: it greets a new primary.
+    decides nothing: it greets a new primary. One that stands before `kept` goes on from there, and the choices that it
+    has lost are made up for in the same message: their updates are free.
     """
 
     shard: int

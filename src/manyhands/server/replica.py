@@ -390,8 +390,7 @@ class ShardReplica:
             return []  # of a primary that was replaced; its successor asks
         if not kept.asks:
             return self._append(kept)
-        actions: list[Action] = [self._tell(sender, told) for told in self.core.greetings_to(kept.shard)]
-        return actions + (self._append(kept) if self.core.has_lost_choices(kept) else [])
+        return [self._tell(sender, told) for told in self.core.greetings_to(kept.shard)]
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -26,7 +26,10 @@ class SlotRecord:
     end: int = _NEVER
     """The first clock it does not owe, once it was removed."""
     late: int = -1
-    """The last clock that counts for nothing: its step did not wait for it, or it was lost."""
+    """The last clock that counts for nothing: its step did not wait for it, it was lost, or the slot begins after it.
+
+    (A slot may begin again, at a later clock, in a shard that went back to a snapshot from before it was added.)
+    """
     recent: dict[int, int] = field(default_factory=dict)
     """The batches of its last few updates by clock: a successor repeats the same where a shard lacks them."""
     lost: set[int] = field(default_factory=set)
@@ -85,7 +88,7 @@ class SlotTable:
 
     def add(self, slot: int, next_clock: int) -> SlotRecord:
         """A slot that nobody knew, at its first clock."""
-        record = SlotRecord(next_clock)
+        record = SlotRecord(next_clock, late=next_clock - 1)
         self.records[slot] = record
         self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
         self.floor = min(self.floor, next_clock)

@@ -97,7 +97,8 @@ class PsTraining(Training):
             evaluated = any("metrics" in row and row["step"] == request.plan.steps for row in stage.history)
             if metrics is not None and not evaluated:
                 stage.take_rows([{"step": request.plan.steps, "metrics": metrics, "at_s": outcome.seconds}])
-            self._save(stage, training.checkpoint((metrics or {}).get("evaluation_loss")))
+            if stage.directory is not None:
+                self._save(stage, training.checkpoint((metrics or {}).get("evaluation_loss")))
         return Result(
             model=model,
             steps_done=request.plan.steps,

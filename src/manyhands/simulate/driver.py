@@ -19,6 +19,7 @@ from manyhands.server.changes import (
     Fail,
     Finished,
     Joined,
+    Left,
     Lost,
     MembershipAction,
     MembershipEvent,
@@ -58,6 +59,7 @@ from manyhands.simulate.processes import (
     Assignment,
     Copy,
     Item,
+    LeaveShards,
     Letter,
     Process,
     Restore,
@@ -86,6 +88,9 @@ class Observer:
 
     def restores(self, shard: int, copy: Copy, now_s: float) -> None:
         """No replica of a shard was left: a server is told to go on from this snapshot."""
+
+    def over(self, shard: int, server: ServerProcess) -> None:
+        """All is over, perhaps once more: `server` is to leave the shard as it is."""
 
     def happens(self, happening: Happening) -> None:
         """A fault, a recovery or a loss."""
@@ -147,20 +152,21 @@ class _Simulation:
         self._copies: set[tuple[int, int, int]] = (
             set()
         )  # shard, epoch and server of every copy that was told of
-        self._over = False
+        self._left: set[int] = set()  # shards that are where they are wanted at the end
+        self._over_s: float | None = None  # when it was first over
         self._began_s = 0.0
         self._payload_bytes = spec.gradient_bytes // spec.shards
 
     def run(self) -> SimulatedRun:
         """Everything, from the first process to the last."""
         self._obey(self._membership.begin())
-        while not self._over:
+        while len(self._left) < self._spec.shards:
             if not self._agenda.next() or self._agenda.now_s > self._spec.timing.limit_s:
                 raise ManyhandsError(f"the simulated run did not end: {self._describe()}")
         shards = range(self._spec.shards)
         return SimulatedRun(
             began_s=self._began_s,
-            seconds=self._agenda.now_s,
+            seconds=self._agenda.now_s if self._over_s is None else self._over_s,
             logs=tuple(tuple(self._serving[shard].rows[shard]) for shard in shards),
             written={shard: tuple(tuple(s.written[shard]) for s in self._servers) for shard in shards},
             stores=tuple(self._serving[shard].stores[shard] for shard in shards),
@@ -242,6 +248,21 @@ class _Simulation:
         self._serving[shard] = server
         self._observer.serves(shard, server, self._agenda.now_s)
 
+    def leaves(self, server: ServerProcess, shards: tuple[int, ...], after_s: float) -> None:
+        """A server leaves shards that it serves where they are wanted at the end, and says so when that is done."""
+        self._agenda.at(self._agenda.now_s + after_s, self._leave, server, shards)
+
+    def _leave(self, server: ServerProcess, shards: tuple[int, ...]) -> None:
+        if server.alive:
+            self._snapshots.update({shard: server.copy(shard) for shard in shards} if self._snapshots else {})
+            at_s = self._network.arrival_s(server.member, LAUNCHER, 0, self._agenda.now_s)
+            self._agenda.at(at_s, self._has_left, server.member, shards)
+
+    def _has_left(self, member: int, shards: tuple[int, ...]) -> None:
+        if member in self._processes:  # whoever is followed has left nothing
+            self._left.update(shards)
+            self._tell(Left(member=member, shards=shards))
+
     def _arrive(self, to: int, item: Item) -> None:
         process = self._processes.get(to)
         if process is None or (self._died_s and isinstance(item, Letter) and self._cut_off(to, item)):
@@ -313,11 +334,19 @@ class _Simulation:
                     self._heal(what)
                 case Fail(sentence=sentence):
                     raise ManyhandsError(sentence)
-                case Over():
-                    self._over = True
+                case Over(shards=shards):
+                    self._over_s = self._agenda.now_s if self._over_s is None else self._over_s
+                    self._left.difference_update(shards)
+                    self._observe_end(shards)
                     for server in self._servers:
-                        if server.alive and server.joined and self._view is not None:
-                            server.take(Letter(LAUNCHER, self._view))  # the last they hear before they stop
+                        if server.alive and server.joined:
+                            self._instruct(server.member, LeaveShards(shards))
+
+    def _observe_end(self, shards: tuple[int, ...]) -> None:
+        for place in self._view.shards if self._view is not None else ():
+            server = self._processes.get(place.primary)
+            if place.shard in shards and isinstance(server, ServerProcess):
+                self._observer.over(place.shard, server)
 
     def _start(self, process: Process) -> None:
         self._processes[process.member] = process

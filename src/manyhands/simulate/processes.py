@@ -34,6 +34,7 @@ __all__ = [
     "Assignment",
     "Computed",
     "Copy",
+    "LeaveShards",
     "Letter",
     "Process",
     "Restore",
@@ -73,6 +74,13 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveShards:
+    """The launcher tells a server that all is over: leave those of these shards that it serves."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """The launcher tells a worker who it is and where it works."""
 
@@ -96,7 +104,7 @@ class Retry:
     shard: int
 
 
-Item = Letter | Restore | Assignment | Computed | Retry
+Item = Letter | Restore | LeaveShards | Assignment | Computed | Retry
 
 
 class Surroundings(Protocol):
@@ -119,6 +127,9 @@ class Surroundings(Protocol):
 
     def serves(self, server: ServerProcess, shard: int) -> None:
         """A server has learned that it serves a shard from now on."""
+
+    def leaves(self, server: ServerProcess, shards: tuple[int, ...], after_s: float) -> None:
+        """It leaves shards that it serves where they are wanted at the end, which takes this many seconds."""
 
 
 class Process(ABC):
@@ -170,6 +181,10 @@ class ServerProcess(Process):
                 self._load(shard, copy)
                 self.core.restore(shard, json.loads(copy.core))
                 return 0.0
+            case LeaveShards(shards=shards):
+                seconds = self._spec.timing.leave_s
+                self._world.leaves(self, tuple(sorted(self._serving.intersection(shards))), seconds)
+                return seconds
             case _:
                 raise ManyhandsError(f"server {self.member} got {type(item).__name__}, which is for workers")
 

@@ -68,6 +68,8 @@ class Timing:
     """From the end of a process until its launcher knows."""
     silent_after_s: float = 5.0
     """From a process's last heartbeat until its launcher acts."""
+    leave_s: float = 0.02
+    """A server, at the end, for leaving its shards where they are wanted."""
     retry_s: float = 0.005
     """Until a worker asks a server again that did not know yet what it serves."""
     snapshot_every_s: float = 10.0
@@ -82,6 +84,7 @@ class Timing:
             "start_s",
             "death_noticed_s",
             "silent_after_s",
+            "leave_s",
             "retry_s",
             "snapshot_every_s",
             "limit_s",

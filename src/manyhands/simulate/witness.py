@@ -55,6 +55,8 @@ class Witness(Observer):
         self._reached: dict[int, int] = {}  # by slot: the clock after the last update that any shard answered
         self._life: dict[int, set[LedgerStore]] = defaultdict(set)
         """By shard: the stores that were read since it last went back to a snapshot."""
+        self._at_end: dict[int, tuple[int, set[tuple[int, int]]]] = {}
+        """By shard, when all was over: how many steps it had taken, and what was in none."""
         self._lost_at_takeover: list[str] = []
         self._happenings: list[Happening] = []
 
@@ -98,7 +100,14 @@ class Witness(Observer):
         """More deaths than there are replicas: what was acknowledged may be lost, but not in silence."""
         del copy, now_s
         self._life.pop(shard, None)
+        self._at_end.pop(shard, None)
         self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
+
+    def over(self, shard: int, server: ServerProcess) -> None:
+        """Remember what there is: from here on nothing may change."""
+        store = server.stores[shard]
+        assert isinstance(store, LedgerStore)
+        self._at_end[shard] = len(store.groups), set(server.held[shard])
 
     def happens(self, happening: Happening) -> None:
         """Remember whom faults struck, and when that was made good."""
@@ -164,9 +173,18 @@ class Witness(Observer):
         return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
 
     def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """When a run ends nothing waits but what came too late, and a backup has what its primary has."""
+        """When a run is over nothing waits but what came too late, and a backup has what its primary has."""
         late = {(row.slot, row.clock) for row in run.logs[shard] if isinstance(row, LateRow)}
+        steps, held = self._at_end.get(shard, (len(store.groups), set()))
         found = [
+            f"the run was over with update {clock} of slot {slot} in no step of shard {shard}"
+            for slot, clock in sorted(held - late - run.held[shard])
+        ]
+        if steps != len(store.groups):
+            found.append(
+                f"shard {shard} had taken {steps} steps when all was over, and has {len(store.groups)}"
+            )
+        found += [
             f"shard {shard} ended with update {clock} of slot {slot} in no step"
             for slot, clock in sorted(run.held[shard] - late)
         ]
@@ -179,7 +197,11 @@ class Witness(Observer):
         return found
 
     def _unaccounted(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """Every update of every slot is in a step, or the log says once that it is not."""
+        """Every update of every slot is in a step, or the log says once that it is not.
+
+        That goes for what was acknowledged before a restore, too, from the clock on at which its slot begins now; one
+        that was added after the snapshot may begin at a later clock than before, or never.
+        """
         told: Counter[tuple[int, int]] = Counter()
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -194,11 +216,15 @@ class Witness(Observer):
             elif isinstance(row, LateRow):
                 told[row.slot, row.clock] += 1
         names = _names(store)
+        wanted = {
+            (slot, clock)
+            for slot, start in starts.items()
+            for clock in range(start, min(self._reached.get(slot, 0), ends.get(slot) or _EVER))
+        }
+        wanted |= {name for name in self._at_risk.get(shard, ()) if name[1] >= starts.get(name[0], _EVER)}
         found = [
             f"shard {shard} lost update {clock} of slot {slot} and does not say so"
-            for slot, start in sorted(starts.items())
-            for clock in range(start, min(self._reached.get(slot, 0), ends.get(slot) or _EVER))
-            if (slot, clock) not in names and not told[slot, clock]
+            for slot, clock in sorted(wanted - names - told.keys())
         ]
         found += [
             f"shard {shard} says {count} times that update {clock} of slot {slot} is in no step"

@@ -241,7 +241,9 @@ class Launcher:
             self._tell("fenced", member, sentence=said["sentence"])
             self._tell_membership(changes.Rejoin(member=member))
         elif "shards" in said:
-            self._left |= {one["shard"]: one for one in said["shards"]}
+            left = {one["shard"]: one for one in said["shards"]}
+            self._left |= left
+            self._tell_membership(changes.Left(member=member, shards=tuple(left)))
         elif "left" in said:
             self._tell_membership(changes.Finished(member=member, reason=Reason[said["reason"]]))
         elif "note" in said:
@@ -275,18 +277,11 @@ class Launcher:
                 ended.failure, rank=self._rank_of(member)
             ).error()  # a task that fails in one worker fails in its successor
         self._missed("died", member, ended.failure.sentence)
-        if self._has_left(member):
-            return
         error = reported.error if reported is not None else ""
         actions = self._membership.handle(changes.Died(member=member, error=error))
         if error and any(isinstance(action, Fail) for action in actions):
             raise self._repeated(replace(ended.failure, rank=self._rank_of(member)), actions)
         self._do(actions)
-
-    def _has_left(self, server: int) -> bool:
-        """Whether everything that a server served is already where it is wanted at the end."""
-        served = {place.shard for place in self._membership.view.shards if place.primary == server}
-        return self._over and server in self._server_members and served <= self._left.keys()
 
     def _repeated(self, failure: Failure, actions: list[MembershipAction]) -> ManyhandsError:
         """The error that ended a server and would end the next one: as it was raised, with what was made of it."""
@@ -356,9 +351,10 @@ class Launcher:
                     self._say_recovered(self._recoveries.found(what, member))
                 case Fail(sentence=sentence):
                     raise ManyhandsError(sentence)
-                case Over():
+                case Over(shards=shards):
                     self._say_recovered(self._recoveries.over())
                     self._over = True
+                    self._left = {shard: one for shard, one in self._left.items() if shard not in shards}
                     for server in self._servers:
                         self._tell_process(server, {"leave": self._missing_shards()})
 
