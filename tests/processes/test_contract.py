@@ -80,7 +80,7 @@ def test_run_goes_on_from_its_directory_to_the_weights_of_an_uninterrupted_one(
     options = mh.Options(checkpoint_every=4)
     arguments: dict[str, Any] = {"workers": row.workers, "steps": STEPS, "options": options}
     whole = mh.fit(task, row.text, **arguments)
-    broken = replace(task, loss=breaking_loss(task, after=9))
+    broken = replace(task, loss=breaking_loss(task, after=5))
     with pytest.raises(Exception, match="on purpose"):
         mh.fit(broken, row.text, out=tmp_path / "run", **arguments)
     resumed = mh.fit(task, row.text, out=tmp_path / "run", resume=True, **arguments)
@@ -146,7 +146,7 @@ def test_every_worker_records_where_its_time_goes(word: str, tmp_path: Path) -> 
     run = mh.fit(task, row.text, workers=row.workers, steps=STEPS, out=tmp_path / "run")
     assert len(run.summary["per_worker"]) == row.workers
     assert run.path is not None
-    roles = read_run_events(run.path).roles
+    roles = read_run_events(run.path / "events").roles
     workers = [role for role in roles if role.name.startswith("worker")]
     assert len(workers) == row.workers
     for role in workers:

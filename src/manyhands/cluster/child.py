@@ -27,8 +27,7 @@ class Child:
     def __init__(self, spec: RoleSpec, environment: Mapping[str, str], template: Template) -> None:
         """Have it forked; `spec.control` and `spec.stacks` are filled in here.
 
-        The child leads a process group of its own, so that one kill reaches all its children, in a session without a
-        terminal: Ctrl-C does not reach it.
+        The child leads a session of its own: Ctrl-C does not reach it, and one kill reaches all its children.
         """
         self.rank = spec.rank
         self.line = spec.line

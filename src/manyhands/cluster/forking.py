@@ -154,7 +154,7 @@ def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 def _fork_twice() -> int:
-    """The process id of a grandchild that leads its group and whose parent has ended; 0 in that grandchild."""
+    """The process id of a grandchild that leads a session and whose parent has ended; 0 in that grandchild."""
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
@@ -162,21 +162,21 @@ def _fork_twice() -> int:
         try:
             worker = os.fork()
             if worker == 0:
+                os.setsid()  # before anybody knows its number, so that it can be killed with its group at once
+                os.write(writer, _PID.pack(os.getpid()))
                 os.close(reader)
                 os.close(writer)
                 return 0
-            os.setpgid(worker, worker)
         finally:
             if worker != 0:
-                os.write(writer, _PID.pack(worker))
                 os._exit(0)
     os.close(writer)
     told = os.read(reader, _PID.size)
     os.close(reader)
     os.waitpid(between, 0)
-    (worker,) = _PID.unpack(told)
-    if worker < 0:
+    if not told:
         raise OSError("no more processes can be made")
+    (worker,) = _PID.unpack(told)
     return int(worker)
 
 
@@ -198,6 +198,7 @@ def _live(request: Request, passed: Sequence[int]) -> int:
     die_with_parent(spec.parent_pid, signal.SIGKILL)
     _take_surroundings(request)
     _show_name(spec.name.encode())
+    sys.orig_argv[-1] = spec.name
     random.seed()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
