@@ -165,6 +165,10 @@ def test_histogram_bars_count() -> None:
     assert "15 in all, from 0 to 2, mean 0.67" in chart
 
 
+def test_numbers_near_the_end_of_what_a_float_holds_have_a_colour() -> None:
+    assert "1e+308" in matrix([[0, 1e308], [1e-308, 2]], ["a", "b"], ["a", "b"], title="Waits", show=str)
+
+
 def test_the_greatest_number_of_a_matrix_is_the_hottest() -> None:
     table = matrix([[0, 1], [4, 2]], ["a", "b"], ["a", "b"], title="Waits")
     assert [cell.get("class") for cell in parsed(table).iter("td")] == ["quiet", "h2", "h9", "h4"]

@@ -418,7 +418,7 @@ def _shares_in_words(name: str, shares: Sequence[float], parts: Sequence[str]) -
 def _cell(value: float, greatest: float, show: Callable[[float], str]) -> str:
     if value == 0 or not math.isfinite(value):
         return f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
-    heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * abs(value) / greatest)))
+    heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * (abs(value) / greatest))))
     return f'<td class="h{heat}">{escape(show(value))}</td>'
 
 
