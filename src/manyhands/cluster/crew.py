@@ -28,7 +28,7 @@ from manyhands.cluster.output import Output
 from manyhands.cluster.template import obtain
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Crew", "Role", "prepare", "threads_per_role"]
+__all__ = ["Crew", "Role", "threads_per_role"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,11 +228,6 @@ class Crew:
             self._selector.unregister(source)
         except (KeyError, ValueError):  # it was not registered, or has no descriptor any more
             pass
-
-
-def prepare(world: int) -> None:
-    """Have a template at hand for a crew of so many, before it is needed: it imports while the caller goes on."""
-    obtain(_environment({}, world))
 
 
 def _environment(env: Mapping[str, str], world: int) -> dict[str, str]:

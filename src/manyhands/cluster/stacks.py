@@ -24,7 +24,7 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple(
     {_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
-_ROOMS = ("allreduce", "central", "hogwild", "loop", "server")
+_ROOMS = ("allreduce", "central", "hogwild", "local", "loop", "server")
 """Packages of ours whose outermost frame is the call of a strategy."""
 
 
