@@ -39,6 +39,7 @@ class Play:
         self.now_s = 1000.0
         self.lines = [Line() for _ in range(num_roles)]
         self.silent: set[int] = set()
+        self.kills: set[Kill] = set()
         patience = Patience(silent_after_s=silent_after_s, grace_s=2.0, start_timeout_s=120.0)
         roles = [(f"worker {rank}", 100 + rank) for rank in range(num_roles)]
         self.watch = Watch(roles, patience, self.now_ns)
@@ -67,7 +68,7 @@ class Play:
         return self.watch.handle(event, self.now_ns)
 
     def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Action]]:
-        """Look every tick; the actions with the time since the start of this call."""
+        """Look every tick; the actions with the time since the start of this call, a kill only when it is new."""
         seen: list[tuple[float, Action]] = []
         start_s = self.now_s
         while self.now_s < start_s + seconds:
@@ -82,7 +83,9 @@ class Play:
                         state=line.state,
                         waiting_for=line.waiting_for,
                     )
-            seen += [(self.now_s - start_s, action) for action in self.do(Looked(self.lines))]
+            actions = self.do(Looked(self.lines))
+            seen += [(self.now_s - start_s, action) for action in actions if action not in self.kills]
+            self.kills |= {action for action in actions if isinstance(action, Kill)}
         return seen
 
     def failure(self) -> Exception:
@@ -235,6 +238,15 @@ def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_st
     play.do(Exited(0, -9))
     assert play.watch.failure is None
     assert play.watch.results() == [Finished(payload={"x": 1})]
+
+
+def test_who_is_to_be_killed_is_named_until_it_is_gone_as_an_exception_may_come_between() -> None:
+    play = Play(2).at_work()
+    play.do(Interrupted())
+    play.do(Interrupted())
+    assert [play.do(Looked(play.lines)) for _ in range(3)] == [[Kill(0), Kill(1)]] * 3
+    play.do(Exited(0, -9))
+    assert play.do(Looked(play.lines)) == [Kill(1)]
 
 
 def test_a_process_that_can_not_be_killed_is_given_up_by_name() -> None:

@@ -22,6 +22,7 @@ class Play:
         self.now_s = 1000.0
         self.lines: dict[int, Line] = {}
         self.still: set[int] = set()
+        self.kills: set[Kill] = set()
         patience = Patience(silent_after_s=5.0, grace_s=2.0, start_timeout_s=120.0)
         self.roster = Roster(patience, self.now_ns)
 
@@ -49,7 +50,7 @@ class Play:
         return ended
 
     def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Event | Kill]]:
-        """Look every tick; what was told, with the time since the start of this call."""
+        """Look every tick; what was told, with the time since the start of this call, a kill only when it is new."""
         told: list[tuple[float, Event | Kill]] = []
         start_s = self.now_s
         while self.now_s < start_s + seconds:
@@ -57,7 +58,9 @@ class Play:
             for number, line in self.lines.items():
                 if line.pid and number not in self.still:
                     self.lines[number] = replace(line, heartbeat_ns=self.now_ns)
-            told += [(self.now_s - start_s, item) for item in self.roster.look(self.lines, self.now_ns)]
+            items = self.roster.look(self.lines, self.now_ns)
+            told += [(self.now_s - start_s, item) for item in items if item not in self.kills]
+            self.kills |= {item for item in items if isinstance(item, Kill)}
         return told
 
 
@@ -173,9 +176,17 @@ def test_one_who_never_starts_is_killed_and_told() -> None:
     assert "server 3 (pid 103) did not start within 120 s; never seen on the board" in failure.sentence
 
 
+def test_who_is_to_be_killed_is_named_until_it_is_gone_as_an_exception_may_come_between() -> None:
+    play = Play().at_work(1, 2)
+    assert play.roster.kill(1, play.now_ns) == [Kill(1)]
+    assert [play.roster.look(play.lines, play.now_ns) for _ in range(2)] == [[Kill(1)]] * 2
+    play.exit(1, -9)
+    assert play.roster.look(play.lines, play.now_ns) == []
+
+
 def test_one_who_can_not_be_killed_is_given_up_and_its_later_end_is_no_news() -> None:
     play = Play().at_work(1)
-    play.roster.kill(1, play.now_ns)
+    play.kills = set(play.roster.kill(1, play.now_ns))
     ((_, ended),) = play.let_pass(EXIT_S + 1)
     assert isinstance(ended, Ended)
     assert ended.status is None

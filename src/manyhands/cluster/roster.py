@@ -130,7 +130,7 @@ class Roster:
             member = entry.member
             member.look(lines[number], seconds)
             if member.killed_ns:
-                told += self._give_up_on(number, now_ns)
+                told += self._go_on_killing(number, now_ns)
             elif member.is_late(self._patience, now_ns):
                 sentence = member.late(self._patience, now_ns)
                 told += self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
@@ -194,10 +194,11 @@ class Roster:
         entry.failure = entry.failure or failure
         return [Kill(number)]
 
-    def _give_up_on(self, number: int, now_ns: int) -> list[Event | Kill]:
+    def _go_on_killing(self, number: int, now_ns: int) -> list[Event | Kill]:
+        """Say so again, as a signal handler's exception may have come between; not for one stuck in the kernel."""
         member = self._entries[number].member
         if not member.is_stuck(now_ns):
-            return []
+            return [Kill(number)]
         self._entries[number].failure = Failure(rank=number, sentence=member.stuck())
         return [self._end(number, None, "", now_ns)]
 

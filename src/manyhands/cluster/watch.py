@@ -136,7 +136,7 @@ class Watch:
             if role.phase is Phase.GONE:
                 continue
             if role.killed_ns:
-                self._give_up_on(rank, now_ns)
+                actions += self._go_on_killing(rank, now_ns)
                 continue
             complaint = self._complaint(role, now_ns)
             if complaint is not None:
@@ -146,12 +146,14 @@ class Watch:
                 actions.append(Kill(rank))
         return actions
 
-    def _give_up_on(self, rank: int, now_ns: int) -> None:
-        """Wait no longer for a process that is stuck in the kernel and so can not die."""
+    def _go_on_killing(self, rank: int, now_ns: int) -> list[Action]:
+        """Say so again, as a signal handler's exception may have come between; not for one stuck in the kernel."""
         role = self._roles[rank]
-        if role.is_stuck(now_ns):
-            role.phase = Phase.GONE
-            self._failure = self._failure or Failure(rank=rank, sentence=role.stuck())
+        if not role.is_stuck(now_ns):
+            return [Kill(rank)]
+        role.phase = Phase.GONE
+        self._failure = self._failure or Failure(rank=rank, sentence=role.stuck())
+        return []
 
     def _complaint(self, role: Member, now_ns: int) -> str | None:
         """What is wrong with a role that should be at work, if anything."""
