@@ -191,3 +191,41 @@ def test_torch_notices_a_killed_peer(tmp_path: Path) -> None:
         finally:
             link.close()
             dist.destroy_process_group()
+
+
+def test_a_process_that_leaves_while_torch_waits_for_its_peer_has_the_status_it_left_with(
+    tmp_path: Path,
+) -> None:
+    """The peer goes while the interpreter is being taken apart: a thread that Gloo lets go then would abort it."""
+    code = """
+    import time
+    import torch.distributed as dist
+    from manyhands.link.torch_p2p import TorchLink
+    class Last:
+        tell, rest = staticmethod(os.write), staticmethod(time.sleep)
+        def __del__(self):
+            self.tell(int(self.descriptor), b"leaving")
+            self.rest(1.0)
+    dist.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2)
+    link = TorchLink(dist.group.WORLD, 0)
+    last = Last()
+    last.descriptor = sys.argv[2]
+    last.itself = last
+    sys.exit(3)
+    """
+    where = f"file://{tmp_path}/store"
+    reading, writing = os.pipe()
+    with child(code, [where, writing], [writing]) as process:
+        os.close(writing)
+        dist.init_process_group("gloo", init_method=where, rank=0, world_size=2)
+        group = dist.group.WORLD
+        assert group is not None
+        link = TorchLink(group, 1)
+        try:
+            assert os.read(reading, 7) == b"leaving"
+            link.break_off()
+            assert process.wait(PATIENCE_S) == 3
+        finally:
+            os.close(reading)
+            link.close()
+            dist.destroy_process_group()

@@ -8,15 +8,18 @@ deadline.
 
 Hence a farewell is needed to end the threads: an end that closes says goodbye, and the other end's thread
 answers with its own. Where the peer is there but does not read on, `close` gives up after `close_timeout_s`;
-the threads, which are daemons, end when it reads on or goes.
+the threads end when it reads on or goes, and when this process leaves, at the latest: one that Gloo let go while
+the interpreter is being taken apart would abort the process.
 
 Neither Gloo nor this link authenticates anybody: use it on loopback or inside a trusted network.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,7 +60,10 @@ __all__ = ["MAX_CHANNEL", "TorchLink"]
 
 MAX_CHANNEL: Final = 0xFFFF
 _FIRST_TAG: Final = 0x4D480000  # far from the small numbers that others' code uses as tags
+_LAST_TAG: Final = _FIRST_TAG + MAX_CHANNEL + 1  # nobody sends on it
 _NEVER: Final = timedelta(days=3650)
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_LEAVING_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -119,6 +125,7 @@ class TorchLink(Link):
         ]
         for thread in self._threads:
             thread.start()
+        _links.add(self)
 
     def send(self, message: Message) -> SendOutcome:
         """Give the message to Gloo, which sends it as the peer reads; see `Link.send`."""
@@ -204,6 +211,17 @@ class TorchLink(Link):
         deadline = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def break_off(self) -> None:
+        """End the threads, whatever the peer does; for a process that leaves, as it takes the group's links along."""
+        self.give_up("this process is leaving")
+        if any(thread.is_alive() for thread in self._threads):
+            try:
+                self._group.recv([torch.empty(1)], self._peer_rank, _LAST_TAG).wait(_AT_ONCE)
+            except RuntimeError:  # that it timed out, which has closed every connection
+                pass
+        for thread in self._threads:
+            thread.join(_LEAVING_S)
 
     def _post(self, tensors: list[torch.Tensor], num_bytes: int) -> PeerDied | None:
         """Start sending what counts as `num_bytes`; the lock is held, so header and payload stay together."""
@@ -302,6 +320,15 @@ class TorchLink(Link):
         self._end = died = PeerDied(f"{self.peer} is gone: {sentence}")
         self._changed.notify_all()
         return died
+
+
+_links: weakref.WeakSet[TorchLink] = weakref.WeakSet()
+
+
+@atexit.register
+def _break_off_all() -> None:
+    for link in list(_links):
+        link.break_off()
 
 
 def _bytes_of(header: Header) -> torch.Tensor:
