@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from manyhands.cluster.board import Board
-from manyhands.cluster.context import RoleContext, RoleSpec
+from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Channel, Note, Stop
 from manyhands.cluster.job import pack
+from manyhands.cluster.spec import RoleSpec
 from manyhands.memory.segment import Segment
 from manyhands.observe.ring import EventRing
 from manyhands.server.live.job import Job, view_payload

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.bench.workers import joined_gloo
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
 from manyhands.errors import ManyhandsError
 from manyhands.group.shared import SharedGroup
 from manyhands.link.mesh import attach_mesh

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import manyhands.c10d
 from manyhands.bench.allreduce_worker import GLOO, ITEM_BYTES, Contender
 from manyhands.bench.workers import joined_gloo
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
 from manyhands.errors import ManyhandsError
 
 __all__ = ["BackendPlan"]

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from manyhands.bench.server_peers import join_rpc
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
 
 if __name__ == "__main__":
     plan = json.loads(sys.argv[1])

@@ -23,7 +23,7 @@ from manyhands.bench.server_memory import measure_memory
 from manyhands.bench.server_ours import OurPeer
 from manyhands.bench.server_peers import RayPeer, RpcPeer, ray_running, rpc_running
 from manyhands.bench.server_work import Array, Exchange
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
 from manyhands.consistency.asynchronous import Async
 from manyhands.errors import ManyhandsError
 from manyhands.server.strategy import Ps

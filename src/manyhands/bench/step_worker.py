@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.bench.workers import joined_gloo
 from manyhands.bench.workloads import Workload
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.group.shared import SharedGroup

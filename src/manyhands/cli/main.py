@@ -8,62 +8,75 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from manyhands import __version__
-from manyhands.cli.audit import audit_command
-from manyhands.cli.bench import bench_app
-from manyhands.cli.compare import compare_app
-from manyhands.cli.explain import explain_command
-from manyhands.cli.glove import add_train_glove, glove_app
-from manyhands.cli.launch import launch_command
-from manyhands.cli.regression import add_train_logreg, predict_command
-from manyhands.cli.replay import replay_command
-from manyhands.cli.tensorboard import tensorboard_command
-from manyhands.cli.timeline import timeline_command
-from manyhands.cli.train import train_app
-from manyhands.cli.watch import report_command, watch_command
-from manyhands.doctor import Verdict, examine
+from manyhands.cli.later import Later, add_later, group_of
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.version import __version__
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = {
+    "train": Later(home="manyhands.cli.trainable:train_app", help="Train a built-in task.", trains=True),
+    "glove": Later(home="manyhands.cli.glove:glove_app", help="Ask trained word vectors."),
+    "bench": Later(home="manyhands.cli.bench:bench_app", help="Measure, side by side with peers."),
+    "compare": Later(
+        home="manyhands.cli.compare:compare_app",
+        help="Train a built-in task under several strategies, side by side.",
+        trains=True,
+    ),
+    "audit": Later(
+        home="manyhands.cli.audit:audit_command",
+        help="Check from a run's records that every batch was applied once and that no read was staler than allowed.",
+    ),
+    "replay": Later(
+        home="manyhands.cli.replay:replay_command",
+        help="Execute the recorded order of a run again: the same weights, or the first update that differs.",
+    ),
+    "timeline": Later(
+        home="manyhands.cli.timeline:timeline_command",
+        help="Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG.",
+    ),
+    "explain": Later(
+        home="manyhands.cli.explain:explain_command",
+        help="Say why a run is as fast as it is, from its events.",
+    ),
+    "watch": Later(
+        home="manyhands.cli.watch:watch_command",
+        help="Show a run as a page in the browser, live while it goes on or as it was when it ended.",
+    ),
+    "report": Later(
+        home="manyhands.cli.watch:report_command",
+        help="Write what the live page shows of a run into one file that needs nothing else.",
+    ),
+    "tensorboard": Later(
+        home="manyhands.cli.tensorboard:tensorboard_command",
+        help="Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
+    ),
+    "predict": Later(
+        home="manyhands.cli.regression:predict_command",
+        help="Print for every example the probability of the larger label, one a line.",
+    ),
+    "launch": Later(
+        home="manyhands.cli.launch:launch_command",
+        help="Run your own training script on several workers; see `mh.join()`.",
+        settings={"ignore_unknown_options": True},
+        trains=True,
+    ),
+    "doctor": Later(
+        home="manyhands.cli.doctor:doctor_command",
+        help="What this machine has for training, what is missing, and how to get it.",
+    ),
+}
 
 app = typer.Typer(
     name="manyhands",
+    cls=group_of(COMMANDS),
     help="Many machines train one model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-add_train_glove(train_app)
-add_train_logreg(train_app)
-app.add_typer(train_app, name="train")
-app.add_typer(glove_app, name="glove")
-app.add_typer(bench_app, name="bench")
-app.add_typer(compare_app, name="compare")
-app.command("audit")(audit_command)
-app.command("replay")(replay_command)
-app.command("timeline")(timeline_command)
-app.command("explain")(explain_command)
-app.command("watch")(watch_command)
-app.command("report")(report_command)
-app.command("tensorboard")(tensorboard_command)
-app.command("predict")(predict_command)
-app.command("launch", context_settings={"ignore_unknown_options": True})(launch_command)
-
-
-@app.command()
-def doctor() -> None:
-    """What this machine has for training, what is missing, and how to get it."""
-    signs = {Verdict.GOOD: "[green]✓[/]", Verdict.NOTE: "[yellow]·[/]", Verdict.BAD: "[red]✗[/]"}
-    table = Table(box=None, show_header=False, pad_edge=False)
-    findings = examine()
-    for finding in findings:
-        table.add_row(signs[finding.verdict], finding.subject, finding.found, f"[dim]{finding.advice}[/]")
-    Console().print(table)
-    if any(finding.verdict is Verdict.BAD for finding in findings):
-        raise typer.Exit(1)
+add_later(app, COMMANDS)
 
 
 @app.command()

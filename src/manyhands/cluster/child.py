@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from manyhands.cluster.context import RoleSpec
 from manyhands.cluster.control import Channel
 from manyhands.cluster.output import Output
 from manyhands.cluster.process import StillRunning
+from manyhands.cluster.spec import RoleSpec
 from manyhands.cluster.stacks import STACK_SIGNAL
 from manyhands.cluster.template import Template
 

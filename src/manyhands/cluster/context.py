@@ -1,78 +1,18 @@
-"""What a role is given: its place in the run, its descriptors, and the ways to tell the launcher something.
-
-`RoleSpec` is how the launcher tells a child which descriptors are which: plain text in one environment
-variable. `RoleContext` is what the child's job gets as its only argument.
-"""
+"""What a role's job gets as its only argument: its place in the run, its descriptors, and ways to tell something."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manyhands.cluster.board import NOBODY, Board, State
 from manyhands.cluster.control import Channel, Message, Note, Stop
+from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import UserError, nearest
 
-__all__ = ["RoleContext", "RoleSpec"]
+__all__ = ["RoleContext"]
 
 _SEND_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleSpec:
-    """One child's place in the run, its inherited descriptors, and the launcher's search path for modules."""
-
-    name: str
-    rank: int
-    world: int
-    parent_pid: int
-    lifeline: int
-    board: int
-    line: int
-    """Its line of the board."""
-
-    descriptors: Mapping[str, int]
-    path: tuple[str, ...]
-    python_path: str | None
-    """PYTHONPATH as the user set it; the launcher borrows the variable to start the child."""
-
-    job: int = -1
-    """The file of its job."""
-
-    stacks: int = -1
-    """Where it writes its stacks when it is asked to."""
-
-    control: int = -1
-    """The child's end of its control channel; known when the child is started."""
-
-    def inherited(self) -> tuple[int, ...]:
-        """All descriptors that the child must hold."""
-        return (self.control, self.lifeline, self.board, self.stacks, self.job, *self.descriptors.values())
-
-    def received(self, passed: Sequence[int]) -> RoleSpec:
-        """This, with the numbers that `inherited` got on their way to another process."""
-        control, lifeline, board, stacks, job, *others = passed
-        return replace(
-            self,
-            control=control,
-            lifeline=lifeline,
-            board=board,
-            stacks=stacks,
-            job=job,
-            descriptors=dict(zip(self.descriptors, others, strict=True)),
-        )
-
-    def to_text(self) -> str:
-        """As the launcher sends it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> RoleSpec:
-        """Read what `to_text` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "path": tuple(fields["path"])})
 
 
 class RoleContext:

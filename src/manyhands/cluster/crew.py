@@ -21,11 +21,12 @@ from typing import Any, Self
 
 from manyhands.cluster.board import Board, Line
 from manyhands.cluster.child import Child
-from manyhands.cluster.context import RoleContext, RoleSpec
+from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Channel, Message, ProtocolError
 from manyhands.cluster.member import Exited, Garbled, Heard
 from manyhands.cluster.output import Output
-from manyhands.cluster.template import obtain
+from manyhands.cluster.spec import RoleSpec
+from manyhands.cluster.template import inherited_environment, obtain
 from manyhands.errors import ManyhandsError, UserError
 
 __all__ = ["Crew", "Role", "threads_per_role"]
@@ -231,13 +232,16 @@ class Crew:
 
 
 def _environment(env: Mapping[str, str], world: int) -> dict[str, str]:
-    """The launcher's environment and the role's own; cores are shared out unless either says otherwise."""
+    """The launcher's environment and the role's own; cores are shared out unless either says otherwise.
+
+    The role takes over the launcher's exact search path later, and the PYTHONPATH of its own.
+    """
+    inherited = inherited_environment()
     return {
         "OMP_NUM_THREADS": str(threads_per_role(world)),
-        **os.environ,
+        **inherited,
         **env,
-        # The child must find this package where the launcher did; the role then takes over the exact path.
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "PYTHONPATH": inherited["PYTHONPATH"],
     }
 
 

@@ -1,30 +1,22 @@
-"""The first file of the template process: tie its life to the launcher's, and only then import anything.
-
-It is run by its path and not with `-m`, which would import the whole package first: seconds during which the
-launcher could die unnoticed.
-"""
+"""The first file of the template process: tie its life to the launcher's, and only then import anything heavy."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import importlib
+import gc
+import io
 import json
 import os
 import signal
 import sys
 
-__all__ = ["TEMPLATE_VARIABLE", "die_with_parent", "main"]
+from manyhands.cluster.forking import run_template
+from manyhands.cluster.parent import die_with_parent
+
+__all__ = ["TEMPLATE_VARIABLE", "main"]
 
 TEMPLATE_VARIABLE = "MANYHANDS_TEMPLATE"
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Have the kernel send `number` when the thread that started this process ends; if it has, leave now."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
-    if os.getppid() != parent_pid:
-        os.kill(0, signal.SIGKILL)
 
 
 def main() -> int:
@@ -34,11 +26,31 @@ def main() -> int:
         print("this file is run by the launchers of manyhands.cluster, not by hand", file=sys.stderr)
         return 2
     die_with_parent(json.loads(text)["launcher_pid"], signal.SIGKILL)
-    forking = importlib.import_module(
-        "manyhands.cluster.forking"
-    )  # imports this file in turn, so only now and by name
-    status: int = forking.run_template(text)
+    template_pid = os.getpid()
+    left_with: list[int] = []
+    atexit.register(_leave, left_with)  # before anybody else, so that it is called after all others
+    status = run_template(text)
+    if os.getpid() != template_pid:
+        left_with.append(status)
     return status
+
+
+def _leave(left_with: list[int]) -> None:
+    """In a fork, end here, with all that was written: to take the modules apart would copy what all forks share."""
+    if left_with:
+        for thing in gc.get_objects():
+            if issubclass(type(thing), io.IOBase):
+                _flush(thing)
+        ctypes.CDLL(None).fflush(None)
+        os._exit(left_with[0])
+
+
+def _flush(stream: io.IOBase) -> None:
+    try:
+        if not stream.closed and stream.writable():
+            stream.flush()
+    except ValueError:  # detached from what it wrote to
+        pass
 
 
 if __name__ == "__main__":

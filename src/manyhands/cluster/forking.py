@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from manyhands.cluster.context import RoleSpec
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
+from manyhands.cluster.spec import RoleSpec
 
 __all__ = ["FRAME_BYTES", "MOST_PASSED", "TEMPLATE_NAME", "Request", "TemplateSpec", "run_template"]
 

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Mapping
 
 from manyhands.cluster.board import SIGN_OFFSET, Board
-from manyhands.cluster.context import RoleContext, RoleSpec
+from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Channel, Finished, Started
 from manyhands.cluster.failure import report
 from manyhands.cluster.job import load
 from manyhands.cluster.sentinel import start_sentinel
+from manyhands.cluster.spec import RoleSpec
 from manyhands.cluster.stacks import answer_with_stacks
 from manyhands.memory import sign
 

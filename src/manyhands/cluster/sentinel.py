@@ -25,7 +25,7 @@ import numpy as np
 from numba import njit, types
 
 from manyhands.cluster.board import HEARTBEAT_OFFSET, Board
-from manyhands.cluster.entry import die_with_parent
+from manyhands.cluster.parent import die_with_parent
 from manyhands.memory.atomics import clock_ns, load_u32, store_i64
 
 __all__ = ["BEAT_S", "start_sentinel"]

@@ -22,12 +22,21 @@ from contextlib import contextmanager
 from typing import Final
 
 from manyhands.cluster import entry
-from manyhands.cluster.context import RoleSpec
 from manyhands.cluster.forking import MOST_PASSED, Request, TemplateSpec
 from manyhands.cluster.process import AdoptedProcess
+from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import ManyhandsError, PeerTimeout
 
-__all__ = ["PRELOADED", "Template", "end_kept", "kept_descriptor", "kept_pid", "obtain"]
+__all__ = [
+    "PRELOADED",
+    "Template",
+    "end_kept",
+    "expect",
+    "inherited_environment",
+    "kept_descriptor",
+    "kept_pid",
+    "obtain",
+]
 
 PRELOADED: Final = ("torch", "manyhands.training.preload")
 """What workers of every strategy need."""
@@ -177,6 +186,16 @@ def obtain(environment: Mapping[str, str], modules: Sequence[str] = PRELOADED) -
         if _kept is None:
             _kept = Template(environment, modules)
         return _kept
+
+
+def expect() -> None:
+    """Workers will be asked for: have the template import what they need while the caller does something else."""
+    obtain(inherited_environment())
+
+
+def inherited_environment() -> dict[str, str]:
+    """The launcher's environment, in which a child finds this package where the launcher did."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
 
 
 def kept_pid() -> int | None:

@@ -1,0 +1,23 @@
+"""`manyhands doctor`: what is here and what is missing, as a table."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from manyhands.doctor import Verdict, examine
+
+__all__ = ["doctor_command"]
+
+
+def doctor_command() -> None:
+    """What this machine has for training, what is missing, and how to get it."""
+    signs = {Verdict.GOOD: "[green]✓[/]", Verdict.NOTE: "[yellow]·[/]", Verdict.BAD: "[red]✗[/]"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    findings = examine()
+    for finding in findings:
+        table.add_row(signs[finding.verdict], finding.subject, finding.found, f"[dim]{finding.advice}[/]")
+    Console().print(table)
+    if any(finding.verdict is Verdict.BAD for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,81 @@
+"""Commands that are imported when they are run: most need torch, and nobody waits for it to read a list of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
+
+__all__ = ["Later", "add_later", "group_of"]
+
+_PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "markdown",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Later:
+    """One command of the list: where it is, and what the list says of it, which is its own first line of help."""
+
+    home: str
+    """`module:name` of a function, or of a `typer.Typer` with commands of its own."""
+
+    help: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How the arguments of a function are taken, for `typer`."""
+
+    trains: bool = False
+    """Whether it starts workers, as a rule: what they are forked from then starts before anything is imported."""
+
+
+def add_later(app: typer.Typer, commands: Mapping[str, Later]) -> None:
+    """List `commands`; `app` is made with `cls=group_of(commands)`."""
+    for name, command in commands.items():
+        app.command(name, help=command.help)(_listed)
+
+
+def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
+    """The class of a group that puts a command in its place in the list as soon as it is asked for."""
+
+    class CommandsLater(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args and args[0] in commands:
+                command = commands[args[0]]
+                if command.trains and "--help" not in args:
+                    _prepare()
+                self.add_command(_made(args[0], command), args[0])
+            return super().resolve_command(ctx, args)
+
+    return CommandsLater
+
+
+def _listed() -> None:
+    """In the place of a command until it is asked for."""
+
+
+def _prepare() -> None:
+    import_module("manyhands.cluster.template").expect()
+
+
+def _made(name: str, command: Later) -> Any:
+    found = _found(command.home)
+    if isinstance(found, typer.Typer):
+        return get_group(found)
+    alone = typer.Typer(**_PLAIN)
+    alone.command(name, context_settings=dict(command.settings))(found)
+    return get_command(alone)
+
+
+@cache
+def _found(home: str) -> Callable[..., None] | typer.Typer:
+    module, _, name = home.partition(":")
+    found: Callable[..., None] | typer.Typer = getattr(import_module(module), name)
+    return found
