@@ -19,12 +19,14 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.template import kept_pid
 from manyhands.errors import NonFinite, UserError, WorkerFailed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -126,6 +128,37 @@ def test_results_notes_output_and_inheritance(capfd: pytest.CaptureFixture[str])
     printed = capfd.readouterr()
     assert sorted(printed.out.split("\n")) == ["", "out 0", "out 1"]
     assert sorted(printed.err.split("\n")) == ["", "err 0", "err 1"]
+
+
+def test_a_role_that_ends_has_written_everything_and_done_what_it_registered(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Roles are forks that end without taking their modules apart."""
+
+    def job(context: RoleContext) -> None:
+        import atexit
+        import sys
+
+        sys.left_open = (tmp_path / f"open {context.rank}").open("w")  # type: ignore[attr-defined]
+        sys.left_open.write("all of it")  # type: ignore[attr-defined]
+        atexit.register((tmp_path / f"registered {context.rank}").write_text, "done")
+        ctypes.CDLL(None).printf(b"from C\n")
+
+    run(job)
+    for rank in range(2):
+        assert (tmp_path / f"open {rank}").read_text() == "all of it"
+        assert (tmp_path / f"registered {rank}").read_text() == "done"
+    assert capfd.readouterr().out.count("from C\n") == 2
+
+
+def test_the_template_is_kept_when_torch_sets_variables_of_its_own() -> None:
+    run(lambda context: None, num_roles=1)
+    first = kept_pid()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)  # imports what sets the folder of its cache
+    assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    run(lambda context: None, num_roles=1)
+    assert first is not None
+    assert kept_pid() == first
 
 
 def test_an_exception_is_told_with_traceback_and_step() -> None:

@@ -60,8 +60,8 @@ _READ_ONCE: Final = (
 )
 """Variables that begin so are read while importing."""
 
-_NOT_READ_ONCE: Final = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
-"""But for these: workers set their threads themselves, and take over the launcher's search path."""
+_NOT_READ_ONCE: Final = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR")
+"""But for these: a worker sets its threads itself, takes over the launcher's search path, and compiles on its own."""
 
 _LIMITS: Final = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
 _START_S: Final = 120.0
