@@ -1,5 +1,6 @@
 """Every test leaves as many threads and children behind as it found."""
 
+import gc
 import os
 import threading
 import time
@@ -17,6 +18,12 @@ settings.load_profile("manyhands")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_collection_finish() -> None:
+    """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out."""
+    gc.collect()
+    gc.freeze()
 
 
 def children() -> set[int]:
