@@ -32,7 +32,8 @@ class VirtualTime:
     """
 
     def __init__(self, stall_s: float) -> None:
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = threading.RLock()
+        self._bells: dict[str, threading.Condition] = {}  # of those who wait; all of the one lock
         self._stall_s = stall_s
         self._clock_s: dict[str, float] = {}
         self._dies_s: dict[str, float] = {}
@@ -79,7 +80,7 @@ class VirtualTime:
                     return False
                 self._waiting[role] = min(until_s(), self.dies_s(role))
                 self._expire_one()
-                if role not in self._expired and not self.changed.wait(self._stall_s):
+                if role not in self._expired and not self._bell(role).wait(self._stall_s):
                     raise ManyhandsError(
                         f"{role} waited {self._stall_s:g} s of real time for {sorted(self._busy())}, which "
                         "neither wait on a simulated link nor have ended"
@@ -92,12 +93,13 @@ class VirtualTime:
     def wake(self, role: str) -> None:
         """`role` may be ready now: it counts as running until it waits again; `changed` is held."""
         self._waiting.pop(role, None)
-        self.changed.notify_all()
+        self._bell(role).notify_all()
 
     def wake_all(self) -> None:
         """Deadlines may have changed: everybody looks again before time passes; `changed` is held."""
         self._waiting.clear()
-        self.changed.notify_all()
+        for bell in self._bells.values():
+            bell.notify_all()
 
     def run(self, roles: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         """Run each function in a thread as that role; return what those that lived to the end returned.
@@ -120,7 +122,6 @@ class VirtualTime:
                 with self.changed:
                     self._running.discard(role)
                     self._expire_one()
-                    self.changed.notify_all()
 
         with self.changed:
             self._running |= set(roles)
@@ -145,4 +146,7 @@ class VirtualTime:
             role = min(self._waiting, key=lambda name: (self._waiting[name], name))
             del self._waiting[role]
             self._expired.add(role)
-            self.changed.notify_all()
+            self._bell(role).notify_all()
+
+    def _bell(self, role: str) -> threading.Condition:
+        return self._bells.setdefault(role, threading.Condition(self.changed))
