@@ -52,6 +52,7 @@ bench: setup $(VENV)/.kernels
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/desync.py
+	$(BIN)/python benchmarks/startup.py
 
 soak: setup $(VENV)/.kernels
 	$(BIN)/python -m pytest -m soak --timeout 1800
