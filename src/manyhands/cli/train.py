@@ -22,12 +22,13 @@ from manyhands.cli.commands import (
     parameter,
     write_json,
 )
+from manyhands.cli.environment import tell_ignored_variables
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
 __all__ = ["train_app"]
 
-train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=tell_ignored_variables)
 
 _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (
