@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.central.strategy import Central
 from manyhands.errors import UserError
-from manyhands.facts import Truth, Waits
+from manyhands.facts import Answer, Split, Truth, Waits
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.registry import STRATEGIES
 from manyhands.settings import parse_size, show_size
@@ -102,6 +102,17 @@ def test_every_strategy_says_what_it_is_and_has_a_training(word: str) -> None:
     assert kind.about
     assert isinstance(kind.truth, Truth)
     assert training_class(Strategy.parse(word)) is STRATEGIES[word].load_training()
+
+
+def test_tensor_splits_dimensions_and_refuses_networks() -> None:
+    tensor = Strategy.parse("tensor")
+    assert tensor.split is Split.DIMENSIONS
+    assert not tensor.splits_batches, "every worker sees all samples"
+    assert tensor.waits_for is Waits.ALL
+    assert tensor.promises.worker_dies.answer is Answer.NO
+    assert "manyhands train glove" in tensor.instead_of_own_loop
+    with pytest.raises(UserError, match="manyhands train glove --strategy tensor"):
+        tensor.check(workers=2, device="cpu")
 
 
 @pytest.mark.parametrize(
