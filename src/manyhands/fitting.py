@@ -120,7 +120,9 @@ def _open_directory(
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} can not be resumed: {conflict}")
-        return directory, training.resume(directory, config)
+        done = training.resume(directory, config)
+        directory.go_on_as(config)
+        return directory, done
     except BaseException:
         directory.close()
         raise

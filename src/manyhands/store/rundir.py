@@ -80,7 +80,7 @@ class RunDirectory:
         lock.acquire()
         try:
             _require_free(path)  # again, now that nobody else can be creating it
-            write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
+            _write_config(path, config)
             return cls(path, _read_config(path), lock)._with_folders()
         except BaseException:
             lock.close()
@@ -100,6 +100,12 @@ class RunDirectory:
         except BaseException:
             held.close()
             raise
+
+    def go_on_as(self, config: Mapping[str, Any]) -> None:
+        """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
+        if config != self.config:
+            _write_config(self.path, config)
+            self.config = _read_config(self.path)
 
     @property
     def events_path(self) -> Path:
@@ -221,6 +227,10 @@ def _require_free(path: Path) -> None:
     raise UserError(
         f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
     )
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
 
 
 def _read_config(path: Path) -> dict[str, Any]:
