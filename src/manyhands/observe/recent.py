@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from manyhands.observe.events import MAX_SHOWN, NOBODY, EventKind, Records
 
-__all__ = ["WINDOW_NS", "Recent"]
+__all__ = ["BINS", "BIN_NS", "WINDOW_NS", "Recent"]
 
-_BIN_NS = 250_000_000
-_BINS = 20
-WINDOW_NS = _BINS * _BIN_NS
-"""How long ago an event may have ended to be recent."""
+BIN_NS = 250_000_000
+BINS = 20
+WINDOW_NS = BINS * BIN_NS
+"""How long ago an event may have ended to be recent: what every rate and every share "now" is taken over."""
 
 _KINDS = len(EventKind) + 1
 _Counts = npt.NDArray[np.int64]
@@ -29,22 +29,22 @@ class Recent:
 
     def __init__(self) -> None:
         self._roles = 0
-        self._bin = np.full(_BINS, -1, np.int64)  # which bin each place holds
-        self._duration_ns = np.zeros((_BINS, 0, _KINDS), np.int64)
-        self._events = np.zeros((_BINS, 0, _KINDS), np.int64)
-        self._wait_for_ns = np.zeros((_BINS, 0, 0), np.int64)
+        self._bin = np.full(BINS, -1, np.int64)  # which bin each place holds
+        self._duration_ns = np.zeros((BINS, 0, _KINDS), np.int64)
+        self._events = np.zeros((BINS, 0, _KINDS), np.int64)
+        self._wait_for_ns = np.zeros((BINS, 0, 0), np.int64)
 
     def add(self, records: Records) -> None:
         """Take in events of any roles."""
         if not len(records):
             return
-        bins = ((records["start_ns"] + records["duration_ns"]) // np.uint64(_BIN_NS)).astype(np.int64)
+        bins = ((records["start_ns"] + records["duration_ns"]) // np.uint64(BIN_NS)).astype(np.int64)
         newest = max(int(bins.max()), int(self._bin.max()))
-        recent = bins > newest - _BINS
+        recent = bins > newest - BINS
         peers = np.where(records["peer"] < MAX_SHOWN, records["peer"], NOBODY)
         self._widen(1 + int(max(records["role"].max(), peers.max())))
         self._forget(newest)
-        records, peers, place = records[recent], peers[recent], bins[recent] % _BINS
+        records, peers, place = records[recent], peers[recent], bins[recent] % BINS
         self._bin[place] = bins[recent]
         roles = records["role"].astype(np.intp)
         durations = records["duration_ns"].astype(np.int64)
@@ -66,11 +66,11 @@ class Recent:
         return self._sum(self._wait_for_ns, now_ns)
 
     def _sum(self, table: _Counts, now_ns: int) -> _Counts:
-        total: Any = table[self._bin > now_ns // _BIN_NS - _BINS].sum(axis=0)
+        total: Any = table[self._bin > now_ns // BIN_NS - BINS].sum(axis=0)
         return np.asarray(total, np.int64)
 
     def _forget(self, newest: int) -> None:
-        old = self._bin <= newest - _BINS
+        old = self._bin <= newest - BINS
         self._bin[old] = -1
         for table in (self._duration_ns, self._events, self._wait_for_ns):
             table[old] = 0

@@ -16,13 +16,12 @@ import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.observe.events import NOBODY, EventKind, Records
+from manyhands.observe.recent import BIN_NS, BINS
 from manyhands.observe.slowness import Slowness, Straggler
 
 __all__ = ["Snapshot", "Split", "Totals", "WorkerTotals"]
 
 _NS_PER_S = 1_000_000_000
-_BIN_NS = _NS_PER_S // 4
-_WINDOW_BINS = 20  # rates are those of the last 5 s
 
 
 class Split(NamedTuple):
@@ -202,7 +201,7 @@ class Totals:
 
 
 class _Pace:
-    """How fast steps ended lately: samples per quarter of a second, kept for a few seconds."""
+    """How fast steps ended lately: samples by bin, kept for the window of recent events."""
 
     def __init__(self) -> None:
         self._samples_by_bin: dict[int, int] = {}
@@ -223,11 +222,11 @@ class _Pace:
         self._begin_ns, self._step_range = begin_ns, range(first, end)
         self._samples += int(steps["count"].sum())
 
-        bins = (steps["start_ns"] + steps["duration_ns"]) // np.uint64(_BIN_NS)
+        bins = (steps["start_ns"] + steps["duration_ns"]) // np.uint64(BIN_NS)
         for index in np.unique(bins):
             samples = int(steps["count"][bins == index].sum())
             self._samples_by_bin[int(index)] = self._samples_by_bin.get(int(index), 0) + samples
-        oldest = max(self._samples_by_bin) - _WINDOW_BINS
+        oldest = max(self._samples_by_bin) - BINS
         self._samples_by_bin = {
             index: samples for index, samples in self._samples_by_bin.items() if index > oldest
         }
@@ -236,9 +235,9 @@ class _Pace:
         """Samples and steps per second over the window, or over the whole run if no step ended within it."""
         if self._begin_ns is None:
             return 0.0, 0.0
-        oldest = now_ns // _BIN_NS - _WINDOW_BINS + 1
+        oldest = now_ns // BIN_NS - BINS + 1
         samples = sum(count for index, count in self._samples_by_bin.items() if index >= oldest)
-        begin_ns = max(self._begin_ns, oldest * _BIN_NS)
+        begin_ns = max(self._begin_ns, oldest * BIN_NS)
         if samples == 0:
             samples, begin_ns = self._samples, self._begin_ns
         if samples == 0 or now_ns <= begin_ns:

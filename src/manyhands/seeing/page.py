@@ -23,6 +23,7 @@ from manyhands.observe.charts import (
     short_number,
 )
 from manyhands.observe.paper import STYLE, document
+from manyhands.observe.recent import WINDOW_NS
 from manyhands.observe.view import Curve, Phase, RunView, Shares
 
 __all__ = ["PAGE_STYLE", "report", "sections", "title_of"]
@@ -159,7 +160,7 @@ def _workers(view: RunView) -> tuple[str, str]:
     bars = share_bars(
         [(worker.name, share) for worker, share in zip(view.workers, shares, strict=True)],
         _PARTS,
-        title="Time over the whole run" if is_over else "Time in the last five seconds",
+        title="Time over the whole run" if is_over else f"Time in the last {WINDOW_NS // 10**9} seconds",
         colours=_PART_COLOURS,
     )
     rows = [
