@@ -119,7 +119,7 @@ def _open_directory(
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
-            raise UserError(f"{out} can not be resumed: {conflict}")
+            raise UserError(f"{out} cannot be resumed: {conflict}")
         done = training.resume(directory, config)
         directory.go_on_as(config)
         return directory, done

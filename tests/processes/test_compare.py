@@ -139,7 +139,7 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     rate = Rate.parse("8Mbit")
     reason = why_not(rate)
     if reason is not None:
-        pytest.skip(f"this machine can not shape its loopback: {reason}")
+        pytest.skip(f"this machine cannot shape its loopback: {reason}")
     command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "ps link=tcp; ps"]
     done = subprocess.run(
         [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from assassin import events
+from manyhands.seeing.connections import MAX_CONNECTIONS
 from manyhands.seeing.dashboard import Dashboard
-from manyhands.seeing.door import MAX_CONNECTIONS
 from manyhands.seeing.server import MAX_STREAMS
 from views import run_view
 

@@ -286,7 +286,7 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
     path.write_bytes(b"\x89PNG" + whole)
     with pytest.raises(DataError, match="offset 0: not an event file"):
         read_events(path)
-    with pytest.raises(DataError, match=r"absent\.bin: can not be read"):
+    with pytest.raises(DataError, match=r"absent\.bin: cannot be read"):
         read_events(tmp_path / "absent.bin")
 
 

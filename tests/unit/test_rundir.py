@@ -120,9 +120,9 @@ def test_what_a_create_that_died_left_does_not_stand_in_the_way(tmp_path: Path) 
 def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UserError, match=r"file can not be a run directory: Not a directory"):
+    with pytest.raises(UserError, match=r"file cannot be a run directory: Not a directory"):
         RunDirectory.create(file, CONFIG)
-    with pytest.raises(UserError, match=r"file/x can not be"):
+    with pytest.raises(UserError, match=r"file/x cannot be"):
         RunDirectory.create(file / "x", CONFIG)
     with pytest.raises(UserError, match=r"file holds no run"):
         RunDirectory.open(file)

@@ -73,7 +73,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),
     ],
 )
-def test_errors_name_the_word_and_the_mend(text: str, parts: list[str]) -> None:
+def test_errors_name_the_word_and_the_fix(text: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         Strategy.parse(text)
     for part in parts:

@@ -27,7 +27,9 @@ def launch_command(
     workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2,
     strategy: Annotated[
         str | None,
-        typer.Option(help="How: mirrored, central, or allreduce with its settings.", show_default="mirrored"),
+        typer.Option(
+            help="How: mirrored, central, local, or allreduce, with settings.", show_default="mirrored"
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
@@ -38,7 +40,10 @@ def launch_command(
     ] = None,
     allow_overload: AllowOverload = False,
     watchdog: Annotated[
-        float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+        float,
+        typer.Option(
+            help="Seconds without progress after which the worker that holds up the run is named; 0: never."
+        ),
     ] = 60.0,
 ) -> None:
     """Run your own training script on several workers; see `mh.join()`."""

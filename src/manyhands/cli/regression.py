@@ -126,7 +126,7 @@ def predict_command(
     except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        raise UserError(f"predictions can not be written to {out or 'stdout'}: {error.strerror}") from error
+        raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if file.bad_lines:
         print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
 
@@ -273,7 +273,7 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {path} can not be made: {error.strerror}") from error
+        raise UserError(f"--out {path} cannot be made: {error.strerror}") from error
 
 
 def _cores() -> int:

@@ -35,7 +35,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             str,
             typer.Option(
-                help="How: single, mirrored, central, allreduce, ps or hogwild, with settings, as in 'ps servers=2'."
+                help="How: single, mirrored, central, allreduce, local, ps or hogwild, with settings: 'ps servers=2'."
             ),
         ],
         "mirrored",
@@ -57,7 +57,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "allow_overload": (AllowOverload, False),
     "watchdog": (
         Annotated[
-            float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+            float,
+            typer.Option(
+                help="Seconds without progress after which the worker that holds up the run is named; 0: never."
+            ),
         ],
         60.0,
     ),

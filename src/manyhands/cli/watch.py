@@ -38,7 +38,7 @@ def watch_command(
     from manyhands.seeing.source import existing_run
 
     source = existing_run(run).poll
-    source()  # what can not be read is said now, and not in the browser
+    source()  # what cannot be read is said now, and not in the browser
     farewell = f"manyhands watch has ended; manyhands watch {run} opens this page again"
     try:
         with ending(), serving(source, host, port, farewell) as url:

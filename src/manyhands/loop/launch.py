@@ -63,7 +63,7 @@ def launch(
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
     asked = Strategy.parse(strategy) if strategy is not None else None
-    chosen = choose(asked, [range(workers)])  # refuses a strategy that can not be
+    chosen = choose(asked, [range(workers)])  # refuses a strategy that cannot be
     if device is not None:
         check_device(device)
     check_watchdog_s(watchdog_s)

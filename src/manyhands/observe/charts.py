@@ -250,7 +250,7 @@ def short_number(value: float) -> str:
 
 
 def _gaps(series: Series, positive: bool) -> list[list[tuple[float, float]]]:
-    """The points that can be drawn, parted where some can not."""
+    """The points that can be drawn, parted where some cannot."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
         if math.isfinite(x) and math.isfinite(y) and (y > 0 or not positive):

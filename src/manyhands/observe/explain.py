@@ -51,7 +51,7 @@ class Parts:
     """What a step is made of, in milliseconds."""
 
     compute_ms: float
-    exchange_ms: float  # communication that nothing hides
+    exchange_ms: float  # exposed communication: not overlapped with compute
     wait_ms: float  # waiting for stragglers
     apply_ms: float  # waiting for servers that apply updates
     input_ms: float  # getting the samples

@@ -179,7 +179,7 @@ def read_header(path: Path) -> EventFile:
         with path.open("rb") as file:
             data = file.read(_HEADER_BYTES)
     except OSError as error:
-        raise DataError(f"{path}: can not be read ({error.strerror})") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not data.startswith(_MAGIC):
         raise DataError(f"{path}: offset 0: not an event file (it does not begin with {_MAGIC.decode()})")
     if len(data) < _HEADER_BYTES:

@@ -10,7 +10,7 @@ __all__ = ["PART_WORDS", "paragraph"]
 
 PART_WORDS = {
     "compute_ms": "compute",
-    "exchange_ms": "exchange that nothing hides",
+    "exchange_ms": "exposed communication",
     "wait_ms": "waiting for stragglers",
     "apply_ms": "servers applying updates",
     "input_ms": "input",

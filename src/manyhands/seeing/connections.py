@@ -1,11 +1,11 @@
 """Which connections a page's server keeps: as many as it has room for, and none that a stranger only holds.
 
-    connection opens ──► door.come(it) ──► whoever has to make room: the stranger that is there the longest
-    a good token     ──► door.know(it)     from here on nobody displaces it
-    connection ends  ──► door.gone(it)
+    connection opens ──► admission.come(it) ──► whoever has to make room: the stranger that is there the longest
+    a good token     ──► admission.know(it)     from here on nobody displaces it
+    connection ends  ──► admission.gone(it)
 
-Whoever has not shown the run's token is a stranger. Strangers cannot fill a house that a newcomer empties, and
-they cannot stay: who has not asked for something within `REQUEST_S` is closed, however busily it sends.
+Whoever has not shown the run's token is a stranger. Strangers cannot keep newcomers out, as each of these frees a
+place, and they cannot stay: who has not asked for something within `REQUEST_S` is closed, however busily it sends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Door", "connections_of", "room_here"]
+__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "connections_of", "room_here"]
 
 MAX_CONNECTIONS = 64
 """Connections of a page's server, where its process has descriptors to spare."""
 
 ACCEPTED_AT_ONCE = 8
-"""Connections that are accepted before the door is asked about the first of them."""
+"""Connections that are accepted before the first of them is admitted."""
 
 REQUEST_S = 3.0
 """How long a request may take to come: from the connection, or from the end of the answer before it."""
@@ -38,7 +38,7 @@ _LEAST = 4
 _SHARE = 8  # of the descriptors that are free, a page takes one of so many; the others are the run's
 
 
-class Door(Generic[Who]):
+class Admission(Generic[Who]):
     """Who is connected, the longest there first; pure decisions."""
 
     def __init__(self, room: int) -> None:
@@ -76,32 +76,32 @@ def room_here() -> int:
     return max(_LEAST, min(MAX_CONNECTIONS, free // _SHARE))
 
 
-def connections_of(door: Door[Any]) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes for each connection to a server behind this door."""
-    return partial(_Connection, door)
+def connections_of(admission: Admission[Any]) -> Callable[..., asyncio.Protocol]:
+    """What uvicorn makes for each connection to a server that admits by these rules."""
+    return partial(_Connection, admission)
 
 
 class _Connection(H11Protocol):
-    """One connection, which the door may close, and which closes itself where no request comes in time.
+    """One connection, which may be closed to make room, and which closes itself where no request comes in time.
 
     The application finds `know` in its scope's state, and calls it where a request has a good token.
     """
 
     def __init__(
         self,
-        door: Door[_Connection],
+        admission: Admission[_Connection],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, {**app_state, "know": lambda: door.know(self)}, _loop)
-        self._door = door
+        super().__init__(config, server_state, {**app_state, "know": lambda: admission.know(self)}, _loop)
+        self._admission = admission
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        displaced = self._door.come(self)
+        displaced = self._admission.come(self)
         if displaced is not None:
             displaced.transport.abort()
         self._await_request()
@@ -120,7 +120,7 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
-        self._door.gone(self)
+        self._admission.gone(self)
         super().connection_lost(exc)
 
     def _await_request(self) -> None:

@@ -57,7 +57,7 @@ class Dashboard:
     def __enter__(self) -> Dashboard:
         import uvicorn
 
-        from manyhands.seeing.door import ACCEPTED_AT_ONCE, Door, connections_of, room_here
+        from manyhands.seeing.connections import ACCEPTED_AT_ONCE, Admission, connections_of, room_here
 
         config = uvicorn.Config(
             self._app,
@@ -67,7 +67,7 @@ class Dashboard:
             lifespan="off",
             ws="none",
             server_header=False,
-            http=connections_of(Door(room_here())),  # type: ignore[arg-type]
+            http=connections_of(Admission(room_here())),  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=1,
@@ -130,5 +130,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise UserError(
-            f"the live page can not listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
+            f"the live page cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
         ) from error

@@ -56,7 +56,7 @@ class TensorboardFiles:
             )
         except OSError as error:
             raise UserError(
-                f"{directory} can not hold event files for TensorBoard: {error.strerror}"
+                f"{directory} cannot hold event files for TensorBoard: {error.strerror}"
             ) from error
         self._is_closed = False
 

@@ -75,7 +75,7 @@ class RunDirectory:
         try:
             make_directory(path)
         except OSError as error:
-            raise UserError(f"{path} can not be made: {reason(error)}") from error
+            raise UserError(f"{path} cannot be made: {reason(error)}") from error
         lock = RunLock(path / _LOCK)
         lock.acquire()
         try:
@@ -203,7 +203,7 @@ class RunDirectory:
                 folder.mkdir(exist_ok=True)
             sync_directory(self.path)
         except OSError as error:
-            raise WriteFailed(f"{self.path} can not be filled: {reason(error)}") from error
+            raise WriteFailed(f"{self.path} cannot be filled: {reason(error)}") from error
         return self
 
 
@@ -214,7 +214,7 @@ def _require_free(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(f"{path} can not be a run directory: {reason(error)}") from error
+        raise UserError(f"{path} cannot be a run directory: {reason(error)}") from error
     if not others:
         return
     if _CONFIG in others:
@@ -257,7 +257,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise DataError(f"{file} can not be read: {reason(error)}") from error
+        raise DataError(f"{file} cannot be read: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -119,9 +119,7 @@ class Request:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
         strategy.check(workers, device)
         if options.skip_nonfinite and not strategy.can_skip_updates:
-            raise UserError(
-                f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can"
-            )
+            raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"

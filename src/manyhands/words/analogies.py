@@ -90,7 +90,7 @@ def read_questions(path: Path | str) -> list[Section]:
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(f"questions {path} can not be read: {reason(error)}") from error
+        raise DataError(f"questions {path} cannot be read: {reason(error)}") from error
     sections: list[tuple[str, list[tuple[str, str, str, str]]]] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -189,4 +189,4 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out={out} can not be a folder: {reason(error)}; name another") from error
+        raise UserError(f"out={out} cannot be a folder: {reason(error)}; name another") from error

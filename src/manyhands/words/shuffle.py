@@ -116,7 +116,7 @@ def _reading(path: Path) -> Iterator[int]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise DataError(f"{path} can not be read: {reason(error)}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
     try:
         yield file
     finally:

@@ -64,7 +64,7 @@ class Vocabulary:
         try:
             content = Path(path).read_bytes()
         except OSError as error:
-            raise DataError(f"vocabulary {path} can not be read: {reason(error)}") from error
+            raise DataError(f"vocabulary {path} cannot be read: {reason(error)}") from error
         words: list[str] = []
         counts: list[int] = []
         # Only a newline ends a line here: str.splitlines would cut words that have other separators in them.
