@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ def adam_state() -> tuple[list[nn.Parameter], dict[int, dict[str, torch.Tensor]]
 def test_cut_and_merged_is_the_state_itself(cuts: list[int]) -> None:
     parameters, state = adam_state()
     merged = MergedState()
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         part = Part(parameters[0].shape, slice(begin, end), end - begin)
         merged.add(0, {key: part.cut(value) for key, value in state[0].items()}, part)
     whole = Part(parameters[1].shape, slice(0, 7), 7)
