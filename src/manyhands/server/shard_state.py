@@ -67,7 +67,7 @@ def merge(
     for shard, state in enumerate(states):
         for name, position, part in _parts(layout, shard):
             values[name] = part.lay_into(values.get(name), state.model[name])
-            if position in state.optimizer["state"]:
+            if position is not None and position in state.optimizer["state"]:
                 merged.add(position, state.optimizer["state"][position], part)
     everything: tuple[Entry | Table, ...] = (*layout.entries, *layout.tables)
     by_alias = {alias: values[one.name] for one in everything for alias in one.aliases}
