@@ -12,8 +12,8 @@ import pytest
 import manyhands as mh
 from commands import run_command
 from equality import same_bits
+from manyhands.analyse.source import existing_run
 from manyhands.cli.watch import serving
-from manyhands.seeing.source import existing_run
 from manyhands.store.rundir import RunDirectory
 from manyhands.tasks import build
 

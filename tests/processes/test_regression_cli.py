@@ -19,7 +19,7 @@ import pytest
 from commands import run_command
 from manyhands.data.plan import permutation
 from manyhands.data.row_files import RowFile
-from manyhands.observe.bars import Bars
+from manyhands.draw.bars import Bars
 from manyhands.regression.batches import learn_in_batches
 from manyhands.regression.crew import learn_in_processes
 from manyhands.regression.examples import Examples

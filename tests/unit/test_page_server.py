@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from manyhands.analyse.view import RunView
 from manyhands.errors import UserError
-from manyhands.observe.view import RunView
-from manyhands.seeing.connections import Admission, room_here
-from manyhands.seeing.dashboard import Dashboard
-from manyhands.seeing.guard import Guard
-from manyhands.seeing.server import MAX_STREAMS, PageApp
+from manyhands.serve.connections import Admission, room_here
+from manyhands.serve.dashboard import Dashboard
+from manyhands.serve.guard import Guard
+from manyhands.serve.server import MAX_STREAMS, PageApp
 from views import empty_view, run_view
 
 TOKEN = "a-token-of-this-run"

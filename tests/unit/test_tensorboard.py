@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from disks import fill as fill_disk
 from disks import small_disk
 from manyhands.cli.main import app
+from manyhands.draw.tensorboard import LiveTensorboard, write_run
 from manyhands.errors import UserError
-from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
-from manyhands.observe.files import EventFileWriter, read_header
-from manyhands.seeing.tensorboard import LiveTensorboard, write_run
+from manyhands.record.events import NOBODY, RECORD, EventKind, Records
+from manyhands.record.files import EventFileWriter, read_header
 from manyhands.store import RunDirectory
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

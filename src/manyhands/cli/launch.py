@@ -50,8 +50,8 @@ def launch_command(
     _refuse_unknown_option(context, str(script))
     tell_ignored_variables()
     from manyhands.cluster.signals import ending, signal_of
+    from manyhands.draw.table import end_table
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
-    from manyhands.observe.table import end_table
 
     try:
         with ending() as end:

@@ -22,7 +22,7 @@ from manyhands.cli.commands import (
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
-    from manyhands.observe.bars import Bars
+    from manyhands.draw.bars import Bars
     from manyhands.regression.metrics import Metrics
     from manyhands.regression.training import LogregResult
 
@@ -102,8 +102,8 @@ def predict_command(
     """Print for every example the probability of the larger label, one a line."""
     # Imported here so that help texts do not wait for numba.
     from manyhands.data.row_files import Reading
+    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.observe.bars import Bars
     from manyhands.regression.model import LogregModel
 
     trained = LogregModel.load(model)
@@ -135,8 +135,8 @@ def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.data.row_files import Reading
+    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.observe.bars import Bars
     from manyhands.regression.model import MODEL_FILE
     from manyhands.regression.options import LogregOptions
     from manyhands.regression.training import train_logreg

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.analyse.totals import WorkerTotals
 from manyhands.compare.figures import Measured, Point
 from manyhands.compare.plan import Trial
 from manyhands.errors import DataError, UserError
-from manyhands.observe.events import EventKind
-from manyhands.observe.plain import text, whole
-from manyhands.observe.recorded import RoleEvents, RunEvents, read_run_events
-from manyhands.observe.totals import WorkerTotals
+from manyhands.record.events import EventKind
+from manyhands.record.plain import text, whole
+from manyhands.record.recorded import RoleEvents, RunEvents, read_run_events
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 

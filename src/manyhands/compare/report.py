@@ -9,7 +9,7 @@ from html import escape
 
 from manyhands.compare.figures import Figures, Measured, Point, Row
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells
-from manyhands.observe.charts import Series, data_table, document, line_chart, quiet, section, share_bars
+from manyhands.draw.charts import Series, data_table, document, line_chart, quiet, section, share_bars
 
 __all__ = ["Made", "report"]
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manyhands.analyse.collect import Collector
 from manyhands.cluster.capacity import of_processes
 from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role
@@ -28,9 +29,8 @@ from manyhands.loop.connect import (
 from manyhands.loop.place import LAUNCHER_VARIABLE
 from manyhands.loop.recording import own_loop_config
 from manyhands.loop.script import Script, run_script
-from manyhands.observe.blackbox import BlackBoxes
-from manyhands.observe.collect import Collector
-from manyhands.observe.ring import EventRing
+from manyhands.record.blackbox import BlackBoxes
+from manyhands.record.ring import EventRing
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.analyse.totals import Snapshot
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError
-from manyhands.observe.totals import Snapshot
 from manyhands.slowdown import Slowdown
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import DataError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason
 from manyhands.words.vectors import Vectors
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason
 from manyhands.strategy import Strategy
 from manyhands.words.corpus import Corpus

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import DataError, UserError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason, write_atomically
 from manyhands.words.corpus import Block, Corpus
 from manyhands.words.threads import crew, in_order

@@ -22,8 +22,8 @@ from manyhands.cluster.signals import as_exception
 from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
 from manyhands.cluster.watchdog import Watched
 from manyhands.errors import Aborted, Hang, ManyhandsError, PeerTimeout, UserError
-from manyhands.observe.blackbox import BlackBoxes
-from manyhands.observe.ring import EventRing
+from manyhands.record.blackbox import BlackBoxes
+from manyhands.record.ring import EventRing
 from manyhands.server import changes
 from manyhands.server.changes import (
     Assign,
