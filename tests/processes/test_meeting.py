@@ -62,7 +62,7 @@ def test_a_seat_is_read_back_and_nothing_else_is() -> None:
     seat = Seat(host="a/1", pid=12, world=3, version="1.0")
     assert Seat.from_text(seat.to_text()) == seat
     for text in ("", "[]", '["a", 1, 2]', '{"a": 1}', "[1, 1, 1, 1]", "cos\nsystem\n(S'true'\ntR."):
-        with pytest.raises(ManyhandsError, match="where a seat of manyhands should be"):
+        with pytest.raises(ManyhandsError, match="where manyhands keeps who has a rank"):
             Seat.from_text(text)
 
 
@@ -138,7 +138,7 @@ def test_two_groups_of_one_name_are_told_apart() -> None:
     while not store.check(["seat/0"]):
         pass
     with pytest.raises(
-        UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already has the seat"
+        UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already is rank \d"
     ):
         meet(store, rank=0, world=3, name="mine", timeout_s=20)
     first.join()

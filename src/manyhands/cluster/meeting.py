@@ -71,7 +71,9 @@ class Seat:
         except ValueError:
             host = None
         if host is None or [type(value) for value in (host, pid, world, version)] != [str, int, int, str]:
-            raise ManyhandsError(f"the store holds {text[:80]!r} where a seat of manyhands should be")
+            raise ManyhandsError(
+                f"the store holds {text[:80]!r} where manyhands keeps who has a rank; give each job a store of its own"
+            )
         return cls(host=host, pid=pid, world=world, version=version)
 
 
@@ -241,8 +243,8 @@ class _Table:
                 continue
             other = Seat.from_text(there.partition(" ")[2])
             raise UserError(
-                f"two groups are named {self.name!r}: process {other.pid} of a group of {other.world} already has the "
-                f"seat of rank {self.rank} that process {mine.pid} wants in a group of {mine.world}; give each group "
+                f"two groups are named {self.name!r}: process {other.pid} of a group of {other.world} already is "
+                f"rank {self.rank}, as process {mine.pid} wants to be in a group of {mine.world}; give each group "
                 "a name, or each job a store, of its own"
             )
 
