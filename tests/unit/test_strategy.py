@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import manyhands
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.central.strategy import Central
 from manyhands.errors import UserError
@@ -99,6 +100,8 @@ def test_sizes_in_decimal_and_binary_units() -> None:
 def test_every_strategy_says_what_it_is_and_has_a_training(word: str) -> None:
     kind = STRATEGIES[word].load_value()
     assert kind.word == word
+    assert getattr(manyhands, kind.__name__) is kind
+    assert kind.__name__ in dir(manyhands)
     assert kind.about
     assert isinstance(kind.truth, Truth)
     assert training_class(Strategy.parse(word)) is STRATEGIES[word].load_training()

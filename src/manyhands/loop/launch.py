@@ -55,7 +55,7 @@ def launch(
     Raises UserError for what makes no sense, in the script's use of manyhands too, and WorkerFailed naming the first
     worker that failed. When nobody makes progress for `watchdog_s` (0: for ever), Hang says who holds the others up.
     With `out`, the run is kept there, for `timeline`, `explain` and `watch`. Workers that do not fit on this
-    host are refused (Overload) unless `allow_overload`. When it returns or raises, no process is left.
+    host are refused (Overload) unless `allow_overload`. When it returns or raises, no worker is left.
     """
     path = Path(script)
     if not path.is_file():
