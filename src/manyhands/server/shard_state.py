@@ -67,8 +67,11 @@ def merge(
     for shard, state in enumerate(states):
         for name, position, part in _parts(layout, shard):
             values[name] = part.lay_into(values.get(name), state.model[name])
-            if position is not None and position in state.optimizer["state"]:
-                merged.add(position, state.optimizer["state"][position], part)
+            kept = state.optimizer["state"].get(position)
+            if (
+                position is not None and kept
+            ):  # SGD without momentum keeps nothing, and says so with an empty dict
+                merged.add(position, kept, part)
     everything: tuple[Entry | Table, ...] = (*layout.entries, *layout.tables)
     by_alias = {alias: values[one.name] for one in everything for alias in one.aliases}
     first = states[0].optimizer
