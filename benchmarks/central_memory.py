@@ -1,7 +1,9 @@
 """What the workers of `central` and `mirrored` hold in memory: 4 workers, 100 million parameters, AdamW.
 
-Run: `python benchmarks/central_memory.py`. While a training goes on, PSS is read from /proc/PID/smaps_rollup of every
-worker, some ten times a second: shared pages count once over all workers, each worker's own pages fully. The peak is
+Run: `python benchmarks/central_memory.py`. From the first step to the last, PSS is read from /proc/PID/smaps_rollup of
+every worker, some ten times a second: shared pages count once over all workers, each worker's own pages fully; those
+that a worker still shares with the template process it was forked from count in part. Starting and ending are left out:
+an ending interpreter touches every object, and so copies what all had shared. The peak is
 that of the sum over workers, with what it was made of at that moment. Memory of their own is the optimizer's state and,
 while backward runs, the gradient of a layer on its way into its bucket; shared memory is the gradients and, under
 `central`, the parameters. What a run with a model of nothing takes is subtracted: Python, torch and compiled code.
@@ -13,8 +15,10 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,29 +67,66 @@ def usage_of(pid: int) -> Usage:
 
 
 def workers() -> list[int]:
-    """The children of this process that are workers."""
+    """The children of this process that are workers, which the kernel knows by their names."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = [int(pid) for pid in (task / "children").read_text().split()]
-            found += [pid for pid in pids if b"manyhands" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            found += [pid for pid in pids if is_worker(Path(f"/proc/{pid}"))]
         except OSError:  # a thread or a child ended while we looked
             continue
     return found
 
 
-class Watch(threading.Thread):
-    """Remembers the moment at which all workers together held most."""
+def is_worker(process: Path) -> bool:
+    """The template process that workers are forked from has their command line, but not their name."""
+    return (process / "comm").read_text().startswith("worker ")
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True)
+class Marks:
+    """Files by which workers tell that they have begun to train, and that the last step has come."""
+
+    folder: Path
+    workers: int
+    steps: int
+
+    def make_loss(self) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+        calls = 0
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # now it has gradients and the optimizer's state
+                (self.folder / f"began-{os.getpid()}").touch()
+            time.sleep(2 * PERIOD_S)  # long enough to be seen
+            if calls == self.steps:
+                (self.folder / "ended").touch()
+            return model(batch).square().mean()
+
+        return loss
+
+    def all_train(self) -> bool:
+        return len(list(self.folder.glob("began-*"))) == self.workers and not (self.folder / "ended").exists()
+
+
+class Watch(threading.Thread):
+    """Remembers the moment, of those while all train, at which all workers together held most."""
+
+    def __init__(self, marks: Marks) -> None:
         super().__init__(name="memory watch")
+        self._marks = marks
         self.peak = Usage()
         self.samples = 0
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(PERIOD_S):
+            if not self._marks.all_train():
+                continue
             now = sum(map(usage_of, workers()), Usage())
+            if not self._marks.all_train():  # an end that came while we looked
+                continue
             self.samples += now.total > 0
             if now.total > self.peak.total:
                 self.peak = now
@@ -95,13 +136,13 @@ class Watch(threading.Thread):
         self.join()
 
 
-def task(width: int, batch_size: int) -> mh.Task:
+def task(width: int, batch_size: int, marks: Marks) -> mh.Task:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
 
     return mh.Task(
         model=build,
-        loss=lambda model, batch: model(batch).square().mean(),
+        loss=marks.make_loss(),
         data=torch.ones(batch_size, width),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
         batch_size=batch_size,
@@ -109,12 +150,16 @@ def task(width: int, batch_size: int) -> mh.Task:
 
 
 def measure(strategy: str, number_of_workers: int, width: int, steps: int) -> tuple[Usage, int]:
-    watch = Watch()
-    watch.start()
-    try:
-        mh.fit(task(width, 2 * number_of_workers), strategy, workers=number_of_workers, steps=steps)
-    finally:
-        watch.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Marks(Path(folder), number_of_workers, steps)
+        watch = Watch(marks)
+        watch.start()
+        try:
+            mh.fit(
+                task(width, 2 * number_of_workers, marks), strategy, workers=number_of_workers, steps=steps
+            )
+        finally:
+            watch.stop()
     return watch.peak, watch.samples
 
 
@@ -167,7 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--width", type=int, default=2041, help="of each layer; 2041 gives 100 million parameters"
     )
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--strategies", nargs="+", default=["central", "mirrored"])
     arguments = parser.parse_args()
     parameters = LAYERS * arguments.width**2

@@ -27,12 +27,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from manyhands.analyse.totals import Totals
 from manyhands.fitting import fit
-from manyhands.observe.events import RECORD, EventKind, Records
-from manyhands.observe.files import EventFileWriter
-from manyhands.observe.recorded import read_run_events
-from manyhands.observe.ring import EventRing
-from manyhands.observe.totals import Totals
+from manyhands.record.events import RECORD, EventKind, Records
+from manyhands.record.files import EventFileWriter
+from manyhands.record.recorded import read_run_events
+from manyhands.record.ring import EventRing
 from manyhands.tasks import TASKS
 
 RESULTS = Path(__file__).resolve().parent / "results" / "events.json"
@@ -46,7 +46,7 @@ STEP = EventKind.STEP  # bound once, as a tight loop does: looking a member of a
 # Another process that drains the ring fifty times as often as a collector does.
 READER = """
 import sys, time
-from manyhands.observe.ring import EventRing
+from manyhands.record.ring import EventRing
 
 ring = EventRing.attach(int(sys.argv[1]))
 print("ready", flush=True)

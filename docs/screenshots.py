@@ -24,9 +24,9 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.support.wait import WebDriverWait
 
-from manyhands.seeing.dashboard import Dashboard
-from manyhands.seeing.prometheus import metrics_text
-from manyhands.seeing.source import ComingRun
+from manyhands.analyse.source import ComingRun
+from manyhands.draw.prometheus import metrics_text
+from manyhands.serve.dashboard import Dashboard
 
 FIGURES = Path(__file__).parent / "figures"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -223,8 +223,8 @@ def _run(folder: Path) -> None:
 
 
 def _events(folder: Path, role: int, name: str) -> None:
-    from manyhands.observe.events import RECORD, EventKind
-    from manyhands.observe.files import EventFileWriter
+    from manyhands.record.events import RECORD, EventKind
+    from manyhands.record.files import EventFileWriter
 
     is_worker = name.startswith("worker")
     of_worker = (EventKind.INPUT, EventKind.COMPUTE, EventKind.SEND, EventKind.WAIT, EventKind.STEP)
@@ -249,9 +249,9 @@ def _events(folder: Path, role: int, name: str) -> None:
 
 
 def _report(folder: Path) -> object:
-    from manyhands.seeing.page import report
-    from manyhands.seeing.prometheus import metrics_text
-    from manyhands.seeing.source import existing_run
+    from manyhands.analyse.source import existing_run
+    from manyhands.draw.page import report
+    from manyhands.draw.prometheus import metrics_text
 
     follower = existing_run(folder / "run")
     follower.poll()
@@ -284,7 +284,7 @@ def _command(name: str) -> Callable[[Path], object]:
 
 
 def _tensorboard(folder: Path) -> object:
-    from manyhands.seeing.tensorboard import write_run
+    from manyhands.draw.tensorboard import write_run
 
     return write_run(folder / "run", folder / "tensorboard")
 

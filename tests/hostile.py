@@ -206,13 +206,13 @@ def attack(ports: list[int], seed: int, over: threading.Event, tried: dict[str, 
             where = ("127.0.0.1", rng.choice(ports))
             with socket.create_connection(where, timeout=LONGEST_S) as end:
                 chosen(end, rng)
-        except OSError:  # it was shown the door
+        except OSError:  # its connection was closed
             pass
         tried[chosen.__name__] = tried.get(chosen.__name__, 0) + 1
 
 
 def hold(ports: list[int], count: int, over: threading.Event) -> None:
-    """Keep `count` silent connections at each port: whoever is shown the door comes back at once."""
+    """Keep `count` silent connections at each port: whoever is disconnected comes back at once."""
     poll = select.epoll()
     ends: dict[int, tuple[socket.socket, int]] = {}
 

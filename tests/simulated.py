@@ -38,7 +38,7 @@ PROMISES = {
     "sync:2": Promise(steps=STEPS, bound=0, late=2),
     "softsync:1": Promise(steps=STEPS, bound=None, own=False),
 }
-"""What each consistency promises, in plain numbers: said here again, so that a policy can not agree with itself."""
+"""What each consistency promises, in plain numbers: said here again, so that a policy cannot agree with itself."""
 
 MakeServer = Callable[[int, SimulationSpec], ServerCore]
 

@@ -24,7 +24,7 @@ from manyhands.cluster.control import Channel, Note, Stop
 from manyhands.cluster.job import pack
 from manyhands.cluster.spec import RoleSpec
 from manyhands.memory.segment import Segment
-from manyhands.observe.ring import EventRing
+from manyhands.record.ring import EventRing
 from manyhands.server.live.job import Job, view_payload
 from manyhands.server.live.server import serve
 from manyhands.server.live.server_tables import final_bytes, final_tables

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from manyhands.observe.view import (
+from manyhands.analyse.view import (
     Curve,
     Happening,
     Phase,

@@ -402,7 +402,7 @@ def _send(end: socket.socket, data: bytes) -> None:
     try:
         end.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
-        pass  # it was shown the door before it was done
+        pass  # its connection was closed before it was done
 
 
 # ── a run that trains ─────────────────────────────────────────────────────────────────────────────────────────────────

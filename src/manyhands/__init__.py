@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from manyhands.fitting import Options, fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.loop.join import join
+    from manyhands.registry import Home
     from manyhands.run import History, Run
     from manyhands.running import Running, start
     from manyhands.server.replay import Replayed, replay
@@ -57,18 +58,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AllReduce": "allreduce.strategy",
-    "Central": "central.strategy",
     "History": "run",
-    "Hogwild": "hogwild.strategy",
     "ManyhandsError": "errors",
-    "Mirrored": "allreduce.strategy",
     "Options": "fitting",
-    "Ps": "server.strategy",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",
-    "Single": "single.strategy",
     "Slowdown": "slowdown",
     "Strategy": "strategy",
     "Task": "task",
@@ -81,10 +76,20 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name in _HOMES:
+        return getattr(import_module(f"manyhands.{_HOMES[name]}"), name)
+    found = _strategies().get(name)
+    if found is None:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
-    return getattr(import_module(f"manyhands.{_HOMES[name]}"), name)
+    return found.load_value()
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_strategies()})
+
+
+def _strategies() -> dict[str, Home]:
+    """By the name of its class: every strategy of the registry."""
+    from manyhands.registry import STRATEGIES
+
+    return {home.value.partition(":")[2]: home for home in STRATEGIES.values()}

@@ -25,7 +25,7 @@ class Verdict(Enum):
     NOTE = "note"
     """Works without it; the advice says what it would give."""
     BAD = "bad"
-    """Training will not work until this is mended."""
+    """Training will not work until this is fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ class DataError(UserError):
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint can not be trusted; the message names the damaged file."""
+    """A checkpoint cannot be trusted; the message names the damaged file."""
 
 
 class OutOfSharedMemory(UserError):

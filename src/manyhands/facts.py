@@ -1,4 +1,4 @@
-"""What a strategy or a consistency policy tells the rest of the house about itself, as values.
+"""What a strategy or a consistency policy tells the rest of the library about itself, as values.
 
 Whoever wants to know something about a strategy asks the value for a fact; nobody else asks which strategy it is.
 """

@@ -56,7 +56,7 @@ def fit(
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
     from its newest good checkpoint to the weights that an uninterrupted run would have. Raises UserError for what makes
     no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker that failed; when it returns or
-    raises, no process is left.
+    raises, no worker is left; the template process stays for the next call.
     """
     request = Request.make(
         task,
@@ -122,8 +122,10 @@ def _open_directory(
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
-            raise UserError(f"{out} can not be resumed: {conflict}")
-        return directory, training.resume(directory, config)
+            raise UserError(f"{out} cannot be resumed: {conflict}")
+        done = training.resume(directory, config)
+        directory.go_on_as(config)
+        return directory, done
     except BaseException:
         directory.close()
         raise

@@ -1,7 +1,7 @@
 """Every strategy by the first word of its text: where its value and its training are.
 
 One line a strategy. Homes are names and not imports, so that a text is parsed, a help page printed or a worker started
-without loading the rooms of all the others.
+without importing the packages of all the others.
 """
 
 from __future__ import annotations

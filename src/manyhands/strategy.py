@@ -4,7 +4,7 @@
 
 The first word says who holds the truth, the rest are settings of that choice. Only settings that differ from their
 default are printed, in the order of the fields, so equal strategies have equal texts. A value carries every fact that
-others ask about it: nobody outside a strategy's own room asks which one it is. To add a strategy: a folder with its
+others ask about it: nobody outside a strategy's own package asks which one it is. To add a strategy: a folder with its
 value and its training, and one line in `registry.py`.
 """
 

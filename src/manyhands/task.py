@@ -120,7 +120,7 @@ class Task:
 
 
 def _check_builder(field_name: str, value: Any, built: type, allowed: str) -> None:
-    """Refuse what can not be called, and a finished instance where a function that makes one is needed."""
+    """Refuse what cannot be called, and a finished instance where a function that makes one is needed."""
     if isinstance(value, built):
         raise UserError(f"{field_name} is an instance of {type(value).__name__}; it must be {allowed}")
     if not callable(value):

@@ -154,7 +154,7 @@ def test_memory_is_not_shared_over_tcp(party: Party) -> None:
     _, two = party.pair("tcp")
     with (
         Segment.create(4096, "a test") as segment,
-        pytest.raises(UserError, match="TCP, which can not pass memory"),
+        pytest.raises(UserError, match="TCP, which cannot pass memory"),
     ):
         two.share(1, segment)
 
@@ -514,7 +514,7 @@ def test_what_is_passed_must_be_memory(party: Party) -> None:
     one = party.add(1)
     with impostor(party, one.listen("unix")) as end:
         socket.send_fds(end, [encode_header(8, 1, 8, 0) + bytes(8)], [end.fileno()])
-        assert "can not be mapped" in party.one(1, Lost).reason
+        assert "cannot be mapped" in party.one(1, Lost).reason
 
 
 @both
@@ -568,7 +568,7 @@ def test_leaving_is_told_as_peace(party: Party, how: str) -> None:
     two.close()
     assert party.hubs.pop(2) is two
     assert party.one(1, Received).message == Number(value=1)
-    assert party.one(1, Lost) == Lost(2, "it left in peace", in_peace=True)
+    assert party.one(1, Lost) == Lost(2, "it closed its connection", in_peace=True)
     assert not one.send(2, Number(value=1))
 
 

@@ -16,11 +16,13 @@ from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_i
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import NonFinite, UserError
 from manyhands.group.shared import SharedGroup
+from manyhands.loop.group import Group
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.strategy import Strategy
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange
 from manyhands.training.worker import Trainer
+from own_loop import mlp, on_workers, regression, shuffled, weights
 from ways import connect, in_threads
 
 
@@ -219,3 +221,43 @@ def test_optimizer_whose_state_cannot_be_averaged_is_refused() -> None:
     task = small_task(lambda p: torch.optim.LBFGS(p))
     with SharedGroup.create(2) as files, pytest.raises(UserError, match="LBFGS"):
         train_in_threads(task, 2, lambda rank: connect("local", files, rank), 2)
+
+
+@pytest.mark.parametrize("every", [1, 4, math.inf])
+def test_own_loop_that_joins_averages_its_replicas(every: float) -> None:
+    """Nine steps on three workers, held against replicas that are trained and averaged here on the same parts."""
+    text = f"local steps={every}"
+    seen: dict[int, list[list[torch.Tensor]]] = {}
+    models: dict[int, nn.Module] = {}
+
+    def loop(group: Group) -> None:
+        model = mlp()
+        model, optimizer, loader = group.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), shuffled(regression(39))
+        )
+        seen[group.rank] = []
+        for _ in range(3):
+            for x, y in loader:
+                seen[group.rank].append([x.clone(), y.clone()])
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        models[group.rank] = model  # the last average is taken as the group is left
+
+    on_workers(3, loop, strategy=text)
+    replicas = [mlp() for _ in range(3)]
+    samples = [0.0] * 3
+    for step in range(9):
+        for rank, replica in enumerate(replicas):
+            x, y = seen[rank][step]
+            samples[rank] += len(x)
+            gradients = torch.autograd.grad(nn.functional.mse_loss(replica(x), y), list(replica.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(replica.parameters(), gradients, strict=True):
+                    parameter -= 0.1 * gradient
+        if (step + 1) % every == 0 or step == 8:
+            average([list(replica.parameters()) for replica in replicas], samples)
+            samples = [0.0] * 3
+    ended = [weights(models[rank]) for rank in range(3)]
+    assert distance(ended[0], weights(replicas[0])) < 1e-9
+    assert all(same_bits(ended[0], other) for other in ended)

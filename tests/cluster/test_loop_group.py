@@ -396,7 +396,7 @@ def test_a_worker_that_does_not_come_is_named_at_the_deadline() -> None:
         (lambda group, model, optimizer: group.save("nowhere", step=1), "call prepare first"),
         (
             lambda group, model, optimizer: group.gather(torch.zeros(2).to(torch.float8_e5m2)),
-            "can not be gathered",
+            "cannot be gathered",
         ),
     ],
 )

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from manyhands.analyse.explain import explain
+from manyhands.analyse.timeline import build_timeline
 from manyhands.errors import Aborted, UserError
 from manyhands.loop.alignment import align
 from manyhands.loop.group import Group
 from manyhands.loop.join import open_group
 from manyhands.loop.place import Place
-from manyhands.observe.clocks import Bracket, Offset, offset_from
-from manyhands.observe.events import RECORD, EventKind
-from manyhands.observe.explain import explain
-from manyhands.observe.files import EventFileWriter
-from manyhands.observe.recorded import read_run_events
-from manyhands.observe.timeline import build_timeline
+from manyhands.record.clocks import Bracket, Offset, offset_from
+from manyhands.record.events import RECORD, EventKind
+from manyhands.record.files import EventFileWriter
+from manyhands.record.recorded import read_run_events
 from own_loop import mlp, on_workers, regression, shuffled
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.link.wire import Wire
-from manyhands.observe.events import NOBODY, EventKind, Records
+from manyhands.record.events import NOBODY, EventKind, Records
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""What workers tell in any order, put in order; and a loop of one's own refuses what it can not run."""
+"""What workers tell in any order, put in order; and a loop of one's own refuses what it cannot run."""
 
 from __future__ import annotations
 

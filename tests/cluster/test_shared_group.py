@@ -356,6 +356,6 @@ def test_a_thread_leaves_the_cores_of_others_and_stays_free() -> None:
 
         assert any(moved() for _ in range(20))  # the scheduler may move the thread at any time, too
         assert os.sched_getaffinity(0) == allowed
-        segment.array(8, 1, np.uint32)[0] = 4_000_000_000  # a core that can not be
+        segment.array(8, 1, np.uint32)[0] = 4_000_000_000  # a core that cannot be
         leave_cores(word, 1, 128, room)
         assert os.sched_getaffinity(0) == allowed

@@ -367,7 +367,7 @@ def test_what_can_not_run_is_refused_before_anything_starts() -> None:
     with pytest.raises(UserError, match="must be a function"):
         Role(name="worker 0", target=3)  # type: ignore[arg-type]
     lock = threading.Lock()
-    with pytest.raises(UserError, match="can not be sent"):
+    with pytest.raises(UserError, match="cannot be sent"):
         run(lambda context: {"locked": lock.locked()})
     with pytest.raises(RuntimeError, match="as a context manager"):
         LocalCluster([Role(name="worker 0", target=linger)]).run()

@@ -20,36 +20,43 @@ from manyhands.tasks import build
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_two_strategies_side_by_side(
+def test_strategies_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = ["allreduce algorithm=ring", "ps consistency=async"]
+    names = [
+        "allreduce algorithm=ring", "allreduce algorithm=master-worker", "ps consistency=async", "local steps=5",
+    ]  # fmt: skip
+    workers = 3
     status = run_command(
         monkeypatch, "compare", "digits", "--strategies", ";".join(names), "--steps", "20", "--repeats", "1",
-        "--slow", "worker=1,factor=10", "--json", "f.json", "--out", "both",
+        "--workers", str(workers), "--slow", "worker=1,factor=10", "--json", "f.json", "--out", "both",
     )  # fmt: skip
     printed = capfd.readouterr()
     assert status == 0, printed.err
     assert printed.out.splitlines()[-1] == "report  both/report.html"
     assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
-    assert printed.err.splitlines()[0] == f"run 1 of 2 · {names[0]}"
+    assert printed.err.splitlines()[0] == f"run 1 of 4 · {names[0]}"
     figures = json.loads((tmp_path / "f.json").read_text())
-    ring, server = figures["strategies"]
-    assert [ring["strategy"], server["strategy"]] == names
+    ring, master, server, local = figures["strategies"]
+    assert [one["strategy"] for one in figures["strategies"]] == names
     text = "".join(
         ElementTree.fromstring((tmp_path / "both/report.html").read_text().split("\n", 1)[1]).itertext()
     )
     assert all(name in text for name in names)
 
-    # A ring of two sends 2 (P - 1) / P of the gradient from each of P workers, and each frame's head and loss.
+    # A ring sends 2 (P - 1) / P of the gradient from each of P workers, and each frame's head and loss; a master sends
+    # the same total, but P - 1 whole gradients of it itself.
     num_bytes = sum(parameter.nbytes for parameter in build("digits").model().parameters())
-    assert 0 <= ring["bytes_per_step"]["median"] - 2 * num_bytes <= 0.02 * 2 * num_bytes
+    total = 2 * (workers - 1) * num_bytes
+    for one, busiest in ((ring, total / workers), (master, (workers - 1) * num_bytes)):
+        assert 0 <= one["bytes_per_step"]["median"] - total <= 0.02 * total
+        assert 0 <= one["busiest_bytes_per_step"]["median"] - busiest <= 0.02 * busiest
     assert ring["waits_mostly_for"] == 1
 
     # Staleness is that which the logs of the run prove.
-    directory = tmp_path / "both/02-ps-1"
-    strategy = Strategy.parse(names[1])
+    directory = tmp_path / "both/03-ps-1"
+    strategy = Strategy.parse(names[2])
     assert isinstance(strategy, Ps)
     histogram = audit(read_logs(directory).files, strategy.consistency, 20).shards[0].staleness
     mean = sum(value * count for value, count in histogram.items()) / sum(histogram.values())
@@ -57,6 +64,12 @@ def test_two_strategies_side_by_side(
     assert server["staleness_max"] == max(histogram)
     summary = json.loads((directory / "summary.json").read_text())
     assert server["final"]["accuracy"]["median"] == summary["final"]["accuracy"]
+
+    # Local replicas meet at averages: nothing is stale, and there alone they are evaluated.
+    assert local["failures"] == []
+    assert (local["staleness_max"], local["waits_mostly_for"]) == (0, 1)
+    assert local["target_steps"]["median"] % 5 == 0
+    assert "evaluations wait for the next average" in text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +139,7 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     rate = Rate.parse("8Mbit")
     reason = why_not(rate)
     if reason is not None:
-        pytest.skip(f"this machine can not shape its loopback: {reason}")
+        pytest.skip(f"this machine cannot shape its loopback: {reason}")
     command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "ps link=tcp; ps"]
     done = subprocess.run(
         [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],

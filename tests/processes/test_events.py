@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manyhands.observe.collect import Collector
-from manyhands.observe.events import EventKind, Records
-from manyhands.observe.files import read_events
-from manyhands.observe.ring import EventRing
+from manyhands.analyse.collect import Collector
+from manyhands.record.events import EventKind, Records
+from manyhands.record.files import read_events
+from manyhands.record.ring import EventRing
 
 # Every field of an event follows from its id: a record with a part of another event in it gives itself away.
 # The loop is compiled, so that the writer spends its time inside records: any moment may well be amid one.
 WRITER = """
 import sys
 from numba import njit
-from manyhands.observe.ring import EventRing, _record
+from manyhands.record.ring import EventRing, _record
 
 @njit
 def hammer(address, count):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.analyse.follow import RunFollower
+from manyhands.analyse.view import Phase
+from manyhands.draw.table import end_text
 from manyhands.fitting import Options
-from manyhands.observe.table import end_text
-from manyhands.observe.view import Phase
 from manyhands.running import start
-from manyhands.seeing.follow import RunFollower
 from manyhands.slowdown import Slowdown
 from manyhands.tasks import TASKS
 

@@ -15,8 +15,8 @@ import torch
 
 from equality import distance
 from hosts import Hosts, two_hosts
-from manyhands.observe.events import EventKind
-from manyhands.observe.recorded import read_run_events
+from manyhands.record.events import EventKind
+from manyhands.record.recorded import read_run_events
 from manyhands.store.rundir import RunDirectory
 
 __all__ = ["two_hosts"]

@@ -62,7 +62,7 @@ def test_a_seat_is_read_back_and_nothing_else_is() -> None:
     seat = Seat(host="a/1", pid=12, world=3, version="1.0")
     assert Seat.from_text(seat.to_text()) == seat
     for text in ("", "[]", '["a", 1, 2]', '{"a": 1}', "[1, 1, 1, 1]", "cos\nsystem\n(S'true'\ntR."):
-        with pytest.raises(ManyhandsError, match="where a seat of manyhands should be"):
+        with pytest.raises(ManyhandsError, match="where manyhands keeps who has a rank"):
             Seat.from_text(text)
 
 
@@ -138,7 +138,7 @@ def test_two_groups_of_one_name_are_told_apart() -> None:
     while not store.check(["seat/0"]):
         pass
     with pytest.raises(
-        UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already has the seat"
+        UserError, match=r"two groups are named 'mine': process \d+ of a group of 2 already is rank \d"
     ):
         meet(store, rank=0, world=3, name="mine", timeout_s=20)
     first.join()
@@ -196,14 +196,14 @@ def test_ranks_that_open_a_group_differently_are_told() -> None:
 
 
 def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Someone of this host who knows the door but not the secret, before the one who is expected."""
+    """Someone of this host who knows the address but not the secret, before the one who is expected."""
     store = dist.HashStore()
     monkeypatch.setattr(meeting, "_STRANGER_S", 0.2)
 
     def guest() -> Meeting:
-        while not store.check(["door/0"]):
+        while not store.check(["address/0"]):
             pass
-        address, _, secret = store.get("door/0").decode().partition(" ")
+        address, _, secret = store.get("address/0").decode().partition(" ")
         assert len(bytes.fromhex(secret)) == 32
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         silent.connect(f"\0{address}")
@@ -211,19 +211,19 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
         liar.connect(f"\0{address}")
         liar.send((1).to_bytes(4, "big") + secrets.token_bytes(32))
         one = meet(store, rank=1, world=2, name="g", timeout_s=TIMEOUT_S)
-        assert liar.recv(32) == b"", "the door was closed on it"
+        assert liar.recv(32) == b"", "its connection was closed"
         silent.close()
         liar.close()
         return one
 
-    # The host's seat is there before the guest's, so the door opens only once both sit: sit down for the guest first.
+    # The host's seat is there before the guest's, so the address comes once both sit: sit down for the guest first.
     store.set(
         "seat/1",
         f"x {Seat(host=meeting.host_identity(), pid=1, world=2, version=meeting.__version__).to_text()}",
     )
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(meet, store, rank=0, world=2, name="g", timeout_s=TIMEOUT_S)
-        while not store.check(["door/0"]):
+        while not store.check(["address/0"]):
             pass
         store.delete_key("seat/1")
         for one in (pool.submit(guest).result(TIMEOUT_S), host.result(TIMEOUT_S)):

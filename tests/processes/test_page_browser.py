@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from manyhands.observe.view import Phase, RunView
-from manyhands.seeing.dashboard import Dashboard
+from manyhands.analyse.view import Phase, RunView
+from manyhands.serve.dashboard import Dashboard
 from views import empty_view, run_view
 
 CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
@@ -316,7 +316,7 @@ def test_it_fits_and_the_keyboard_reaches_everything(
 
 
 def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, tmp_path: Path) -> None:
-    from manyhands.seeing.page import report
+    from manyhands.draw.page import report
 
     path = tmp_path / "report.html"
     path.write_text(report(shown.view))

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from assassin import events
-from manyhands.seeing.dashboard import Dashboard
-from manyhands.seeing.door import MAX_CONNECTIONS
-from manyhands.seeing.server import MAX_STREAMS
+from manyhands.serve.connections import MAX_CONNECTIONS
+from manyhands.serve.dashboard import Dashboard
+from manyhands.serve.server import MAX_STREAMS
 from views import run_view
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.observe.totals import Snapshot
+from manyhands.analyse.totals import Snapshot
 from quota import cpu_quota
 
 pytestmark = pytest.mark.timeout(240)

@@ -19,7 +19,7 @@ import pytest
 from commands import run_command
 from manyhands.data.plan import permutation
 from manyhands.data.row_files import RowFile
-from manyhands.observe.bars import Bars
+from manyhands.draw.bars import Bars
 from manyhands.regression.batches import learn_in_batches
 from manyhands.regression.crew import learn_in_processes
 from manyhands.regression.examples import Examples
@@ -112,7 +112,7 @@ def test_bad_files_end_with_2_and_one_line(
         "train", "logreg", "--train", "bad"
     )
     assert "three has labels -1, 1, 7" in complaint("train", "logreg", "--train", "three")
-    assert "absent can not be read" in complaint("train", "logreg", "--train", "absent")
+    assert "absent cannot be read" in complaint("train", "logreg", "--train", "absent")
     assert "there is no such file" in complaint("train", "logreg", "--train", "small", "--test", "absent")
     assert "bits=99 must be" in complaint("train", "logreg", "--train", "small", "--bits", "99")
     assert "model small is no safetensors file" in complaint("predict", "small", "small")

@@ -125,7 +125,7 @@ def test_members_come_are_killed_are_replaced_and_leave(capfd: pytest.CaptureFix
             assert heard.first(Ended, number).payload == {"rank": number, "world": 3, "answered": 0}
         assert supervisor.members == ()
         for late in (supervisor.ask_to_stop, supervisor.kill, lambda member: supervisor.tell(member, {})):
-            late(2)  # who is gone can not be reached, and that is no error
+            late(2)  # who is gone cannot be reached, and that is no error
             with pytest.raises(UserError, match="member=9 was never started"):
                 late(9)
         with pytest.raises(UserError, match="member=2 is not among"):

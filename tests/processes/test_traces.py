@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.observe.events import EventKind
-from manyhands.observe.recorded import RunEvents, read_run_events
-from manyhands.observe.timeline import build_timeline
-from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.analyse.timeline import build_timeline
+from manyhands.draw.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.record.events import EventKind
+from manyhands.record.recorded import RunEvents, read_run_events
 from manyhands.tasks import TASKS
 from traces import assert_flows_bound
 

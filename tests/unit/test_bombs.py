@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 import file_readers
+from manyhands.analyse.source import existing_run
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Trial
+from manyhands.draw.charts import Series, line_chart
+from manyhands.draw.page import report
+from manyhands.draw.prometheus import metrics_text
 from manyhands.errors import DataError, UserError
-from manyhands.observe.charts import Series, line_chart
-from manyhands.observe.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
-from manyhands.observe.files import _HEADER, EventFileWriter, read_events
-from manyhands.observe.plain import number, text, whole
+from manyhands.record.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
+from manyhands.record.files import _HEADER, EventFileWriter, read_events
+from manyhands.record.plain import number, text, whole
 from manyhands.regression import online
 from manyhands.regression.labels import Labels
 from manyhands.regression.model import LogregModel
 from manyhands.regression.training import train_logreg
-from manyhands.seeing.page import report
-from manyhands.seeing.prometheus import metrics_text
-from manyhands.seeing.source import existing_run
 from manyhands.server import replay
 from manyhands.server.log import LostRow, row_from_json, row_to_json
 from manyhands.store.rundir import RunDirectory

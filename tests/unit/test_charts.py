@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from manyhands.observe.charts import (
+from manyhands.draw.charts import (
     Series,
     bar_chart,
     data_table,

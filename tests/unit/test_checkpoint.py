@@ -114,7 +114,7 @@ def test_a_step_asked_for_is_that_step_or_an_error(tmp_path: Path) -> None:
     store = filled(tmp_path, 1, 2, 3)
     assert_is_snapshot(store.load(step=2), 2)
     flip(tmp_path / "step-00000002" / "state.json")
-    with pytest.raises(CorruptCheckpoint, match=r"step 2 can not be trusted.*step-00000002/state.json"):
+    with pytest.raises(CorruptCheckpoint, match=r"step 2 cannot be trusted.*step-00000002/state.json"):
         store.load(step=2)
     with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 7; there are: 1, 2, 3"):
         store.load(step=7)
@@ -129,7 +129,7 @@ def test_no_checkpoint_at_all_is_said(folder: str, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NoCheckpoint, match=r"file can not be read: Not a directory"):
+    with pytest.raises(NoCheckpoint, match=r"file cannot be read: Not a directory"):
         CheckpointStore(tmp_path / "file").load()
 
 

@@ -229,7 +229,7 @@ class Unsendable:
         ({1 << 16: Flat}, "must be from 1 to 65535"),
         ({1: Flat, 2: Flat}, "Flat has two kinds"),
         ({1: int}, "int is no dataclass"),
-        ({1: Unsendable}, r"Unsendable\.table: dict\[str, int\] can not travel"),
+        ({1: Unsendable}, r"Unsendable\.table: dict\[str, int\] cannot travel"),
     ],
 )
 def test_a_protocol_that_can_not_be_is_refused_when_it_is_made(kinds: dict[int, type], sentence: str) -> None:

@@ -46,6 +46,7 @@ def measured(
         "waited_for_s": {},
         "messages": 40,
         "num_bytes": 4000,
+        "busiest_bytes": 3000,
     }
     return Measured(**{**values, **changes})
 
@@ -154,6 +155,7 @@ def test_a_row_is_medians_over_repeats_with_their_spread() -> None:
     assert row.messages_per_step is not None
     assert row.bytes_per_step is not None
     assert (row.messages_per_step.median, row.bytes_per_step.median) == (2, 200)
+    assert row.busiest_bytes_per_step == Spread(median=150, low=150, high=150)
     assert row.final["loss"].median == pytest.approx((1 / 19 + 1 / 20) / 2), "the mean of the last tenth"
     assert row.always_reached
 
@@ -315,6 +317,8 @@ def test_the_table_is_readable_at_a_hundred_columns() -> None:
         assert max(map(len, text.splitlines())) <= 100
         assert "…" not in text
     assert len(cells(one, one.rows[0])) == len(columns(one))
+    shown = dict(zip(columns(one), cells(one, one.rows[0]), strict=True))
+    assert (shown["bytes\n/step"], shown["busiest\nsends"]) == ("200 B", "150 B")
 
 
 def test_the_report_is_well_formed_and_has_every_strategy() -> None:

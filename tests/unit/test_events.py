@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from descriptors import open_descriptors
+from manyhands.analyse.collect import Collector
 from manyhands.errors import DataError, UserError
 from manyhands.memory.segment import Segment
-from manyhands.observe.collect import Collector
-from manyhands.observe.events import NO_STEP, NOBODY, RECORD, Event, EventKind, Records, to_events
-from manyhands.observe.files import Ending, EventFileWriter, read_events, read_header
-from manyhands.observe.ring import EventRing
+from manyhands.record.events import NO_STEP, NOBODY, RECORD, Event, EventKind, Records, to_events
+from manyhands.record.files import Ending, EventFileWriter, read_events, read_header
+from manyhands.record.ring import EventRing
 
 HEADER_BYTES = 512
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "events.md"
@@ -286,7 +286,7 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
     path.write_bytes(b"\x89PNG" + whole)
     with pytest.raises(DataError, match="offset 0: not an event file"):
         read_events(path)
-    with pytest.raises(DataError, match=r"absent\.bin: can not be read"):
+    with pytest.raises(DataError, match=r"absent\.bin: cannot be read"):
         read_events(tmp_path / "absent.bin")
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from manyhands.analyse.explain import Explanation, explain
+from manyhands.analyse.narrate import paragraph
 from manyhands.cli.main import app
 from manyhands.errors import UserError
-from manyhands.observe.events import NOBODY, RECORD, EventKind
-from manyhands.observe.explain import Explanation, explain
-from manyhands.observe.files import EventFileWriter
-from manyhands.observe.narrate import paragraph
-from manyhands.observe.recorded import RoleEvents
+from manyhands.record.events import NOBODY, RECORD, EventKind
+from manyhands.record.files import EventFileWriter
+from manyhands.record.recorded import RoleEvents
 from manyhands.store import RunDirectory
 
 MS = 1_000_000

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manyhands.analyse import follow
+from manyhands.analyse.follow import RunFollower
+from manyhands.analyse.view import Phase
 from manyhands.errors import UserError
-from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
-from manyhands.observe.files import EventFileWriter
-from manyhands.observe.view import Phase
-from manyhands.seeing import follow
-from manyhands.seeing.follow import RunFollower
+from manyhands.record.events import NOBODY, RECORD, EventKind, Records
+from manyhands.record.files import EventFileWriter
 from manyhands.store import RunDirectory
 
 S = 1_000_000_000

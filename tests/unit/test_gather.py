@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from manyhands.observe.events import NOBODY, RECORD, EventKind, Records, Wire
-from manyhands.observe.gather import Gather
-from manyhands.observe.view import Phase, RunView, Shares
+from manyhands.analyse.gather import Gather
+from manyhands.analyse.view import Phase, RunView, Shares
+from manyhands.record.events import NOBODY, RECORD, EventKind, Records, Wire
 
 MS = 1_000_000
 S = 1_000_000_000

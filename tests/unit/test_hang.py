@@ -11,8 +11,8 @@ from manyhands.cluster.hang import Being, End, Seen, Stall, details, headline, i
 from manyhands.cluster.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.errors import UserError
-from manyhands.observe.blackbox import describe_event
-from manyhands.observe.events import Event, EventKind
+from manyhands.record.blackbox import describe_event
+from manyhands.record.events import Event, EventKind
 
 NOW_NS = 100_000_000_000
 

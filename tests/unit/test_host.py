@@ -40,5 +40,5 @@ def test_a_child_is_on_the_same_host_and_one_in_another_namespace_is_not() -> No
 
 def test_without_proc_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "nothing")
-    with pytest.raises(ManyhandsError, match=r"nothing can not be read.*needs Linux"):
+    with pytest.raises(ManyhandsError, match=r"nothing cannot be read.*needs Linux"):
         host_identity()

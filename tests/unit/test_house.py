@@ -1,4 +1,4 @@
-"""The house keeps its rule: nobody outside a strategy's own room and the registry names a strategy's class."""
+"""Nobody outside a strategy's own package and the registry names a strategy's class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.registry import STRATEGIES
 
 SOURCE = Path(manyhands.__file__).parent
 CLASSES = {home.value.partition(":")[2]: home.value.partition(".")[0] for home in STRATEGIES.values()}
-"""The room of each strategy's class."""
+"""The package of each strategy's class."""
 
 WORKLOADS = {
     "words/glove_server.py": "Ps",

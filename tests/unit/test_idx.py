@@ -122,9 +122,9 @@ def test_items_beyond_the_limit_are_refused_unread(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="absent can not be read: No such file"):
+    with pytest.raises(DataError, match="absent cannot be read: No such file"):
         read_idx(tmp_path / "absent")
-    with pytest.raises(DataError, match="can not be read: Is a directory"):
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
         read_idx(tmp_path)
 
 

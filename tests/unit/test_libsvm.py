@@ -210,7 +210,7 @@ def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(
 def test_files_that_hold_nothing_or_are_damaged(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no example"):
         read(text_file(tmp_path, "\n# nothing\n"))
-    with pytest.raises(DataError, match="can not be read: No such file"):
+    with pytest.raises(DataError, match="cannot be read: No such file"):
         read(tmp_path / "absent")
     whole = gzip.compress(random_file(tmp_path).read_bytes())
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])

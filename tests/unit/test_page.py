@@ -4,8 +4,8 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from manyhands.observe.view import Curve, Phase
-from manyhands.seeing.page import report, sections
+from manyhands.analyse.view import Curve, Phase
+from manyhands.draw.page import report, sections
 from views import empty_view, run_view
 
 KEYS = [

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from manyhands.analyse.view import RunView
 from manyhands.errors import UserError
-from manyhands.observe.view import RunView
-from manyhands.seeing.dashboard import Dashboard
-from manyhands.seeing.door import Door, room_here
-from manyhands.seeing.guard import Guard
-from manyhands.seeing.server import MAX_STREAMS, PageApp
+from manyhands.serve.connections import Admission, room_here
+from manyhands.serve.dashboard import Dashboard
+from manyhands.serve.guard import Guard
+from manyhands.serve.server import MAX_STREAMS, PageApp
 from views import empty_view, run_view
 
 TOKEN = "a-token-of-this-run"
@@ -228,7 +228,7 @@ def test_too_many_pages_are_refused_in_a_sentence() -> None:
 def test_a_port_that_is_taken_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"can not listen on 127.0.0.1:{port}"):
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
             Dashboard(run_view, metrics, port=port)
 
 
@@ -239,17 +239,17 @@ def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 def test_the_door_lets_a_newcomer_displace_the_oldest_stranger_and_nobody_else() -> None:
-    door: Door[str] = Door(3)
-    assert [door.come(who) for who in ("a", "b", "c")] == [None, None, None]
-    door.know("a")
-    assert door.come("d") == "b"
-    assert door.come("e") == "c"
-    door.know("d"), door.know("e")
-    assert door.come("f") == "f", "all others have shown the token"
-    door.gone("a"), door.gone("b")
-    assert door.come("g") is None
-    door.know("f")
-    assert door.come("h") == "g", "who was turned away can not be known any more"
+    admission: Admission[str] = Admission(3)
+    assert [admission.come(who) for who in ("a", "b", "c")] == [None, None, None]
+    admission.know("a")
+    assert admission.come("d") == "b"
+    assert admission.come("e") == "c"
+    admission.know("d"), admission.know("e")
+    assert admission.come("f") == "f", "all others have shown the token"
+    admission.gone("a"), admission.gone("b")
+    assert admission.come("g") is None
+    admission.know("f")
+    assert admission.come("h") == "g", "who was turned away cannot be known any more"
 
 
 @pytest.mark.parametrize(("limit", "room"), [(1 << 20, 64), (300, None), (40, 4)])

@@ -7,10 +7,10 @@ import threading
 import pytest
 from rich.console import Console
 
-from manyhands.observe.progress import ProgressView, RunPicture, split_bar
-from manyhands.observe.slowness import Straggler
-from manyhands.observe.table import end_table, end_text
-from manyhands.observe.totals import Snapshot, Split, WorkerTotals
+from manyhands.analyse.slowness import Straggler
+from manyhands.analyse.totals import Snapshot, Split, WorkerTotals
+from manyhands.draw.progress import ProgressView, RunPicture, split_bar
+from manyhands.draw.table import end_table, end_text
 
 
 def worker(rank: int, compute_s: float, exchange_s: float, wait_for_s: tuple[float, ...]) -> WorkerTotals:

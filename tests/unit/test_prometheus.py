@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from manyhands.observe.gather import Gather
-from manyhands.observe.view import (
+from manyhands.analyse.gather import Gather
+from manyhands.analyse.view import (
     Phase,
     RunView,
     ServerView,
@@ -22,7 +22,7 @@ from manyhands.observe.view import (
     Traffic,
     WorkerView,
 )  # fmt: skip
-from manyhands.seeing.prometheus import metrics_text
+from manyhands.draw.prometheus import metrics_text
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r"([a-zA-Z_][a-zA-Z0-9_]*)=\"((?:[^\\\"\n]|\\\\|\\\"|\\n)*)\""

@@ -258,7 +258,7 @@ def test_features_that_no_example_taught_count_nothing(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="can not be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         LogregModel.load(tmp_path)
     (tmp_path / "noise").write_bytes(b"noise" * 100)
     with pytest.raises(UserError, match=r"model .*noise is no safetensors file"):

@@ -46,6 +46,14 @@ def test_a_created_run_is_opened_again_with_the_same_configuration(tmp_path: Pat
         assert directory.checkpoints(keep=2).steps() == ()
 
 
+def test_a_run_that_goes_on_keeps_what_is_asked_for_now(tmp_path: Path) -> None:
+    longer = {**CONFIG, "steps": 9000, "workers": 7}
+    with RunDirectory.create(tmp_path / "run", CONFIG) as run:
+        run.go_on_as(longer)
+        assert run.config == longer
+    assert RunDirectory.open(tmp_path / "run", lock=False).config == longer
+
+
 def test_what_ended_a_run_is_blamed_on_whom_it_happened_to(tmp_path: Path) -> None:
     server = WorkerFailed("server 0 (pid 7) raised\nand more", worker_rank=-1)
     server.blamed = "server 0"
@@ -112,9 +120,9 @@ def test_what_a_create_that_died_left_does_not_stand_in_the_way(tmp_path: Path) 
 def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UserError, match=r"file can not be a run directory: Not a directory"):
+    with pytest.raises(UserError, match=r"file cannot be a run directory: Not a directory"):
         RunDirectory.create(file, CONFIG)
-    with pytest.raises(UserError, match=r"file/x can not be"):
+    with pytest.raises(UserError, match=r"file/x cannot be"):
         RunDirectory.create(file / "x", CONFIG)
     with pytest.raises(UserError, match=r"file holds no run"):
         RunDirectory.open(file)

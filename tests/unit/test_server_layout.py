@@ -197,7 +197,7 @@ def test_a_table_needs_an_optimizer_that_knows_it_and_may_be_lazy() -> None:
 
 def test_what_can_not_be_laid_out_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(UserError, match="optimizer LBFGS can not be shared out"):
+    with pytest.raises(UserError, match="optimizer LBFGS cannot be shared out"):
         FlatLayout.of(model, optim.LBFGS(model.parameters()), 2)
     with pytest.raises(UserError, match="the number of shards is 0"):
         lay_out(model, 0)

@@ -273,7 +273,7 @@ def test_a_server_that_dies_when_all_is_done_is_followed_by_one_that_restores() 
     play = Play(workers=1, replicas=0)
     play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
     play.hold = True
-    assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer"], "shard 0 can not be left by anybody"
+    assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer"], "shard 0 cannot be left by anybody"
     assert kinds(play.join()) == ["Lost", "Publish"]
     assert kinds(play.install())[-1:] == ["Publish"]
     assert play.do(Concluded(shard=1, view=play.view.epoch)) == []
@@ -289,7 +289,7 @@ def test_a_server_that_has_left_its_shards_is_followed_only_if_another_needs_it(
     assert play.do(Left(member=1, shards=(0,))) == []
     assert play.do(Died(member=1)) == [], "shard 0 is where it is wanted"
     assert kinds(play.do(Died(member=2))) == ["Publish", "StartServer"] * 2, (
-        "shard 1 can not be had without a lead"
+        "shard 1 cannot be had without a lead"
     )
     assert places(play.view) == [(0, 0), (0, 0)]
     play.join()

@@ -56,15 +56,13 @@ def test_an_optimizer_may_declare_itself() -> None:
     assert is_elementwise(Declared([nn.Parameter(torch.ones(3))]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "mend"), [(optim.LBFGS, "AdamW"), (optim.SparseAdam, r"sparse=False.*Adam")]
-)
-def test_what_can_not_work_is_refused_by_name_with_a_way_out(kind: type[optim.Optimizer], mend: str) -> None:
+@pytest.mark.parametrize(("kind", "fix"), [(optim.LBFGS, "AdamW"), (optim.SparseAdam, r"sparse=False.*Adam")])
+def test_what_can_not_work_is_refused_by_name_with_a_way_out(kind: type[optim.Optimizer], fix: str) -> None:
     class Derived(kind):  # type: ignore[misc,valid-type]
         pass
 
     for refused in (kind, Derived):
-        with pytest.raises(UserError, match=rf"optimizer {refused.__name__} .*{mend}"):
+        with pytest.raises(UserError, match=rf"optimizer {refused.__name__} .*{fix}"):
             is_elementwise(refused([nn.Parameter(torch.ones(3))]))  # type: ignore[call-arg]
 
 

@@ -2,7 +2,7 @@
 
 Every update is in a step once or reported; the bound of every read; what was acknowledged survives any single death; at
 the end nothing waits, and a backup has what its primary has; every run ends once the faults stop. The judge
-(`simulate.witness`) looks at what stores held and workers read. A judge that can not fail is worth nothing: broken
+(`simulate.witness`) looks at what stores held and workers read. A judge that cannot fail is worth nothing: broken
 servers are put before it.
 """
 

@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import manyhands
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.central.strategy import Central
 from manyhands.errors import UserError
-from manyhands.facts import Truth, Waits
+from manyhands.facts import Answer, Split, Truth, Waits
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.registry import STRATEGIES
 from manyhands.settings import parse_size, show_size
@@ -73,7 +74,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),
     ],
 )
-def test_errors_name_the_word_and_the_mend(text: str, parts: list[str]) -> None:
+def test_errors_name_the_word_and_the_fix(text: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         Strategy.parse(text)
     for part in parts:
@@ -99,9 +100,22 @@ def test_sizes_in_decimal_and_binary_units() -> None:
 def test_every_strategy_says_what_it_is_and_has_a_training(word: str) -> None:
     kind = STRATEGIES[word].load_value()
     assert kind.word == word
+    assert getattr(manyhands, kind.__name__) is kind
+    assert kind.__name__ in dir(manyhands)
     assert kind.about
     assert isinstance(kind.truth, Truth)
     assert training_class(Strategy.parse(word)) is STRATEGIES[word].load_training()
+
+
+def test_tensor_splits_dimensions_and_refuses_networks() -> None:
+    tensor = Strategy.parse("tensor")
+    assert tensor.split is Split.DIMENSIONS
+    assert not tensor.splits_batches, "every worker sees all samples"
+    assert tensor.waits_for is Waits.ALL
+    assert tensor.promises.worker_dies.answer is Answer.NO
+    assert "manyhands train glove" in tensor.instead_of_own_loop
+    with pytest.raises(UserError, match="manyhands train glove --strategy tensor"):
+        tensor.check(workers=2, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         ("mnist", {"path": "/nowhere"}, "path is '/nowhere'; it must be a directory"),
         ("language", {"width": 30, "heads": 4}, "heads is 4; it must divide width, which is 30"),
         ("language", {"tied": 1}, "tied is 1; it must be true or false"),
-        ("language", {"path": "/nowhere/text"}, "/nowhere/text can not be read: No such file"),
+        ("language", {"path": "/nowhere/text"}, "/nowhere/text cannot be read: No such file"),
     ],
 )
 def test_options_are_checked(name: str, options: dict[str, Any], message: str) -> None:

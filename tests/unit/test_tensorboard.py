@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from disks import fill as fill_disk
 from disks import small_disk
 from manyhands.cli.main import app
+from manyhands.draw.tensorboard import LiveTensorboard, write_run
 from manyhands.errors import UserError
-from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
-from manyhands.observe.files import EventFileWriter, read_header
-from manyhands.seeing.tensorboard import LiveTensorboard, write_run
+from manyhands.record.events import NOBODY, RECORD, EventKind, Records
+from manyhands.record.files import EventFileWriter, read_header
 from manyhands.store import RunDirectory
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -105,7 +105,7 @@ def test_what_can_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         write_run(run.path, tmp_path / "board")
     assert not (tmp_path / "board").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="can not hold event files"):
+    with pytest.raises(UserError, match="cannot hold event files"):
         LiveTensorboard(run.path, tmp_path / "file")
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with pytest.raises(UserError, match=r"pip install 'manyhands\[tensorboard\]'"):
@@ -116,7 +116,7 @@ def test_what_can_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_full_disk_ends_the_event_files_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """(The package's writer leaves a file that it can not flush to the collector, which complains about it.)"""
+    """(The package's writer leaves a file that it cannot flush to the collector, which complains about it.)"""
     with (
         small_disk(tmp_path / "disk", 64 << 10) as disk,
         RunDirectory.create(tmp_path / "run", CONFIG) as run,

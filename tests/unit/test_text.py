@@ -64,7 +64,7 @@ def test_a_file_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.txt can not be read: No such file"):
+    with pytest.raises(DataError, match=r"absent\.txt cannot be read: No such file"):
         read_text(tmp_path / "absent.txt")
 
 

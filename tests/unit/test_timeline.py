@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from manyhands.analyse.picture import Row, Timeline
+from manyhands.analyse.timeline import build_timeline
 from manyhands.cli.main import app
+from manyhands.draw.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
+from manyhands.draw.trace_json import MAX_TRACE_SLICES, trace_json
 from manyhands.errors import DataError, UserError
-from manyhands.observe.events import NO_STEP, NOBODY, RECORD, EventKind, Records
-from manyhands.observe.files import EventFileWriter
-from manyhands.observe.picture import Row, Timeline
-from manyhands.observe.recorded import RoleEvents, read_run_events
-from manyhands.observe.timeline import build_timeline
-from manyhands.observe.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
-from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.record.events import NO_STEP, NOBODY, RECORD, EventKind, Records
+from manyhands.record.files import EventFileWriter
+from manyhands.record.recorded import RoleEvents, read_run_events
 from manyhands.store import RunDirectory
 from traces import assert_flows_bound
 

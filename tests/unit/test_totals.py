@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from manyhands.analyse.remarks import about_imbalance, about_workers, straggler_advice
+from manyhands.analyse.totals import Snapshot, Split, Totals, WorkerTotals
 from manyhands.errors import UserError
-from manyhands.observe.events import NOBODY, RECORD, EventKind, Records
-from manyhands.observe.remarks import about_imbalance, about_workers, straggler_advice
-from manyhands.observe.totals import Snapshot, Split, Totals, WorkerTotals
+from manyhands.record.events import NOBODY, RECORD, EventKind, Records
 
 MS = 1_000_000
 S = 1_000_000_000

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import WriteFailed
 from manyhands.words.corpus import Corpus
 from manyhands.words.counting import count_cooccurrence, plan_memory

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from manyhands.draw.bars import Bars, show_rate
 from manyhands.errors import DataError, UserError
-from manyhands.observe.bars import Bars, show_rate
 from manyhands.store.atomic import WriteFailed
 from manyhands.words.corpus import Corpus
 from manyhands.words.demo import demo_corpus, english

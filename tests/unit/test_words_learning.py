@@ -1,4 +1,4 @@
-"""What can not work is refused before anything is counted."""
+"""What cannot work is refused before anything is counted."""
 
 from __future__ import annotations
 

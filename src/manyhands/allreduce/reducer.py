@@ -262,7 +262,7 @@ class Reducer:
 
 
 def gradient_layouts(model: nn.Module, cap_bytes: int) -> tuple[BucketLayout, ...]:
-    """Buckets for the gradients of `model`; a UserError names a parameter of a type that can not be summed."""
+    """Buckets for the gradients of `model`; a UserError names a parameter of a type that cannot be summed."""
     named = _trainable(model)
     for name, parameter in named:
         if parameter.dtype not in _DTYPES:

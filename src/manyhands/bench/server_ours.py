@@ -23,7 +23,7 @@ from manyhands.cluster.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.link.hub import Hub, Lost, Received
 from manyhands.memory.segment import Segment
-from manyhands.observe.ring import EventRing
+from manyhands.record.ring import EventRing
 from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute
 from manyhands.server.layout import FlatLayout

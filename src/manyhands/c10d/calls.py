@@ -163,7 +163,7 @@ def call_of(
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in records; a UserError for one that can not travel."""
+    """The number of a dtype in records; a UserError for one that cannot travel."""
     code = DTYPE_CODES.get(dtype)
     if code is None:
         raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, DTYPE_CODES))}")

@@ -251,7 +251,7 @@ class Post:
                 self._changed.notify_all()
 
     def _look_around(self) -> None:
-        """Fail what can not come about any more: the group has stopped, a peer has left, the time is over."""
+        """Fail what cannot come about any more: the group has stopped, a peer has left, the time is over."""
         with self._changed:
             if self._closed:
                 return

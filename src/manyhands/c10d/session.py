@@ -1,4 +1,4 @@
-"""Everything that one rank holds open for one process group, from the meeting to the farewell."""
+"""Everything that one rank holds open for one process group, from joining it to leaving it."""
 
 from __future__ import annotations
 

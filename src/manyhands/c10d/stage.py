@@ -1,4 +1,4 @@
-"""One rank's end of the memory that the ranks of a process group share: runs calls, and says why one can not go on.
+"""One rank's end of the memory that the ranks of a process group share: runs calls, and says why one cannot go on.
 
 A stage runs one call at a time. A call whose records differ between ranks is refused on all of them and leaves the
 group usable. Whatever else goes wrong (a rank that died, left, failed, or did not come in time) stops the group for

@@ -1,4 +1,4 @@
-"""Calls of one process group, one after the other: at once in the caller's thread, or behind its back.
+"""Calls of one process group, one after the other: at once in the caller's thread, or in a thread of the group's own.
 
 A call that its caller waits for runs in the caller's own thread when nothing else is under way, which spares two thread
 switches. Any other call is queued for a thread of the group, so that a gradient hook returns at once.

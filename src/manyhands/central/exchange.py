@@ -69,7 +69,7 @@ class CentralExchange(Exchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: move worker 0's parameters into shared memory and share out who updates what.
 
-        A UserError names an optimizer that can not be shared out. Buffers stay each worker's own, from worker 0's.
+        A UserError names an optimizer that cannot be shared out. Buffers stay each worker's own, from worker 0's.
         """
         share_out = cut if is_elementwise(optimizer) else keep_whole
         owned = share_out(gradient_layouts(model, self._bucket_bytes), self.world)

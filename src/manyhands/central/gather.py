@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.sharding.merging import MergedState, Part
 from manyhands.sharding.slices import OwnedState
 from manyhands.store.state_tree import Json, flatten, unflatten
 
@@ -112,12 +113,12 @@ class _Assembly:
             self.wanted.append(places)
 
     def state(self) -> dict[int, Any]:
-        """The state by parameter; what several workers keep of one is the same, but for the tensors they share."""
-        merged: dict[int, Any] = {}
+        """The state by parameter, once all bytes are in their places."""
+        merged = MergedState()
         for tensors, tree in zip(self._tensors, self._trees, strict=True):
             for position, state in unflatten(tensors, tree).items():
-                merged.setdefault(position, state)
-        return dict(sorted(merged.items()))
+                merged.add(position, state)
+        return merged.to_dict()
 
     def _place(self, name: str, dtype: str, shape: list[int], cut: list[int] | None) -> tuple[Tensor, Tensor]:
         """The tensor that the state will hold under `name`, and the part of it that these bytes are."""
@@ -126,10 +127,11 @@ class _Assembly:
             whole = torch.empty(shape, dtype=kind)
             return whole, whole
         position, begin, end = cut
+        part = Part(self._shapes[position], slice(begin, end), end - begin)
         if name not in self._whole:
-            self._whole[name] = torch.empty(self._shapes[position], dtype=kind)
+            self._whole[name] = torch.empty(part.shape, dtype=kind)
         whole = self._whole[name]
-        return whole, whole.view(-1)[begin:end]
+        return whole, part.room_in(whole)
 
 
 def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]]:

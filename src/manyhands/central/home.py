@@ -56,7 +56,7 @@ class ParameterHome:
         """The shared copy of each trainable parameter, in registration order."""
 
     def refresh(self) -> None:
-        """All owners have written: fetch it to the GPU, or let autograd know, which can not see others' writes."""
+        """All owners have written: fetch it to the GPU, or let autograd know, which cannot see others' writes."""
         if not self._on_gpu:
             torch.autograd.graph.increment_version(self._parameters)
             return

@@ -22,6 +22,7 @@ from manyhands.cli.commands import (
     option_parameters,
     write_json,
 )
+from manyhands.cli.environment import tell_ignored_variables
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["compare_app"]
 
 compare_app = typer.Typer(
-    help="Train a built-in task under several strategies, side by side.", no_args_is_help=True
+    help="Train a built-in task under several strategies, side by side.",
+    no_args_is_help=True,
+    callback=tell_ignored_variables,
 )
 
 _REPORT = "report.html"

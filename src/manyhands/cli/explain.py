@@ -13,7 +13,7 @@ from rich.table import Table
 from manyhands.cli.commands import check_writable, write_json
 
 if TYPE_CHECKING:
-    from manyhands.observe.explain import Explanation
+    from manyhands.analyse.explain import Explanation
 
 __all__ = ["explain_command"]
 
@@ -33,10 +33,10 @@ def explain_command(
 ) -> None:
     """Say why a run is as fast as it is, from its events."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.observe.explain import explain
-    from manyhands.observe.narrate import paragraph
-    from manyhands.observe.plain import text
-    from manyhands.observe.recorded import read_run_events
+    from manyhands.analyse.explain import explain
+    from manyhands.analyse.narrate import paragraph
+    from manyhands.record.plain import text
+    from manyhands.record.recorded import read_run_events
     from manyhands.store.rundir import RunDirectory
     from manyhands.strategy import Strategy
 
@@ -53,7 +53,7 @@ def explain_command(
 
 
 def _print(found: Explanation, title: str, words: str) -> None:
-    from manyhands.observe.narrate import PART_WORDS
+    from manyhands.analyse.narrate import PART_WORDS
 
     out = Console(highlight=False)
     of_whom = "the critical path" if found.synchronous else "the mean worker"

@@ -88,7 +88,7 @@ def _train(asked: _TrainGlove) -> None:
     """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
     # Imported here so that help texts do not wait for torch and compiled code.
     from manyhands.cluster.signals import ending, signal_of
-    from manyhands.observe.bars import Bars
+    from manyhands.draw.bars import Bars
     from manyhands.settings import parse_size
     from manyhands.words.corpus import Corpus
     from manyhands.words.demo import demo_corpus
@@ -157,8 +157,8 @@ def evaluate_command(
     json_file: _JsonFile = None,
 ) -> None:
     """How well the vectors answer analogies, and order pairs of words as people do."""
+    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.observe.bars import Bars
     from manyhands.words.analogies import ask_analogies, read_questions
     from manyhands.words.similarity import compare_similarity, read_pairs
     from manyhands.words.vectors import Vectors

@@ -10,11 +10,13 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import AllowOverload, command_elsewhere
+from manyhands.cli.environment import tell_ignored_variables
 
 __all__ = ["launch_command"]
 
 
 def launch_command(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="The script, which calls mh.join().", metavar="SCRIPT")],
     arguments: Annotated[
         list[str] | None,
@@ -25,7 +27,9 @@ def launch_command(
     workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2,
     strategy: Annotated[
         str | None,
-        typer.Option(help="How: mirrored, central, or allreduce with its settings.", show_default="mirrored"),
+        typer.Option(
+            help="How: mirrored, central, local, or allreduce, with settings.", show_default="mirrored"
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, or cuda: one GPU per worker in turn.", show_default="cpu")
@@ -36,13 +40,18 @@ def launch_command(
     ] = None,
     allow_overload: AllowOverload = False,
     watchdog: Annotated[
-        float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+        float,
+        typer.Option(
+            help="Seconds without progress after which the worker that holds up the run is named; 0: never."
+        ),
     ] = 60.0,
 ) -> None:
     """Run your own training script on several workers; see `mh.join()`."""
+    _refuse_unknown_option(context, str(script))
+    tell_ignored_variables()
     from manyhands.cluster.signals import ending, signal_of
+    from manyhands.draw.table import end_table
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
-    from manyhands.observe.table import end_table
 
     try:
         with ending() as end:
@@ -72,3 +81,16 @@ def launch_command(
         print("manyhands: not every worker called mh.join(), so it trained by itself", file=sys.stderr)
     if any(row["steps"] for row in summary["per_worker"]):
         Console(stderr=True).print(end_table(summary))
+
+
+def _refuse_unknown_option(context: typer.Context, script: str) -> None:
+    """Options that are not ours go to the script; one before the script would be taken for the script itself."""
+    if not script.startswith("-"):
+        return
+    from manyhands.errors import UserError, nearest
+
+    ours = [name for one in context.command.params for name in one.opts if name.startswith("--")]
+    option = script.partition("=")[0]
+    raise UserError(
+        f"launch has no option {option}; {nearest(option, ours)}; the script's own options stand after the script"
+    )

@@ -22,7 +22,7 @@ from manyhands.cli.commands import (
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
-    from manyhands.observe.bars import Bars
+    from manyhands.draw.bars import Bars
     from manyhands.regression.metrics import Metrics
     from manyhands.regression.training import LogregResult
 
@@ -102,8 +102,8 @@ def predict_command(
     """Print for every example the probability of the larger label, one a line."""
     # Imported here so that help texts do not wait for numba.
     from manyhands.data.row_files import Reading
+    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.observe.bars import Bars
     from manyhands.regression.model import LogregModel
 
     trained = LogregModel.load(model)
@@ -126,7 +126,7 @@ def predict_command(
     except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        raise UserError(f"predictions can not be written to {out or 'stdout'}: {error.strerror}") from error
+        raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if file.bad_lines:
         print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
 
@@ -135,8 +135,8 @@ def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.data.row_files import Reading
+    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.observe.bars import Bars
     from manyhands.regression.model import MODEL_FILE
     from manyhands.regression.options import LogregOptions
     from manyhands.regression.training import train_logreg
@@ -273,7 +273,7 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {path} can not be made: {error.strerror}") from error
+        raise UserError(f"--out {path} cannot be made: {error.strerror}") from error
 
 
 def _cores() -> int:

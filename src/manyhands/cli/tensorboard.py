@@ -18,7 +18,7 @@ def tensorboard_command(
 ) -> None:
     """Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.seeing.tensorboard import write_run
+    from manyhands.draw.tensorboard import write_run
 
     directory = out or run / "tensorboard"
     steps = write_run(run, directory)

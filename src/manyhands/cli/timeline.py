@@ -15,8 +15,8 @@ from manyhands.cli.commands import check_writable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from manyhands.observe.picture import Timeline
-    from manyhands.observe.recorded import RunEvents
+    from manyhands.analyse.picture import Timeline
+    from manyhands.record.recorded import RunEvents
 
 __all__ = ["timeline_command"]
 
@@ -42,8 +42,8 @@ def timeline_command(
     """Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG."""
     # Imported here so that help texts do not wait for torch.
     from manyhands.errors import format_bytes
-    from manyhands.observe.plain import text
-    from manyhands.observe.recorded import read_run_events
+    from manyhands.record.plain import text
+    from manyhands.record.recorded import read_run_events
     from manyhands.store.atomic import write_atomically
     from manyhands.store.rundir import RunDirectory
 
@@ -65,9 +65,9 @@ def timeline_command(
 def _render(
     events: RunEvents, form: _Format, steps: range | None, about: Mapping[str, str]
 ) -> tuple[Timeline, Iterable[bytes]]:
-    from manyhands.observe.timeline import build_timeline
-    from manyhands.observe.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
-    from manyhands.observe.trace_json import MAX_TRACE_SLICES, trace_json
+    from manyhands.analyse.timeline import build_timeline
+    from manyhands.draw.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
+    from manyhands.draw.trace_json import MAX_TRACE_SLICES, trace_json
 
     if form is _Format.TRACE:
         timeline = build_timeline(events.roles, max_slices=MAX_TRACE_SLICES, steps=steps)

@@ -22,19 +22,20 @@ from manyhands.cli.commands import (
     parameter,
     write_json,
 )
+from manyhands.cli.environment import tell_ignored_variables
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
 __all__ = ["train_app"]
 
-train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=tell_ignored_variables)
 
 _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (
         Annotated[
             str,
             typer.Option(
-                help="How: single, mirrored, central, allreduce, ps or hogwild, with settings, as in 'ps servers=2'."
+                help="How: single, mirrored, central, allreduce, local, ps or hogwild, with settings: 'ps servers=2'."
             ),
         ],
         "mirrored",
@@ -56,7 +57,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "allow_overload": (AllowOverload, False),
     "watchdog": (
         Annotated[
-            float, typer.Option(help="Seconds without progress after which the culprit is named; 0: never.")
+            float,
+            typer.Option(
+                help="Seconds without progress after which the worker that holds up the run is named; 0: never."
+            ),
         ],
         60.0,
     ),
@@ -114,10 +118,10 @@ class _Common:
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending, signal_of
+    from manyhands.draw.progress import ProgressView
+    from manyhands.draw.table import end_table
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
-    from manyhands.observe.progress import ProgressView
-    from manyhands.observe.table import end_table
     from manyhands.slowdown import Slowdown
 
     common = _Common(**shared)
@@ -186,9 +190,9 @@ def _live_page(common: _Common, task: str, out: Path) -> AbstractContextManager[
     """The run's page while it goes on, where one is asked for."""
     if not common.dashboard:
         return nullcontext()
+    from manyhands.analyse.source import ComingRun
     from manyhands.cli.watch import serving
-    from manyhands.seeing.dashboard import LOOPBACK
-    from manyhands.seeing.source import ComingRun
+    from manyhands.serve.dashboard import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
     return serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell)
@@ -196,7 +200,7 @@ def _live_page(common: _Common, task: str, out: Path) -> AbstractContextManager[
 
 def _tensorboard(common: _Common, out: Path) -> AbstractContextManager[object]:
     """The event files for TensorBoard, where they are asked for."""
-    from manyhands.seeing.tensorboard import LiveTensorboard
+    from manyhands.draw.tensorboard import LiveTensorboard
 
     return LiveTensorboard(out, common.tensorboard) if common.tensorboard is not None else nullcontext()
 
@@ -223,8 +227,8 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
 
 def _report(out: Path) -> None:
     """The run's report, as the last line; a disk that does not take it fails no run that has ended well."""
+    from manyhands.draw.report import write_report
     from manyhands.errors import ManyhandsError
-    from manyhands.seeing.report import write_report
 
     try:
         print(f"report  {write_report(out)}")

@@ -14,7 +14,7 @@ import typer
 from manyhands.cli.commands import check_writable
 
 if TYPE_CHECKING:
-    from manyhands.observe.view import RunView
+    from manyhands.analyse.view import RunView
 
 __all__ = ["report_command", "serving", "watch_command"]
 
@@ -34,11 +34,11 @@ def watch_command(
 ) -> None:
     """Show a run as a page in the browser, live while it goes on or as it was when it ended."""
     # Imported here so that help texts do not wait for torch.
+    from manyhands.analyse.source import existing_run
     from manyhands.cluster.signals import ending
-    from manyhands.seeing.source import existing_run
 
     source = existing_run(run).poll
-    source()  # what can not be read is said now, and not in the browser
+    source()  # what cannot be read is said now, and not in the browser
     farewell = f"manyhands watch has ended; manyhands watch {run} opens this page again"
     try:
         with ending(), serving(source, host, port, farewell) as url:
@@ -57,7 +57,7 @@ def report_command(
     out: Annotated[Path | None, typer.Option(help="Write to this file; RUN/report.html otherwise.")] = None,
 ) -> None:
     """Write what the live page shows of a run into one file that needs nothing else."""
-    from manyhands.seeing.report import write_report
+    from manyhands.draw.report import write_report
 
     check_writable(out, "--out")
     print(f"report  {write_report(run, out)}")
@@ -66,8 +66,8 @@ def report_command(
 @contextmanager
 def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) -> Iterator[str]:
     """The page of a run for as long as this lasts; its address is printed once, and given."""
-    from manyhands.seeing.dashboard import Dashboard, is_loopback
-    from manyhands.seeing.prometheus import metrics_text
+    from manyhands.draw.prometheus import metrics_text
+    from manyhands.serve.dashboard import Dashboard, is_loopback
 
     with Dashboard(source, metrics_text, host=host, port=port, farewell=farewell) as dashboard:
         print(f"page  {dashboard.url}", file=sys.stderr, flush=True)

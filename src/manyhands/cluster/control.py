@@ -110,7 +110,7 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes; ProtocolError on the first byte that can not be right."""
+        """The messages that `data` completes; ProtocolError on the first byte that cannot be right."""
         self._buffer += data
         messages: list[Message] = []
         start = 0

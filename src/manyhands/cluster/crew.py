@@ -210,7 +210,7 @@ class Crew:
         self._release(child)
 
     def _release(self, child: Child) -> None:
-        """Forget a child and close it, in this order: what is closed can not be looked up in the selector."""
+        """Forget a child and close it, in this order: what is closed cannot be looked up in the selector."""
         for source in _sources(child):
             self._ignore(source)
         self._children.pop(child.rank, None)

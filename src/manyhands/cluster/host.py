@@ -26,7 +26,7 @@ def host_identity() -> str:
         namespace = os.stat(_NETWORK_NAMESPACE).st_ino
     except OSError as error:
         raise ManyhandsError(
-            f"this host has no identity: {error.filename} can not be read ({error.strerror}); manyhands needs Linux "
+            f"this host has no identity: {error.filename} cannot be read ({error.strerror}); manyhands needs Linux "
             "with /proc mounted"
         ) from error
     return f"{boot}/{namespace}"

@@ -47,7 +47,7 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_
 def pack(job: object) -> int:
     """The descriptor of a new sealed file that holds `job`; the caller closes it.
 
-    UserError if something in the job can not be pickled, OutOfSharedMemory if the file does not fit.
+    UserError if something in the job cannot be pickled, OutOfSharedMemory if the file does not fit.
     """
     from manyhands.memory.segment import PAGE, reserve, round_up  # imports torch: the launcher's side only
 
@@ -57,7 +57,7 @@ def pack(job: object) -> int:
         _Pickler(stream, large.append).dump(job)
     except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(
-            f"what the workers run can not be sent to them: {error}; it may use functions, closures, tensors "
+            f"what the workers run cannot be sent to them: {error}; it may use functions, closures, tensors "
             "and plain objects, but no open files, locks, sockets or generators"
         ) from error
     parts = [stream.getbuffer(), *(buffer.raw() for buffer in large)]

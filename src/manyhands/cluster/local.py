@@ -35,6 +35,7 @@ from manyhands.cluster.watch import (
 )
 from manyhands.cluster.watchdog import Watchdog, Watched
 from manyhands.errors import UserError
+from manyhands.link.silence import SILENT_AFTER_S
 
 __all__ = ["LocalCluster", "OnFailure", "OnNote", "Role", "threads_per_role"]
 
@@ -60,7 +61,7 @@ class LocalCluster:
         on_note: OnNote | None = None,
         on_failure: OnFailure | None = None,
         watched: Watched | None = None,
-        silent_after_s: float = 5.0,
+        silent_after_s: float = SILENT_AFTER_S,
         grace_s: float = 2.0,
         start_timeout_s: float = 120.0,
     ) -> None:

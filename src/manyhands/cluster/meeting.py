@@ -4,7 +4,7 @@ Each rank takes its seat in the store (its host's identity and process), and rea
 the lowest rank listens on a Unix socket with a random abstract name, and the others of that host connect to it:
 
     store    seat/0 … seat/3            host identity, process, world        every rank
-             door/0, door/2             socket name and secret               the lowest rank of each host
+             address/0, address/2       socket name and secret               the lowest rank of each host
     socket   rank ── join, HMAC ──►  lowest rank ── welcome, HMAC ──►        both have the secret and one user id
              ◄── descriptors (SCM_RIGHTS) ──                                 `Meeting.share`
              ── farewell, or the kernel's end of file ──                     `Meeting.watch`
@@ -71,7 +71,9 @@ class Seat:
         except ValueError:
             host = None
         if host is None or [type(value) for value in (host, pid, world, version)] != [str, int, int, str]:
-            raise ManyhandsError(f"the store holds {text[:80]!r} where a seat of manyhands should be")
+            raise ManyhandsError(
+                f"the store holds {text[:80]!r} where manyhands keeps who has a rank; give each job a store of its own"
+            )
         return cls(host=host, pid=pid, world=world, version=version)
 
 
@@ -203,7 +205,7 @@ def meet(store: Store, *, rank: int, world: int, name: str, timeout_s: float) ->
         hosts = hosts_of([seat.host for seat in table.read_seats()])
         here = next(ranks for ranks in hosts if rank in ranks)
         if rank == here[0]:
-            _open_door(table, here[1:], sockets)
+            _accept_guests(table, here[1:], sockets)
         else:
             sockets[here[0]] = _knock(table, here[0])
         table.clear([ranks[0] for ranks in hosts])
@@ -241,8 +243,8 @@ class _Table:
                 continue
             other = Seat.from_text(there.partition(" ")[2])
             raise UserError(
-                f"two groups are named {self.name!r}: process {other.pid} of a group of {other.world} already has the "
-                f"seat of rank {self.rank} that process {mine.pid} wants in a group of {mine.world}; give each group "
+                f"two groups are named {self.name!r}: process {other.pid} of a group of {other.world} already is "
+                f"rank {self.rank}, as process {mine.pid} wants to be in a group of {mine.world}; give each group "
                 "a name, or each job a store, of its own"
             )
 
@@ -266,20 +268,20 @@ class _Table:
                 )
         return seats
 
-    def publish_door(self, address: str, secret: bytes) -> None:
-        self._store.set(f"door/{self.rank}", f"{address} {secret.hex()}")
+    def publish_address(self, address: str, secret: bytes) -> None:
+        self._store.set(f"address/{self.rank}", f"{address} {secret.hex()}")
 
-    def read_door(self, leader: int) -> tuple[str, bytes]:
-        self.wait([f"door/{leader}"], [leader], "open its door")
-        address, _, secret = self._store.get(f"door/{leader}").decode().partition(" ")
+    def read_address(self, leader: int) -> tuple[str, bytes]:
+        self.wait([f"address/{leader}"], [leader], "publish its address")
+        address, _, secret = self._store.get(f"address/{leader}").decode().partition(" ")
         return address, bytes.fromhex(secret)
 
     def clear(self, leaders: Iterable[int]) -> None:
-        """The last to have read everything deletes it; the seats last, so that whoever sits down anew finds no door."""
+        """The last to have read everything deletes it; the seats last, so that who sits down anew finds no address."""
         if self._store.add("read", 1) == self._world:
-            doors = (f"door/{leader}" for leader in leaders)
+            addresses = (f"address/{leader}" for leader in leaders)
             seats = (f"seat/{rank}" for rank in range(self._world))
-            for key in (*doors, "read", *seats):
+            for key in (*addresses, "read", *seats):
                 self._store.delete_key(key)
 
     def wait(self, keys: Sequence[str], ranks: Sequence[int], deed: str) -> None:
@@ -311,20 +313,20 @@ class _Table:
         )
 
 
-def _open_door(table: _Table, guests: Sequence[int], sockets: dict[int, socket.socket]) -> None:
-    """Listen until all `guests` are connected; whoever can not prove to be one is turned away."""
+def _accept_guests(table: _Table, guests: Sequence[int], sockets: dict[int, socket.socket]) -> None:
+    """Listen until all `guests` are connected; whoever cannot prove to be one is turned away."""
     if not guests:
         return
     secret = secrets.token_bytes(32)
     address = f"manyhands-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(f"\0{address}")
-        door.listen(len(guests))
-        table.publish_door(address, secret)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen(len(guests))
+        table.publish_address(address, secret)
         while len(sockets) < len(guests):
-            door.settimeout(table.left_s())
+            listener.settimeout(table.left_s())
             try:
-                end, _ = door.accept()
+                end, _ = listener.accept()
             except TimeoutError:
                 raise table.timeout([rank for rank in guests if rank not in sockets], "knock") from None
             rank = _admit(end, secret, table)
@@ -355,7 +357,7 @@ def _admit(end: socket.socket, secret: bytes, table: _Table) -> int | None:
 
 def _knock(table: _Table, leader: int) -> socket.socket:
     """Connect to the lowest rank of this host."""
-    address, secret = table.read_door(leader)
+    address, secret = table.read_address(leader)
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         end.settimeout(table.left_s())
@@ -364,17 +366,17 @@ def _knock(table: _Table, leader: int) -> socket.socket:
         answer = end.recv(hashlib.sha256().digest_size)
     except TimeoutError:
         end.close()
-        raise table.timeout([leader], "answer at its door") from None
+        raise table.timeout([leader], "answer at its address") from None
     except OSError as error:
         end.close()
         raise ManyhandsError(
-            f"group {table.name!r}: rank {table.rank} can not reach rank {leader} on this host: {error}"
+            f"group {table.name!r}: rank {table.rank} cannot reach rank {leader} on this host: {error}"
         ) from error
     expected = _proof(secret, b"welcome", table.rank)
     if _user_of(end) != os.geteuid() or not hmac.compare_digest(answer, expected):
         end.close()
         raise ManyhandsError(
-            f"group {table.name!r}: who answers at the door of rank {leader} is not rank {leader}, or is another user's"
+            f"group {table.name!r}: who answers at rank {leader}'s address is not rank {leader}, or is another user's"
         )
     end.settimeout(None)
     return end

@@ -165,7 +165,7 @@ class Member:
         return f"{self} fell silent (stopped, or starved of processor time); {seen}"
 
     def stuck(self) -> str:
-        """The sentence for one who can not die."""
+        """The sentence for one who cannot die."""
         return f"{self} did not end within {EXIT_S:g} s of being killed"
 
     def raised(self, report: Failed, peer_of: Callable[[int], Member | None], now_ns: int) -> str:

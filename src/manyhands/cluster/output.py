@@ -1,4 +1,4 @@
-"""A child's output on its way through the launcher: passed on in whole lines, its end kept for the obituary.
+"""A child's output on its way through the launcher: passed on in whole lines, its end kept for an error.
 
 Output goes to `sys.stdout` and `sys.stderr` as they are at that moment, so that a notebook, a test or a
 progress bar that has put something of its own there sees it. Whole lines, so that the lines of two children

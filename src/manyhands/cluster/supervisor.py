@@ -33,6 +33,7 @@ from manyhands.cluster.roster import Ended, Event, Interrupted, Roster, Said, Si
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.cluster.watchdog import Found, Watchdog, Watched
 from manyhands.errors import UserError
+from manyhands.link.silence import SILENT_AFTER_S
 
 __all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
 
@@ -61,7 +62,7 @@ class Supervisor:
         self,
         *,
         num_members: int,
-        silent_after_s: float = 5.0,
+        silent_after_s: float = SILENT_AFTER_S,
         grace_s: float = 2.0,
         start_timeout_s: float = 120.0,
         watched: Watched | None = None,

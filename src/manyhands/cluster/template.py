@@ -163,7 +163,7 @@ class Template:
             raise self._gone(name)
         told = json.loads(data)
         if "error" in told:
-            raise ManyhandsError(f"{name} can not be started: {told['error']}")
+            raise ManyhandsError(f"{name} cannot be started: {told['error']}")
         return AdoptedProcess(told["pid"], descriptors[0])
 
     def _gone(self, name: str) -> ManyhandsError:

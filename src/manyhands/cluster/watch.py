@@ -6,7 +6,7 @@
   `PeerTimeout`) is told only if no other failure shows while the rest is taken down.
 - At a failure the alarm is raised at once, everyone is asked to stop, and who has not left after `grace_s`
   is killed.
-- A role whose heart has not beaten for `silent_after_s` has failed and is killed at once: it can not leave.
+- A role whose heart has not beaten for `silent_after_s` has failed and is killed at once: it cannot leave.
 - What fails after an interruption is not told: it is part of the taking down.
 - A role that has reported gets `EXIT_S` to leave, then it is killed; its result stands.
 """

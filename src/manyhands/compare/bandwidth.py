@@ -74,7 +74,7 @@ def shaped_command(rate: Rate, command: Sequence[str], *, as_root: bool) -> list
 
 
 def why_not(rate: Rate) -> str | None:
-    """Why this machine can not shape its loopback, as one sentence; None where it can."""
+    """Why this machine cannot shape its loopback, as one sentence; None where it can."""
     if not sys.platform.startswith("linux"):
         return f"only Linux has network namespaces, and this is {sys.platform}"
     for tool, package in _TOOLS.items():
@@ -103,7 +103,7 @@ def enter(rate: Rate, command: Sequence[str]) -> None:
     """Go on as `command` in a shaped namespace: this process becomes it; UserError where that is not allowed."""
     reason = why_not(rate)
     if reason is not None:
-        raise UserError(f"--bandwidth: this machine can not shape its loopback: {reason}")
+        raise UserError(f"--bandwidth: this machine cannot shape its loopback: {reason}")
     chosen = shaped_command(rate, command, as_root=os.geteuid() == 0)
     os.execvpe(chosen[0], chosen, {**os.environ, "PATH": _path(), SHAPED: str(rate)})
 

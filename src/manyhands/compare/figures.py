@@ -51,6 +51,9 @@ class Measured:
     """By the worker waited for."""
     messages: int
     num_bytes: int
+    """Sent by all workers and servers together."""
+    busiest_bytes: int
+    """Sent by the one of them that sent most."""
     staleness_mean: float = 0.0
     staleness_max: int = 0
     notes: tuple[str, ...] = ()
@@ -119,6 +122,9 @@ class Row:
     """The share of the workers' time."""
     messages_per_step: Spread | None
     bytes_per_step: Spread | None
+    """Sent by all workers and servers together."""
+    busiest_bytes_per_step: Spread | None
+    """Sent by the one of them that sent most: it sets the pace where the network does."""
     staleness_mean: Spread | None
     staleness_max: int
     final: Mapping[str, Spread] = field(default_factory=dict)
@@ -203,6 +209,7 @@ def _row(
         waiting=_spread([_ratio(run.waited_s, run.accounted_s) for run in runs]),
         messages_per_step=_spread([_ratio(run.messages, run.steps) for run in runs]),
         bytes_per_step=_spread([_ratio(run.num_bytes, run.steps) for run in runs]),
+        busiest_bytes_per_step=_spread([_ratio(run.busiest_bytes, run.steps) for run in runs]),
         staleness_mean=_spread([run.staleness_mean for run in runs]),
         staleness_max=max((run.staleness_max for run in runs), default=0),
         final={name: Spread.of([run.final[name] for run in runs]) for name in names},
@@ -224,7 +231,7 @@ def _row_dict(row: Row) -> dict[str, Any]:
         name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value
         for name in (
             "workers", "reached", "target_s", "target_steps", "samples_per_s", "waiting", "waits_mostly_for",
-            "messages_per_step", "bytes_per_step", "staleness_mean", "staleness_max",
+            "messages_per_step", "bytes_per_step", "busiest_bytes_per_step", "staleness_mean", "staleness_max",
         )
     }  # fmt: skip
     promises = row.strategy.promises

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.analyse.totals import WorkerTotals
 from manyhands.compare.figures import Measured, Point
 from manyhands.compare.plan import Trial
 from manyhands.errors import DataError, UserError
-from manyhands.observe.events import EventKind
-from manyhands.observe.plain import text, whole
-from manyhands.observe.recorded import RoleEvents, RunEvents, read_run_events
-from manyhands.observe.totals import WorkerTotals
+from manyhands.record.events import EventKind
+from manyhands.record.plain import text, whole
+from manyhands.record.recorded import RoleEvents, RunEvents, read_run_events
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 
@@ -80,7 +80,8 @@ def _measured(
     stops = Stops.of(evaluations, len(workers), together=strategy.meets_to_evaluate)
     losses, measured = _points(rows, stops)
     idle_s = _waits_for_evaluations(events, evaluations)
-    messages, num_bytes = _sent_by_servers(events)
+    servers = _sent_by_servers(events)
+    sent = [(one.messages_sent, one.bytes_sent) for one in workers] + servers
     stale = summary.get("staleness") or summary.get("overlap") or {"mean": 0.0, "max": 0}
     return Measured(
         place=trial.place,
@@ -97,8 +98,9 @@ def _measured(
             - idle_s.get(peer, 0.0)
             for peer in range(len(workers))
         },
-        messages=sum(worker.messages_sent for worker in workers) + messages,
-        num_bytes=sum(worker.bytes_sent for worker in workers) + num_bytes,
+        messages=sum(messages for messages, _ in sent),
+        num_bytes=sum(num_bytes for _, num_bytes in sent),
+        busiest_bytes=max((num_bytes for _, num_bytes in sent), default=0),
         staleness_mean=float(stale["mean"]),
         staleness_max=int(stale["max"]),
         notes=(*notes, *map(text, summary["notes"]), *events.notes),
@@ -151,12 +153,11 @@ def _points(rows: list[dict[str, Any]], stops: Stops) -> tuple[list[Point], list
     return losses, evaluations
 
 
-def _sent_by_servers(events: RunEvents) -> tuple[int, int]:
-    """Messages and bytes that servers sent; those of workers are in their own totals."""
-    messages = num_bytes = 0
+def _sent_by_servers(events: RunEvents) -> list[tuple[int, int]]:
+    """Messages and bytes that each server sent; those of workers are in their own totals."""
+    found = []
     for role in events.roles:
         if role.name.startswith("server"):
             sends = role.of(EventKind.SEND)
-            messages += int(sends["count"].sum())
-            num_bytes += int(sends["num_bytes"].sum())
-    return messages, num_bytes
+            found.append((int(sends["count"].sum()), int(sends["num_bytes"].sum())))
+    return found

@@ -9,7 +9,7 @@ from html import escape
 
 from manyhands.compare.figures import Figures, Measured, Point, Row
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells
-from manyhands.observe.charts import Series, data_table, document, line_chart, quiet, section, share_bars
+from manyhands.draw.charts import Series, data_table, document, line_chart, quiet, section, share_bars
 
 __all__ = ["Made", "report"]
 
@@ -53,7 +53,10 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
 
 def _caption(found: Figures) -> str:
     target = f"time and steps to {found.target}; " if found.target is not None else ""
-    return f"Medians over the repeats: {target}messages and bytes of a step, sent by all together"
+    return (
+        f"Medians over the repeats: {target}messages and bytes of a step, sent by all together, and bytes sent by "
+        "the busiest worker or server"
+    )
 
 
 def _curves(found: Figures, rows: Sequence[Row]) -> list[str]:

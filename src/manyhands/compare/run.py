@@ -199,6 +199,6 @@ def _require_free(out: Path) -> None:
     try:
         taken = next(out.iterdir(), None) if out.exists() else None
     except OSError as error:
-        raise UserError(f"--out {out} can not be used: {error.strerror or error}") from error
+        raise UserError(f"--out {out} cannot be used: {error.strerror or error}") from error
     if taken is not None:
         raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")

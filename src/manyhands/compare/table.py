@@ -23,6 +23,7 @@ _MEASURES = (
     "waiting",
     "messages\n/step",
     "bytes\n/step",
+    "busiest\nsends",
     "stale,\nmax",
 )
 
@@ -45,6 +46,7 @@ def cells(found: Figures, row: Row) -> list[str]:
         f"{100 * row.waiting.median:.0f} %" if row.waiting else "–",
         _show(row.messages_per_step, "{:,.3g}"),
         _size(row.bytes_per_step),
+        _size(row.busiest_bytes_per_step),
         stale,
         *(_show(row.final.get(name), "{:.4f}") for name in _metrics(found)),
     ]

@@ -38,7 +38,7 @@ _ALLOWED = (
 class BatchSource:
     """Assembles batches of `data`; `field` is what error messages call it.
 
-    Construction looks at lengths and types only. It raises UserError where the data can not be indexed, are
+    Construction looks at lengths and types only. It raises UserError where the data cannot be indexed, are
     empty, or hold columns of different lengths.
     """
 
@@ -75,7 +75,7 @@ def _as_dataset(data: Any, field: str) -> Any:
         raise UserError(f"{field} is {data[:40]!r}; read the file first and give {_ALLOWED}")
     if isinstance(data, IterableDataset | Iterator):
         raise UserError(
-            f"{field} is {_kind(data)}, which can only be iterated, so samples of batch k can not be "
+            f"{field} is {_kind(data)}, which can only be iterated, so samples of batch k cannot be "
             f"looked up; give {_ALLOWED}: where the samples fit in memory, list(...) of it will do"
         )
     if isinstance(data, tuple | list) and any(map(_is_array, data)):

@@ -37,7 +37,7 @@ class DataFile:
             self._raw.seek(0)
         except OSError as error:
             self.close()
-            raise DataError(f"{self.path} can not be read: {error.strerror}") from error
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
         if compressed:
             self._gzip = gzip.GzipFile(fileobj=self._raw, mode="rb")
         return self

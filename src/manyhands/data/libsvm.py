@@ -45,7 +45,7 @@ WRONG = {
 """By code, what is wrong with a line."""
 
 _COLON, _HASH, _MINUS, _LINE_FEED, _SPACE, _ZERO = 58, 35, 45, 10, 32, 48
-_LONGEST = 10**17  # an index beyond this is read no further, so that it can not wrap round
+_LONGEST = 10**17  # an index beyond this is read no further, so that it cannot wrap round
 
 
 def most_entries(text: Any) -> int:

@@ -189,7 +189,7 @@ class RowFile:
             try:
                 raw = stack.enter_context(io.FileIO(self.path))
             except OSError as error:
-                raise DataError(f"{self.path} can not be read: {error.strerror}") from error
+                raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
         stream = io.BufferedReader(raw, 1 << 16)
         stack.callback(stream.detach)  # stdin stays open
         if stream.peek(2)[:2] != _GZIP_MAGIC:
@@ -206,7 +206,7 @@ class RowFile:
             except EOFError as error:
                 raise DataError(f"{self.name} is truncated: gzip ends early") from error
             except (OSError, zlib.error) as error:
-                raise DataError(f"{self.name} can not be read: {error}") from error
+                raise DataError(f"{self.name} cannot be read: {error}") from error
             if not more:
                 break
             end = more.rfind(b"\n") + 1

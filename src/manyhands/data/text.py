@@ -99,7 +99,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 
 def _source(path: Path) -> bytes:
-    """A source file's bytes, or nothing where it can not be read or is not UTF-8."""
+    """A source file's bytes, or nothing where it cannot be read or is not UTF-8."""
     try:
         content = path.read_bytes()
         content.decode("utf-8")

@@ -157,7 +157,7 @@ def _require_known(parameters: Iterable[nn.Parameter], model: nn.Module) -> None
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers that are shared; a UserError names parameters that one copy can not stand for."""
+    """The parameters and buffers that are shared; a UserError names parameters that one copy cannot stand for."""
     named = list(model.named_parameters())
     extents = []
     for name, parameter in named:
@@ -176,7 +176,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose steps can not be taken by several workers at once, by name."""
+    """Refuse an optimizer whose steps cannot be taken by several workers at once, by name."""
     if not is_elementwise(optimizer):
         kind = type(optimizer).__name__
         raise UserError(

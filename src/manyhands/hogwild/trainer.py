@@ -24,7 +24,7 @@ from manyhands.hogwild.order import ORDERS, Order
 from manyhands.hogwild.stepper import SharedStepper
 from manyhands.memory.counters import Counter
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.observe.events import EventKind
+from manyhands.record.events import EventKind
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan

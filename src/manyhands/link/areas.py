@@ -116,7 +116,7 @@ class ArenaReader:
         self._given_back: set[int] = set()
 
     def take(self, position: int, num_bytes: int) -> memoryview:
-        """The payload that was announced, until `release`; ProtocolError if it can not lie there."""
+        """The payload that was announced, until `release`; ProtocolError if it cannot lie there."""
         capacity = len(self._arena)
         begin, end = _placed(self._taken, num_bytes, capacity)
         overlaps = bool(self._held) and end - self._released > capacity

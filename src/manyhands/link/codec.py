@@ -45,7 +45,7 @@ class Codec:
     """The messages of one protocol; `kinds` gives each class its number, which never changes its meaning."""
 
     def __init__(self, kinds: Mapping[int, type]) -> None:
-        """Compile the classes; UserError for a class, a field or a number that can not travel."""
+        """Compile the classes; UserError for a class, a field or a number that cannot travel."""
         self._encoders: dict[type, tuple[int, _Encode]] = {}
         self._decoders: dict[int, _Decode] = {}
         for kind, message in kinds.items():
@@ -66,7 +66,7 @@ class Codec:
         try:
             return kind, encode(message)
         except (struct.error, ValueError, TypeError) as error:
-            raise UserError(f"{message!r} can not be sent: {error}") from error
+            raise UserError(f"{message!r} cannot be sent: {error}") from error
 
     def decode(self, kind: int, body: Buffer) -> Any:
         """The message that `body` is; ProtocolError, and nothing else, for any other bytes."""
@@ -206,7 +206,7 @@ def _rules(hint: Any, where: str) -> tuple[_Pack, _Unpack]:
     if arms and all(isinstance(arm, type) and is_dataclass(arm) for arm in arms):
         return _union_rules(arms)
     raise UserError(
-        f"{where}: {hint} can not travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses of these, "
+        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses of these, "
         "one of several dataclasses, tuple[..., ...] of any of these, and any of these or None"
     )
 

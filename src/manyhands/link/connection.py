@@ -146,7 +146,7 @@ class Connection:
             return Segment.attach(descriptor)
         except (OSError, ValueError) as error:
             os.close(descriptor)
-            raise ProtocolError("descriptor", f"what was passed can not be mapped: {error}") from error
+            raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
 
     def use_arenas(self, segment: Segment, end: int) -> None:
         """Send payloads through `segment`, which this object now owns, as its end 0 or 1."""

@@ -43,7 +43,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
         door.listen(_BACKLOG)
     except OSError as error:
         door.close()
-        raise UserError(f"address {address!r}: can not listen there: {error}") from error
+        raise UserError(f"address {address!r}: cannot listen there: {error}") from error
     if how == "unix":
         return door, f"unix:{name}"
     host, port = door.getsockname()
@@ -86,7 +86,7 @@ def tune(end: socket.socket, patience_s: float) -> None:
 
 
 def same_user(end: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this user; True for TCP, which can not tell."""
+    """Whether the process at the other end of a Unix socket is of this user; True for TCP, which cannot tell."""
     if end.family != socket.AF_UNIX:
         return True
     credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -18,7 +18,7 @@ _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 
 
 class Entrance(Generic[K]):
-    """Doors that an epoll object watches; `newcomers` are those who came in, `away` counts those who had to go."""
+    """Listening sockets of an epoll object; `newcomers` are those who came in, `away` counts those who had to go."""
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -31,14 +31,14 @@ class Entrance(Generic[K]):
         return descriptor in self._doors
 
     def listen(self, address: str) -> str:
-        """Open a door; where others reach it."""
+        """Listen; the address where others reach it."""
         door, reached_at = doors.listen(address)
         self._doors[door.fileno()] = door
         self._epoll.register(door, select.EPOLLIN)
         return reached_at
 
     def accept(self, descriptor: int, now_s: float) -> Iterator[socket.socket]:
-        """Those who wait at a door, up to a share that is fair to others.
+        """Those who wait at a listening socket, up to a share that is fair to others.
 
         Where there is no room for them, or no descriptor, they are left in the kernel's queue until `wake`.
         """
@@ -61,7 +61,7 @@ class Entrance(Generic[K]):
                 self.away.add("a process of another user", None)
 
     def wake(self) -> K | None:
-        """Watch the doors again if that was given up; who must go, so that there is a descriptor for the next one."""
+        """Listen again if that was given up; who must go, so that there is a descriptor for the next one."""
         if not self._rests:
             return None
         self._watch(select.EPOLLIN)

@@ -11,7 +11,7 @@ A claim is who somebody is, of which release, for which task. Seal and proofs ar
 with a word for each of the four, over both nonces (the seal: over its own) and all claims so far: the token never
 travels, and a proof is good for this connection, this direction and these claims only.
 
-The token is proved before anything else is told or compared. Who can not seal its knock is refused with one sentence,
+The token is proved before anything else is told or compared. Who cannot seal its knock is refused with one sentence,
 `NO_PROOF`, whatever it said, and learns neither release nor task; a recorded knock that is sent again gets a challenge
 with random bytes, and no further. Among those who have proved the token, release and task are compared, and an honest
 mistake is told by its name.
@@ -268,7 +268,7 @@ class Handshake:
                     field, f"member {theirs.member} has {there[:80]!r}, member {mine.member} has {here!r}"
                 )
         if theirs.member < 0 or theirs.member == mine.member:
-            raise ProtocolError("member", f"{theirs.member} can not be another member's number")
+            raise ProtocolError("member", f"{theirs.member} cannot be another member's number")
         if expected is not None and theirs.member != expected:
             raise ProtocolError("member", f"{theirs.member} answers where {expected} is expected")
         self.peer = theirs

@@ -212,7 +212,7 @@ class Hub:
         if connection is None:
             return False
         if not connection.local:
-            raise UserError(f"member {member} is connected by TCP, which can not pass memory")
+            raise UserError(f"member {member} is connected by TCP, which cannot pass memory")
         return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
 
     def sent(self, member: int) -> bool:
@@ -367,7 +367,7 @@ class Hub:
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
     def _open(self, door: int, now_s: float) -> None:
-        """Let in those who wait at a door, as far as the handshake."""
+        """Let in those who wait at a listening socket, as far as the handshake."""
         for end in self._entrance.accept(door, now_s):
             connection = self._new(end, expected=None)
             self._show_out(self._entrance.newcomers.arrived(connection, now_s))
@@ -466,7 +466,7 @@ class Hub:
                 self._events.append(Shared(connection.member, segment, message.tag))
             case Goodbye():
                 connection.in_peace = True
-                connection.farewell = "it left in peace"
+                connection.farewell = "it closed its connection"
             case Refusal():
                 connection.farewell = f"it ended the connection: {message.reason}"
             case _:

@@ -13,10 +13,12 @@ from typing import Final, Generic, TypeVar
 
 from manyhands.errors import UserError
 
-__all__ = ["Silence", "Vigil"]
+__all__ = ["SILENT_AFTER_S", "Silence", "Vigil"]
 
 K = TypeVar("K", bound=Hashable)
 _CALLED: Final = 6
+SILENT_AFTER_S: Final = 5.0
+"""After how long without a sign of life a process is taken for lost, on one host and over a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,7 @@ class Silence:
     """How often to speak, how long to bear silence, and how long a newcomer may take to say who it is."""
 
     beat_s: float = 0.5
-    silence_s: float = 5.0
+    silence_s: float = SILENT_AFTER_S
     handshake_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -51,7 +53,7 @@ class Vigil(Generic[K]):
     def arrived(self, peer: K, now_s: float, *, waits: bool = False) -> None:
         """Somebody who has yet to say who it is; nothing but `heard` gives it more time.
 
-        Whom we called ourselves may have many others before its door: it has more time, since there `waits` nobody.
+        Whom we called ourselves may have many others waiting to connect: it has more time, since there `waits` nobody.
         """
         self._newcomers.add(peer)
         self._until_s[peer] = now_s + self._silence.handshake_s * (_CALLED if waits else 1)

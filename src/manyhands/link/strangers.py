@@ -32,7 +32,7 @@ class Newcomers(Generic[K]):
     room is full of such, nobody is accepted, and who comes waits in the kernel's queue, where the first is the next. A
     member leaves the room with its first message, which is there by then. So strangers push out each other, however
     many hold connections or keep coming, and a member waits a little longer. In the second room are those who have
-    knocked with a good seal, which a stranger can not make.
+    knocked with a good seal, which a stranger cannot make.
     """
 
     def __init__(self, silent: int = _SILENT_PLACES, knocked: int = _KNOCKED_PLACES) -> None:

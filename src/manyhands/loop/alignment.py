@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from manyhands.loop.words import Call, Words
-from manyhands.observe.clocks import Bracket, Offset, offset_from
+from manyhands.record.clocks import Bracket, Offset, offset_from
 
 __all__ = ["align"]
 

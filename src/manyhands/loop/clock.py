@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from manyhands.cluster.board import State
 from manyhands.loop.words import Words
-from manyhands.observe.events import EventKind
+from manyhands.record.events import EventKind
 from manyhands.training.exchange import Exchange, Post, Traffic
 from manyhands.training.reporting import Surroundings, record_posts
 

@@ -250,7 +250,7 @@ def _address_towards(master: str | None) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ManyhandsError(f"MASTER_ADDR={master} can not be reached from here: {error}") from error
+        raise ManyhandsError(f"MASTER_ADDR={master} cannot be reached from here: {error}") from error
 
 
 def _in_order(hosts: Hosts) -> bool:

@@ -21,8 +21,8 @@ from manyhands.loop.group import Group
 from manyhands.loop.place import Launched, Place, find_place
 from manyhands.loop.recording import Recorded, Unwatched, keeping
 from manyhands.loop.rounds import Rounds
-from manyhands.observe.events import EventKind
-from manyhands.observe.ring import EventRing
+from manyhands.record.events import EventKind
+from manyhands.record.ring import EventRing
 from manyhands.strategy import Strategy
 from manyhands.training.reporting import Surroundings
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manyhands.analyse.collect import Collector
 from manyhands.cluster.capacity import of_processes
 from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role
@@ -28,9 +29,8 @@ from manyhands.loop.connect import (
 from manyhands.loop.place import LAUNCHER_VARIABLE
 from manyhands.loop.recording import own_loop_config
 from manyhands.loop.script import Script, run_script
-from manyhands.observe.blackbox import BlackBoxes
-from manyhands.observe.collect import Collector
-from manyhands.observe.ring import EventRing
+from manyhands.record.blackbox import BlackBoxes
+from manyhands.record.ring import EventRing
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
@@ -55,7 +55,7 @@ def launch(
     Raises UserError for what makes no sense, in the script's use of manyhands too, and WorkerFailed naming the first
     worker that failed. When nobody makes progress for `watchdog_s` (0: for ever), Hang says who holds the others up.
     With `out`, the run is kept there, for `timeline`, `explain` and `watch`. Workers that do not fit on this
-    host are refused (Overload) unless `allow_overload`. When it returns or raises, no process is left.
+    host are refused (Overload) unless `allow_overload`. When it returns or raises, no worker is left.
     """
     path = Path(script)
     if not path.is_file():
@@ -63,7 +63,7 @@ def launch(
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
     asked = Strategy.parse(strategy) if strategy is not None else None
-    chosen = choose(asked, [range(workers)])  # refuses a strategy that can not be
+    chosen = choose(asked, [range(workers)])  # refuses a strategy that cannot be
     if device is not None:
         check_device(device)
     check_watchdog_s(watchdog_s)

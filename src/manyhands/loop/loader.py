@@ -4,7 +4,7 @@
     worker r reads    its part of each, through the user's own dataset, collate_fn and worker processes
 
 A worker whose part is empty gets a sample or two of the batch all the same, so that user code never meets an empty
-batch; they weigh nothing. What can not be split (iterable datasets, `batch_size=None`, any other iterable) is a stream
+batch; they weigh nothing. What cannot be split (iterable datasets, `batch_size=None`, any other iterable) is a stream
 of each worker's own: every batch weighs 1/world, and all leave the loop when the shortest stream ends.
 """
 

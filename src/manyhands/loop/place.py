@@ -59,7 +59,7 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Where this process stands; UserError where it can not join from here."""
+    """Where this process stands; UserError where it cannot join from here."""
     version = environment.get(LAUNCHER_VARIABLE)
     if version is not None and version != __version__:
         raise UserError(

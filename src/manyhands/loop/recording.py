@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from manyhands.analyse.collect import Collector
 from manyhands.cluster.board import State
 from manyhands.loop.alignment import align
 from manyhands.loop.connect import Connection
-from manyhands.observe.collect import Collector
-from manyhands.observe.events import EventKind
-from manyhands.observe.ring import EventRing
+from manyhands.record.events import EventKind
+from manyhands.record.ring import EventRing
 from manyhands.store.rundir import RunDirectory
 
 __all__ = ["Recorded", "Unwatched", "keeping", "own_loop_config"]

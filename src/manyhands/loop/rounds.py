@@ -200,7 +200,7 @@ class Rounds:
         if self._stepping:  # the strategy itself calls the optimizer, for this worker's part
             return
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
-            raise UserError("optimizer.step(closure) runs backward inside the step, which central can not do")
+            raise UserError("optimizer.step(closure) runs backward inside the step, which central cannot do")
         assert self._watch is not None
         require_prepared_scaler(optimizer)
         self._watch.require_untouched()

@@ -208,7 +208,7 @@ class Words:
         """Every worker's shape; UserError names workers whose tensors do not fit together."""
         if rows.dtype not in _DTYPES or rows.dim() > _MAX_DIMS:
             raise UserError(
-                f"a tensor of {rows.dtype} with {rows.dim()} dimensions can not be gathered; allowed: at most "
+                f"a tensor of {rows.dtype} with {rows.dim()} dimensions cannot be gathered; allowed: at most "
                 f"{_MAX_DIMS} dimensions of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
             )
         table = torch.zeros(self.world, 2 + _MAX_DIMS, dtype=torch.float64)

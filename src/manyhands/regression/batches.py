@@ -23,9 +23,9 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from manyhands.cluster.signals import signal_of
+from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
 from manyhands.fitting import Options, fit
-from manyhands.observe.bars import Bars
 from manyhands.optim import FTRL
 from manyhands.regression.crew import Learned
 from manyhands.regression.kept import bar_view, last_kept

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role
 from manyhands.cluster.signals import signal_of
+from manyhands.draw.bars import Bars
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
-from manyhands.observe.bars import Bars
 from manyhands.regression.kernels import ORDERS, RULES, TURNS, WIDTHS, train
 from manyhands.regression.online import CHUNK, Share, mean_loss, require_in_time, settings_of, shares
 from manyhands.regression.options import LogregOptions

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from manyhands.observe.bars import Bars, following
-from manyhands.observe.totals import Snapshot as Totals
+from manyhands.analyse.totals import Snapshot as Totals
+from manyhands.draw.bars import Bars, following
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.task import Task

@@ -93,7 +93,7 @@ class LogregModel:
                 header: dict[str, str] = opened.metadata() or {}
                 tensors: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except OSError as error:
-            raise UserError(f"model {file} can not be read: {error.strerror or error}") from error
+            raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
             raise UserError(f"model {file} is no safetensors file: {error}") from error
         try:

@@ -20,9 +20,9 @@ from manyhands.cluster.capacity import Amount, Cost, of_processes
 from manyhands.cluster.room import require_room as require_host_room
 from manyhands.cluster.signals import signal_of
 from manyhands.data.row_files import Reading, RowFile
+from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
-from manyhands.observe.bars import Bars
 from manyhands.regression.examples import Examples
 from manyhands.regression.kernels import WIDTHS
 from manyhands.regression.model import LogregModel

@@ -225,7 +225,7 @@ class ShardAuditor:
     def _check_bound(self) -> None:
         """Every read at clock c includes every slot's updates below c - lag.
 
-        What was read in a life that the shard lost since, at or beyond the snapshot, can not be judged: what that
+        What was read in a life that the shard lost since, at or beyond the snapshot, cannot be judged: what that
         version included is not in the log any more.
         """
         lag = self._policy.lag

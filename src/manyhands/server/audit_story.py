@@ -27,7 +27,7 @@ class Story:
 
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What the logs have between them that can not be."""
+    """What the logs have between them that cannot be."""
 
     gaps: set[tuple[int, int]] = field(default_factory=set)
     """(version, version after it) within a stint: named among the problems already."""

@@ -173,7 +173,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The run can not go on."""
+    """The run cannot go on."""
 
     sentence: str
 

@@ -44,7 +44,7 @@ __all__ = ["Hold", "ShardConfig", "ShardCore"]
 
 
 class Hold(Enum):
-    """Why a read can not be answered yet."""
+    """Why a read cannot be answered yet."""
 
     OWN = auto()
     """The slot's own updates before it are not settled here, or wait for their step where that is included."""

@@ -112,7 +112,7 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay out `model` for `shards` shards; the parameters named in `sparse` are row-sparse tables.
 
-        A UserError names an optimizer that can not be shared out, or a parameter of the wrong kind.
+        A UserError names an optimizer that cannot be shared out, or a parameter of the wrong kind.
         """
         if shards < 1:
             raise UserError(f"the number of shards is {shards}; it must be at least 1")

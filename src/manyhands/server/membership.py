@@ -464,7 +464,7 @@ class Membership:
             del self._slots[number]
             return []
         if active == [number]:
-            raise UserError(f"slot={number}: the last active slot can not be removed")
+            raise UserError(f"slot={number}: the last active slot cannot be removed")
         slot.phase = _Phase.RETIRING
         return [self._publish()]
 

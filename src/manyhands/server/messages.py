@@ -285,7 +285,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The push can not be taken (its gradient is not finite); nothing changed, the clock still waits for it."""
+    """The push cannot be taken (its gradient is not finite); nothing changed, the clock still waits for it."""
 
     shard: int
     slot: int

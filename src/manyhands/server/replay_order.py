@@ -86,7 +86,7 @@ def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
                 raise UserError(
                     f"shard {shard} went back to a snapshot of version {row.version}, as after resuming or the death "
                     "of a server without replicas=1: workers may have read versions of it that are gone, so this run "
-                    "can not be replayed"
+                    "cannot be replayed"
                 )
             if isinstance(row, StepRow) and steps.setdefault(row.version, row) != row:
                 raise ReplayImpossible(
@@ -308,7 +308,7 @@ class _Walk:
         read = self._needed[name]
         shard, version = next(at for at in sorted(read.reads) if self._at[at[0]] < at[1])
         return (
-            f"{_where(row, update)} can not be reached: slot {read.slot}, clock {read.clock} read version "
+            f"{_where(row, update)} cannot be reached: slot {read.slot}, clock {read.clock} read version "
             f"{version} of shard {shard}, which waits for that itself at version {self._at[shard]}"
         )
 

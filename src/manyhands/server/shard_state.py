@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from manyhands.server.layout import Entry, FlatLayout, Table
+from manyhands.sharding.merging import MergedState, Part
 
 __all__ = ["ShardState", "merge", "split"]
 
@@ -32,48 +32,25 @@ class ShardState:
     """How far the scheduler is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some rows of a parameter, or of the optimizer's state for it; the rows of a dense one are its items."""
+class _Named(NamedTuple):
+    """A shard's part of one parameter or table."""
 
     name: str
-    shape: torch.Size
     position: int | None
-    rows: slice | Tensor
-    count: int
-    width: int = 1
+    """The parameter's number in the optimizer's `state_dict()`."""
 
-    @property
-    def is_whole(self) -> bool:
-        return self.count * self.width == self.shape.numel()
-
-    def cut(self, value: Any) -> Any:
-        """A copy of this part of a whole; what has another shape than the parameter is not cut."""
-        if not isinstance(value, Tensor):
-            return value
-        if self.is_whole or value.shape != self.shape:
-            return value.detach().clone()
-        return value.detach().reshape(-1, self.width)[self.rows].reshape(-1).clone()
-
-    def lay_into(self, whole: Tensor | None, value: Tensor) -> Tensor:
-        """The whole with this part in it; the part itself where that is all."""
-        if self.is_whole or value.shape != (self.count * self.width,):
-            return value
-        if whole is None:
-            whole = torch.empty(self.shape, dtype=value.dtype)
-        whole.view(-1, self.width)[self.rows] = value.view(-1, self.width)
-        return whole
+    part: Part
 
 
-def _parts(layout: FlatLayout, shard: int) -> list[_Part]:
+def _parts(layout: FlatLayout, shard: int) -> list[_Named]:
     parts = []
     for piece in layout.pieces[shard]:
         entry = layout.entries[piece.parameter]
-        items = slice(piece.begin, piece.end)
-        parts.append(_Part(entry.name, entry.shape, entry.position, items, piece.end - piece.begin))
+        part = Part(entry.shape, slice(piece.begin, piece.end), piece.end - piece.begin)
+        parts.append(_Named(entry.name, entry.position, part))
     for table in layout.tables:
         rows = table.placed(layout.shards).rows(shard)
-        parts.append(_Part(table.name, table.shape, table.position, rows, len(rows), table.width))
+        parts.append(_Named(table.name, table.position, Part(table.shape, rows, len(rows), table.width)))
     return parts
 
 
@@ -86,25 +63,22 @@ def merge(
     one shard has whole are its own, not copies.
     """
     values: dict[str, Tensor] = {}
-    slots: dict[int, dict[str, Any]] = {}
+    merged = MergedState()
     for shard, state in enumerate(states):
-        for part in _parts(layout, shard):
-            values[part.name] = part.lay_into(values.get(part.name), state.model[part.name])
-            if part.position is None:
-                continue
-            for key, value in state.optimizer["state"].get(part.position, {}).items():
-                merged = slots.setdefault(part.position, {})
-                if isinstance(value, Tensor):
-                    merged[key] = part.lay_into(merged.get(key), value)
-                else:
-                    merged.setdefault(key, value)
+        for name, position, part in _parts(layout, shard):
+            values[name] = part.lay_into(values.get(name), state.model[name])
+            kept = state.optimizer["state"].get(position)
+            if (
+                position is not None and kept
+            ):  # SGD without momentum keeps nothing, and says so with an empty dict
+                merged.add(position, kept, part)
     everything: tuple[Entry | Table, ...] = (*layout.entries, *layout.tables)
     by_alias = {alias: values[one.name] for one in everything for alias in one.aliases}
     first = states[0].optimizer
     others = {key: value for key, value in first["state"].items() if not isinstance(key, int)}
     return (
         {name: by_alias.get(name, value) for name, value in model.items()},
-        {**first, "state": {**others, **dict(sorted(slots.items()))}},
+        {**first, "state": {**others, **merged.to_dict()}},
     )
 
 
@@ -119,12 +93,12 @@ def split(
     parts = _parts(layout, shard)
     others = {key: value for key, value in optimizer["state"].items() if not isinstance(key, int)}
     slots = {
-        part.position: {key: part.cut(value) for key, value in optimizer["state"][part.position].items()}
-        for part in parts
-        if part.position in optimizer["state"]
+        position: {key: part.cut(value) for key, value in optimizer["state"][position].items()}
+        for _, position, part in parts
+        if position in optimizer["state"]
     }
     return ShardState(
-        model={part.name: part.cut(model[part.name]) for part in parts},
+        model={name: part.cut(model[name]) for name, _, part in parts},
         optimizer={**optimizer, "state": {**others, **slots}},
         batches=batches,
     )

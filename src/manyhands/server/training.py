@@ -48,7 +48,7 @@ class PsTraining(Training):
         for name in ("strategy", "workers"):
             if directory.config[name] != config[name]:
                 raise UserError(
-                    f"{directory.path} can not be resumed: {name} is {config[name]!r}, but its shards were written "
+                    f"{directory.path} cannot be resumed: {name} is {config[name]!r}, but its shards were written "
                     f"with {directory.config[name]!r}; resume with that"
                 )
         point = self._point = resume_point(directory.path, self._strategy)

@@ -293,7 +293,7 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
     try:
         *lines, rest = path.read_text(errors="replace").split("\n")
     except OSError as error:
-        raise DataError(f"{path} can not be read: {reason(error)}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
     if rest:
         notes.append(
             f"{path.name}: its last line is cut, as of a process that was killed, and was passed over"

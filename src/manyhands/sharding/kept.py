@@ -92,12 +92,12 @@ def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: 
     kind = type(optimizer).__name__
     if not isinstance(value, Tensor):
         raise UserError(
-            f"optimizer {kind} keeps its state {name!r} as a {type(value).__name__}, which workers can not share; keep "
+            f"optimizer {kind} keeps its state {name!r} as a {type(value).__name__}, which workers cannot share; keep "
             "it as a tensor, as in torch.zeros(())"
         )
     if value.shape not in (like, torch.Size()):
         raise UserError(
-            f"optimizer {kind} keeps a state {name!r} of shape {tuple(value.shape)}, which workers can not share; it "
+            f"optimizer {kind} keeps a state {name!r} of shape {tuple(value.shape)}, which workers cannot share; it "
             "must have the shape of its parameter, or none"
         )
     return Kept(name=name, shape=shape if value.shape == like else torch.Size(), dtype=value.dtype)

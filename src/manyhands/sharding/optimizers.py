@@ -1,4 +1,4 @@
-"""What is known about optimizers in pieces: which may be cut anywhere, which need whole tensors, which can not work.
+"""What is known about optimizers in pieces: which may be cut anywhere, which need whole tensors, which cannot work.
 
 Torch's own are known by their exact type, because a subclass may do anything. An optimizer of your own says so itself,
 with a class attribute `elementwise = True`, if each item of a parameter is updated from that item of the gradient and
@@ -55,12 +55,12 @@ _REFUSED = {
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether parameters may be cut anywhere; a UserError names an optimizer that can not be shared out at all."""
+    """Whether parameters may be cut anywhere; a UserError names an optimizer that cannot be shared out at all."""
     kind = type(optimizer)
     for base in kind.__mro__:
         if base.__name__ in _REFUSED:
             raise UserError(
-                f"optimizer {kind.__name__} can not be shared out among several owners: {_REFUSED[base.__name__]}"
+                f"optimizer {kind.__name__} cannot be shared out among several owners: {_REFUSED[base.__name__]}"
             )
     return kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True
 

@@ -223,7 +223,7 @@ class SlicedOptimizer:
     def _scaled(self, group: Mapping[str, Any], rate: float) -> Any:
         if "lr" not in group:
             raise UserError(
-                f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps can not be scaled; use "
+                f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps cannot be scaled; use "
                 "one that has, such as SGD or AdamW"
             )
         return group["lr"] * rate

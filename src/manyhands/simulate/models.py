@@ -168,7 +168,7 @@ class Trained(Model):
         weight: Callable[[int, int, int], float] = lambda _batch, _part, parts: 1.0 / parts,
     ) -> None:
         if next(module.buffers(), None) is not None:
-            raise UserError(f"module={type(module).__name__}: a module with buffers can not be simulated")
+            raise UserError(f"module={type(module).__name__}: a module with buffers cannot be simulated")
         self._module, self._loss, self._make_optimizer, self._weight = module, loss, optimizer, weight
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._initial = nn.utils.parameters_to_vector(self._parameters).detach().clone()

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from manyhands.consistency.parse import parse_consistency
 from manyhands.consistency.policy import Policy
 from manyhands.errors import UserError
+from manyhands.link.silence import SILENT_AFTER_S
 from manyhands.simulate.faults import Fault
 from manyhands.simulate.models import Ledger, Model
 from manyhands.simulate.network import NetworkModel
@@ -66,7 +67,7 @@ class Timing:
     """A new process, from being asked for until it has joined."""
     death_noticed_s: float = 0.01
     """From the end of a process until its launcher knows."""
-    silent_after_s: float = 5.0
+    silent_after_s: float = SILENT_AFTER_S
     """From a process's last heartbeat until its launcher acts."""
     leave_s: float = 0.02
     """A server, at the end, for leaving its shards where they are wanted."""

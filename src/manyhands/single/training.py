@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.cluster.board import State
-from manyhands.observe.ring import EventRing
+from manyhands.record.ring import EventRing
 from manyhands.training.exchange import SingleExchange
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trainer

@@ -115,7 +115,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def render_json(value: Any, where: str, indent: int | None = None) -> bytes:
-    """`value` as one JSON text with a newline; UserError names the first field that JSON can not hold.
+    """`value` as one JSON text with a newline; UserError names the first field that JSON cannot hold.
 
     Tuples become lists, numpy scalars plain numbers, paths text. JSON has no NaN and no infinity: those
     become null, so that every JSON reader accepts the file.
@@ -146,6 +146,6 @@ def _plain(value: Any, where: str) -> Any:
                     raise UserError(f"{where} has the key {key!r}; the keys of JSON are strings")
             return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     raise UserError(
-        f"{where} is a {type(value).__name__}, which JSON can not hold; allowed: numbers, strings, booleans, "
+        f"{where} is a {type(value).__name__}, which JSON cannot hold; allowed: numbers, strings, booleans, "
         "None, lists and mappings of them"
     )

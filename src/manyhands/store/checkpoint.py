@@ -153,7 +153,7 @@ class CheckpointStore:
         try:
             candidates = [found for found in self._candidates() if step is None or found[0] == step]
         except OSError as error:
-            raise NoCheckpoint(f"{self.folder} can not be read: {reason(error)}") from error
+            raise NoCheckpoint(f"{self.folder} cannot be read: {reason(error)}") from error
         if not candidates:
             raise NoCheckpoint(self._absence(step))
         skipped: list[Damage] = []
@@ -163,7 +163,7 @@ class CheckpointStore:
             except Damaged as damaged:
                 skipped.extend(damaged.damages)
         named = "; ".join(str(damage) for damage in skipped)
-        which = "no checkpoint can" if step is None else f"the checkpoint of step {step} can not"
+        which = "no checkpoint can" if step is None else f"the checkpoint of step {step} cannot"
         raise CorruptCheckpoint(f"{which} be trusted in {self.folder}: {named}")
 
     def remove_after(self, step: int) -> None:

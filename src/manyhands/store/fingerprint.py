@@ -40,7 +40,7 @@ class Fingerprint:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def conflict(self, current: Fingerprint) -> str | None:
-        """Why `current` can not continue a run of this fingerprint, as a sentence; None if it can."""
+        """Why `current` cannot continue a run of this fingerprint, as a sentence; None if it can."""
         for name in _PLAIN_FIELDS:
             before, now = getattr(self, name), getattr(current, name)
             if before != now:

@@ -32,7 +32,7 @@ class RunLock:
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise UserError(f"{self.path} can not be opened: {reason(error)}") from error
+            raise UserError(f"{self.path} cannot be opened: {reason(error)}") from error
         try:
             _lock(descriptor)
             os.ftruncate(descriptor, 0)
@@ -46,7 +46,7 @@ class RunLock:
             ) from None
         except OSError as error:
             os.close(descriptor)
-            raise UserError(f"{self.path} can not be locked: {reason(error)}") from error
+            raise UserError(f"{self.path} cannot be locked: {reason(error)}") from error
         self.descriptor = descriptor
 
     @staticmethod

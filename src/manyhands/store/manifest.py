@@ -51,7 +51,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file of a checkpoint that can not be trusted, and why."""
+    """One file of a checkpoint that cannot be trusted, and why."""
 
     file: Path
     reason: str
@@ -61,7 +61,7 @@ class Damage:
 
 
 class Damaged(Exception):
-    """A checkpoint can not be trusted; `damages` names the files. Only the store itself meets this one."""
+    """A checkpoint cannot be trusted; `damages` names the files. Only the store itself meets this one."""
 
     def __init__(self, *damages: Damage) -> None:
         super().__init__("; ".join(str(damage) for damage in damages))
@@ -177,7 +177,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     except FileNotFoundError:
         raise Damaged(Damage(path, "is missing")) from None
     except OSError as error:
-        raise Damaged(Damage(path, f"can not be read: {reason(error)}")) from error
+        raise Damaged(Damage(path, f"cannot be read: {reason(error)}")) from error
 
 
 def _digest(entry: object) -> FileDigest:

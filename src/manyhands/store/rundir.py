@@ -75,12 +75,12 @@ class RunDirectory:
         try:
             make_directory(path)
         except OSError as error:
-            raise UserError(f"{path} can not be made: {reason(error)}") from error
+            raise UserError(f"{path} cannot be made: {reason(error)}") from error
         lock = RunLock(path / _LOCK)
         lock.acquire()
         try:
             _require_free(path)  # again, now that nobody else can be creating it
-            write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
+            _write_config(path, config)
             return cls(path, _read_config(path), lock)._with_folders()
         except BaseException:
             lock.close()
@@ -100,6 +100,12 @@ class RunDirectory:
         except BaseException:
             held.close()
             raise
+
+    def go_on_as(self, config: Mapping[str, Any]) -> None:
+        """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
+        if config != self.config:
+            _write_config(self.path, config)
+            self.config = _read_config(self.path)
 
     @property
     def events_path(self) -> Path:
@@ -197,7 +203,7 @@ class RunDirectory:
                 folder.mkdir(exist_ok=True)
             sync_directory(self.path)
         except OSError as error:
-            raise WriteFailed(f"{self.path} can not be filled: {reason(error)}") from error
+            raise WriteFailed(f"{self.path} cannot be filled: {reason(error)}") from error
         return self
 
 
@@ -208,7 +214,7 @@ def _require_free(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(f"{path} can not be a run directory: {reason(error)}") from error
+        raise UserError(f"{path} cannot be a run directory: {reason(error)}") from error
     if not others:
         return
     if _CONFIG in others:
@@ -221,6 +227,10 @@ def _require_free(path: Path) -> None:
     raise UserError(
         f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
     )
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -247,7 +257,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise DataError(f"{file} can not be read: {reason(error)}") from error
+        raise DataError(f"{file} cannot be read: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
     if not isinstance(content, dict):

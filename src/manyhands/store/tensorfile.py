@@ -42,11 +42,11 @@ _METADATA = "__metadata__"
 
 
 def require_storable(tensors: Mapping[str, Tensor]) -> None:
-    """UserError names the first tensor that the format can not hold."""
+    """UserError names the first tensor that the format cannot hold."""
     for name, tensor in tensors.items():
         if name == _METADATA:
             raise UserError(
-                f"a tensor can not be named {name!r}: the safetensors header uses that name itself"
+                f"a tensor cannot be named {name!r}: the safetensors header uses that name itself"
             )
         if not _is_dense(tensor) or tensor.dtype not in _DTYPE_NAMES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
@@ -57,7 +57,7 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
-    """The bytes of a safetensors file of `tensors`; UserError names one that the format can not hold."""
+    """The bytes of a safetensors file of `tensors`; UserError names one that the format cannot hold."""
     require_storable(tensors)
     # The widest items first, as the library does: every tensor is then aligned to its item.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

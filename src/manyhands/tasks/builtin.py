@@ -153,6 +153,6 @@ def _without_none(hint: Any) -> type:
     kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
     if len(kinds) != 1 or kinds[0] not in _KINDS:
         raise TypeError(
-            f"an option can not be of type {hint!r}; allowed: {', '.join(kind.__name__ for kind in _KINDS)}"
+            f"an option cannot be of type {hint!r}; allowed: {', '.join(kind.__name__ for kind in _KINDS)}"
         )
     return typing.cast(type, kinds[0])

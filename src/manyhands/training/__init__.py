@@ -1,1 +1,1 @@
-"""The spine of a run, whatever the strategy: the request, one worker's loop and reports, and `Training`."""
+"""The course of a run, whatever the strategy: the request, one worker's loop and reports, and `Training`."""

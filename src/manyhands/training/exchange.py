@@ -1,6 +1,6 @@
 """One worker's side of a strategy: how its gradients become the step that everyone takes.
 
-The training loop (`worker.py`) knows this interface and nothing else of strategies; each strategy's room has one
+The training loop (`worker.py`) knows this interface and nothing else of strategies; each strategy's package has one
 implementation. All methods marked *collective* are called by every worker, in the same order.
 """
 

@@ -27,9 +27,9 @@ from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
 from manyhands.link.base import Link
 from manyhands.link.mesh import SharedMesh, attach_mesh
 from manyhands.link.shared import LinkDescriptors
-from manyhands.observe.blackbox import BlackBoxes
-from manyhands.observe.events import EventKind
-from manyhands.observe.ring import EventRing
+from manyhands.record.blackbox import BlackBoxes
+from manyhands.record.events import EventKind
+from manyhands.record.ring import EventRing
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors

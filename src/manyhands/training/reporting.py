@@ -12,7 +12,7 @@ from torch import nn
 
 from manyhands.cluster.board import State
 from manyhands.link.wire import Wire
-from manyhands.observe.events import NO_STEP, NOBODY, EventKind
+from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import Computer

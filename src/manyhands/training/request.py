@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.analyse.totals import Snapshot
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError
-from manyhands.observe.totals import Snapshot
 from manyhands.slowdown import Slowdown
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
@@ -119,9 +119,7 @@ class Request:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
         strategy.check(workers, device)
         if options.skip_nonfinite and not strategy.can_skip_updates:
-            raise UserError(
-                f"skip_nonfinite: strategy {strategy} can not leave one worker's part out; ps can"
-            )
+            raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"

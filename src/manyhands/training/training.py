@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from manyhands.observe.collect import Collector
-from manyhands.observe.ring import EventRing
+from manyhands.analyse.collect import Collector
+from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory

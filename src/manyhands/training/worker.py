@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.board import State
 from manyhands.errors import NonFinite
-from manyhands.observe.events import EventKind
+from manyhands.record.events import EventKind
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement

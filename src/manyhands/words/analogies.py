@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import DataError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason
 from manyhands.words.vectors import Vectors
 
@@ -90,7 +90,7 @@ def read_questions(path: Path | str) -> list[Section]:
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(f"questions {path} can not be read: {reason(error)}") from error
+        raise DataError(f"questions {path} cannot be read: {reason(error)}") from error
     sections: list[tuple[str, list[tuple[str, str, str, str]]]] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -56,7 +56,7 @@ class Corpus:
         return ", ".join("the text" if isinstance(one, bytes) else str(one) for one in self._sources)
 
     def check(self) -> None:
-        """Raise a DataError now where a file can not be read, or not twice, before any work is done."""
+        """Raise a DataError now where a file cannot be read, or not twice, before any work is done."""
         for source in self._sources:
             if isinstance(source, Path):
                 with _opened(source) as file:
@@ -92,7 +92,7 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(f"corpus {path} can not be read: {reason(error)}") from error
+        raise DataError(f"corpus {path} cannot be read: {reason(error)}") from error
 
 
 def _pieces(source: Path | bytes, block_bytes: int) -> Iterator[tuple[bytes, float]]:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.draw.bars import Bars, Phase
 from manyhands.errors import UserError, format_bytes
-from manyhands.observe.bars import Bars, Phase
 from manyhands.words.corpus import BLOCK_BYTES, Block, Corpus
 from manyhands.words.count_kernels import count_rows, place_words
 from manyhands.words.records import RECORD, RecordWriter, temporary_folder

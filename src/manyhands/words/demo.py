@@ -77,7 +77,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _source(path: Path) -> str:
-    """A file's text, or nothing where it can not be read or is not UTF-8."""
+    """A file's text, or nothing where it cannot be read or is not UTF-8."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from manyhands.cluster.capacity import Amount, Cost, of_processes
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
+from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
-from manyhands.observe.bars import Bars
 from manyhands.strategy import Strategy
 from manyhands.words.glove_hogwild import train_in_processes, train_in_threads
 from manyhands.words.glove_kernels import train_block

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from manyhands.draw.bars import Bars, Phase
 from manyhands.errors import NonFinite
-from manyhands.observe.bars import Bars, Phase
 from manyhands.words.glove_model import GloveOptions, Snapshot
 
 __all__ = ["AfterPass", "Passes", "Work"]

@@ -34,7 +34,7 @@ def count_records(path: Path) -> int:
 class RecordReader:
     """Reads up to `capacity` records at a time; a context manager, used by one thread.
 
-    What `read` returns is valid until the next call. A DataError names the first record that can not be trained on.
+    What `read` returns is valid until the next call. A DataError names the first record that cannot be trained on.
     """
 
     def __init__(self, path: Path, capacity: int, vocabulary_size: int) -> None:

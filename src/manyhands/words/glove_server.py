@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from manyhands.analyse.totals import Snapshot as Totals
 from manyhands.data.plan import permutation, split
+from manyhands.draw.bars import following
 from manyhands.fitting import Options, fit
-from manyhands.observe.bars import following
-from manyhands.observe.totals import Snapshot as Totals
 from manyhands.server.strategy import Ps
 from manyhands.task import Task
 from manyhands.words.glove_model import GloveModel, Snapshot

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason
 from manyhands.strategy import Strategy
 from manyhands.words.corpus import Corpus
@@ -189,4 +189,4 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out={out} can not be a folder: {reason(error)}; name another") from error
+        raise UserError(f"out={out} cannot be a folder: {reason(error)}; name another") from error

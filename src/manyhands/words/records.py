@@ -31,7 +31,7 @@ def record_count(path: Path | str) -> int:
     try:
         size = os.stat(path).st_size
     except OSError as error:
-        raise DataError(f"{path} can not be read: {reason(error)}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
     if size % RECORD.itemsize:
         raise DataError(
             f"{path} has {size} bytes, which is no multiple of {RECORD.itemsize}: it is damaged, or it holds no "

@@ -17,8 +17,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from manyhands.draw.bars import Bars, Phase
 from manyhands.errors import DataError, UserError, format_bytes
-from manyhands.observe.bars import Bars, Phase
 from manyhands.store.atomic import reason
 from manyhands.words.records import RECORD, RecordWriter, read_records, record_count, temporary_folder
 
@@ -116,7 +116,7 @@ def _reading(path: Path) -> Iterator[int]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise DataError(f"{path} can not be read: {reason(error)}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
     try:
         yield file
     finally:

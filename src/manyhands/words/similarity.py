@@ -41,7 +41,7 @@ def read_pairs(path: Path | str) -> list[Pair]:
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(f"pairs {path} can not be read: {reason(error)}") from error
+        raise DataError(f"pairs {path} cannot be read: {reason(error)}") from error
     pairs: list[Pair] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith(b"#"):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.observe.bars import Phase
+from manyhands.draw.bars import Phase
 from manyhands.words.count_kernels import MERGE_DONE, MERGE_FULL, merge_rows
 from manyhands.words.records import RECORD, RecordWriter, read_records
 

@@ -289,4 +289,4 @@ def _from_file(path: Path, read: Callable[[Path, BinaryIO], Vectors]) -> Vectors
         with path.open("rb") as file:
             return read(path, file)
     except OSError as error:
-        raise DataError(f"vectors {path} can not be read: {reason(error)}") from error
+        raise DataError(f"vectors {path} cannot be read: {reason(error)}") from error

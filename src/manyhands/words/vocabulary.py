@@ -14,8 +14,8 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.draw.bars import Bars
 from manyhands.errors import DataError, UserError
-from manyhands.observe.bars import Bars
 from manyhands.store.atomic import reason, write_atomically
 from manyhands.words.corpus import Block, Corpus
 from manyhands.words.threads import crew, in_order
@@ -64,7 +64,7 @@ class Vocabulary:
         try:
             content = Path(path).read_bytes()
         except OSError as error:
-            raise DataError(f"vocabulary {path} can not be read: {reason(error)}") from error
+            raise DataError(f"vocabulary {path} cannot be read: {reason(error)}") from error
         words: list[str] = []
         counts: list[int] = []
         # Only a newline ends a line here: str.splitlines would cut words that have other separators in them.

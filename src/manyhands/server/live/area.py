@@ -105,5 +105,5 @@ def _flat_bytes(layout: FlatLayout) -> int:
 
 
 def _num_bytes(layout: FlatLayout, *, with_values: bool) -> int:
-    # at least a page: a model of tables alone has nothing here, and memory of no bytes can not be shared
+    # at least a page: a model of tables alone has nothing here, and memory of no bytes cannot be shared
     return max(PAGE, _flags_bytes(layout) + (1 + with_values) * _flat_bytes(layout))

@@ -22,8 +22,8 @@ from manyhands.cluster.signals import as_exception
 from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
 from manyhands.cluster.watchdog import Watched
 from manyhands.errors import Aborted, Hang, ManyhandsError, PeerTimeout, UserError
-from manyhands.observe.blackbox import BlackBoxes
-from manyhands.observe.ring import EventRing
+from manyhands.record.blackbox import BlackBoxes
+from manyhands.record.ring import EventRing
 from manyhands.server import changes
 from manyhands.server.changes import (
     Assign,
@@ -51,7 +51,6 @@ from manyhands.training.commands import AddWorker, Command, RemoveWorker
 __all__ = ["Launcher", "Outcome", "RunFiles"]
 
 _LOOK_S = 0.1
-_SILENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +143,7 @@ class Launcher:
         """Start everybody, see the run through, and return what came out of it."""
         num_members = self._num_workers + self._job.strategy.num_server_processes
         with (
-            Supervisor(
-                num_members=num_members, silent_after_s=_SILENT_S, watched=self._watched()
-            ) as supervisor,
+            Supervisor(num_members=num_members, watched=self._watched()) as supervisor,
             ExitStack() as stack,
         ):
             self._supervisor = supervisor

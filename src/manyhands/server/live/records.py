@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 from manyhands.link.wire import Wire
-from manyhands.observe.events import NO_STEP, NOBODY, EventKind
-from manyhands.observe.ring import EventRing
+from manyhands.record.events import NO_STEP, NOBODY, EventKind
+from manyhands.record.ring import EventRing
 from manyhands.server.log import StepRow
 from manyhands.server.messages import Parameters, Push, Read, ReadRows, RowValues
 from manyhands.server.strategy import Ps

@@ -28,7 +28,7 @@ from manyhands.link.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
 from manyhands.memory.sign import LongWait
-from manyhands.observe.ring import EventRing
+from manyhands.record.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
 from manyhands.server.live.hearing import require_sense, require_shard

@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhands.cluster.local import threads_per_role
 from manyhands.memory.segment import Segment
-from manyhands.observe.ring import EventRing
+from manyhands.record.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job

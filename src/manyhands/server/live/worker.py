@@ -22,8 +22,8 @@ from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.link.hub import Hub, Joined, Lost, Received
 from manyhands.link.message import ProtocolError
 from manyhands.memory.sign import LongWait
-from manyhands.observe.events import NOBODY, EventKind
-from manyhands.observe.ring import EventRing
+from manyhands.record.events import NOBODY, EventKind
+from manyhands.record.ring import EventRing
 from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash

@@ -1,0 +1,1 @@
+"""What recorded events say: totals, who is slow, explanations, timelines, and a run as one value to show."""

@@ -1,0 +1,123 @@
+"""The one reader of all rings of a run: a background thread that keeps what roles record, and adds it up.
+
+Roles record and go on; this side does the rest, a few times a second. Nothing here can hold a role back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from manyhands.analyse.totals import Snapshot, Totals
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.record.keeper import DEFAULT_MAX_BYTES, EventKeeper
+from manyhands.record.ring import EventRing
+
+__all__ = ["Collector"]
+
+_STOP_TIMEOUT_S = 10.0
+
+
+class Collector:
+    """Reads the rings of a run in the background, from `start` (or entering) to `close` (or leaving).
+
+    `rings` are those of roles 0, 1, … under the names their files get, or with `workers` of any roles, of
+    which those below that number are workers and count in the totals. The caller owns them, and closes them
+    after the collector. With a `directory` the events are kept on disk, up to `max_bytes` in all and the same
+    for each role; `wall_offset_ns` as in `EventFileWriter.create`.
+    """
+
+    def __init__(
+        self,
+        rings: Mapping[str, EventRing],
+        *,
+        workers: int | None = None,
+        directory: Path | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        wall_offset_ns: int | None = None,
+        interval_s: float = 0.05,
+    ) -> None:
+        roles = [ring.role for ring in rings.values()]
+        is_whole = sorted(roles) == list(range(len(roles)))
+        if not roles or len(set(roles)) < len(roles) or (workers is None and not is_whole):
+            raise UserError(f"rings={roles} is not allowed; it holds one ring for each role 0, 1, ...")
+        self._keeper = EventKeeper(rings, directory, max_bytes=max_bytes, wall_offset_ns=wall_offset_ns)
+        self._interval_s = interval_s
+        self._workers = len(roles) if workers is None else workers
+        self._totals = Totals(self._workers)
+        # Two locks, so that a view which asks for a snapshot never waits for a disk.
+        self._reading = threading.Lock()  # the rings and the files
+        self._adding = threading.Lock()  # the totals
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Collector:
+        """Open the files and begin to read."""
+        self._keeper.open()
+        self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
+        self._thread.start()
+        return self
+
+    def flush(self) -> None:
+        """Take in everything recorded until now, in the calling thread."""
+        with self._reading:
+            for role, records in self._keeper.take():
+                if role < self._workers:
+                    with self._adding:
+                        self._totals.update(records)
+
+    def snapshot(self) -> Snapshot:
+        """The run as far as it was read; from any thread."""
+        with self._adding:
+            return self._totals.snapshot(time.monotonic_ns())
+
+    def summary(self) -> dict[str, Any]:
+        """For a summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""
+        workers = self.snapshot().workers
+        with self._adding:
+            slow = self._totals.slow_ever()
+        return {
+            "per_worker": [worker.to_dict() for worker in workers],
+            "slow": [straggler.to_dict() for straggler in slow],
+            "events": self._keeper.counts(),
+        }
+
+    def notes(self) -> list[str]:
+        """A sentence for each loss of events; empty when there was none."""
+        return self._keeper.notes()
+
+    def close(self) -> None:
+        """Stop the thread, read the last events, complete the files; idempotent; before the rings close."""
+        self._stop.set()
+        if self._thread is None:
+            return
+        self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise ManyhandsError(
+                f"the event collector was still writing to {self._keeper.directory} after {_STOP_TIMEOUT_S:.0f} s; "
+                "check that its disk responds"
+            )
+        self._thread = None
+        try:
+            self.flush()
+        finally:
+            self._keeper.close()
+
+    def __enter__(self) -> Collector:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self.flush()

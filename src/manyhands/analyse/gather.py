@@ -1,0 +1,438 @@
+"""A run as it is shown, gathered from what it leaves behind: events, rows of its history, what members did.
+
+Pure: portions of each go in, in whatever sizes, `view` comes out. Memory is bounded whatever the length of the
+run. All start times are on one axis, the clock of the first part of the run (`recorded` says how a resumed run's
+clocks are brought onto it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from manyhands.analyse.curves import HistoryCurves, RateCurve
+from manyhands.analyse.members import Members, ServerPlace
+from manyhands.analyse.recent import WINDOW_NS, Recent
+from manyhands.analyse.remarks import about_imbalance, about_quiet, about_workers
+from manyhands.analyse.seen import TOLD, Seen
+from manyhands.analyse.totals import Snapshot, Totals, WorkerTotals
+from manyhands.analyse.view import (
+    Happening,
+    Phase,
+    RunView,
+    ServerView,
+    Shares,
+    Staleness,
+    Traffic,
+    WorkerView,
+)
+from manyhands.link.wire import codec_of
+from manyhands.record.events import MAX_SHOWN, NO_STEP, EventKind, Records
+from manyhands.record.plain import number
+from manyhands.record.recorded import role_name
+
+__all__ = ["Gather"]
+
+_NS_PER_S = 1_000_000_000
+_QUIET_NS = 10 * _NS_PER_S  # without an event, once steps have ended
+_QUIET_START_NS = 30 * _NS_PER_S  # before that: models are loaded and compiled
+_QUIET_STEPS = 3  # nor is a run quiet that just takes long steps
+_MAX_STALENESS = 1000  # what is staler counts as this
+_MIN_APPLYING = 0.2  # of the time of the busiest server: below, it is no matter who applies
+_SPLIT = (EventKind.COMPUTE, EventKind.INPUT, EventKind.EXCHANGE, EventKind.WAIT)
+_DOING = {
+    EventKind.COMPUTE: "computing",
+    EventKind.EXCHANGE: "exchanging in",
+    EventKind.WAIT: "waiting in",
+    EventKind.STEP: "at the end of",
+    EventKind.EVALUATE: "evaluating after",
+    EventKind.CHECKPOINT: "saving after",
+    EventKind.JOIN: "joining",
+    EventKind.FAULT: "in trouble in",
+    EventKind.INPUT: "reading the samples of",
+    EventKind.APPLY: "applying an update of",
+    EventKind.HOLD: "holding an answer back in",
+    EventKind.SEND: "sending in",
+    EventKind.RECEIVE: "receiving in",
+}
+
+
+class Gather:
+    """What is known of one run so far."""
+
+    def __init__(self, *, task: str = "", strategy: str = "", steps_asked: int = 0, workers: int = 1) -> None:
+        self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
+        self._workers = workers  # that were asked for
+        self._names: dict[int, str] = {}
+        self._totals = Totals(max(1, workers))
+        self._recent = Recent()
+        self._rate = RateCurve("samples_per_s")
+        self._seen = Seen()
+        self._history = HistoryCurves()
+        self._members = Members()
+        self._staleness: Counter[int] = Counter()
+        self._traffic: dict[tuple[int, int, int], list[int]] = {}  # role, kind, wire: bytes, messages
+        self._updates: Counter[int] = Counter()
+        self._summary: Mapping[str, Any] | None = None
+        self._notes: dict[str, None] = {}
+        self._odd_rows: Counter[str] = Counter()  # by file
+
+    def meet(self, role: int, name: str) -> None:
+        """There is a role of this name, as its event file has it: `worker-3` or `server-0`."""
+        if role >= MAX_SHOWN:
+            self.note(
+                f"{role_name(name)} is left out: a view holds the roles 0 to {MAX_SHOWN - 1}, and it is {role}"
+            )
+            return
+        self._names[role] = role_name(name)
+        if name.startswith("worker"):
+            self._totals.widen(role + 1)
+
+    def add_events(self, records: Records) -> None:
+        """Events of roles that were met, those of one role in the order they were recorded; others are left out."""
+        records = records[np.isin(records["role"], list(self._names))]
+        if not len(records):
+            return
+        is_worker = np.isin(
+            records["role"], [r for r, name in self._names.items() if name.startswith("worker")]
+        )
+        self._totals.update(records[is_worker])
+        self._recent.add(records)
+        self._rate.add(records[is_worker & (records["kind"] == EventKind.STEP)])
+        self._seen.add(records)
+        self._add_traffic(records)
+        applied = records[records["kind"] == EventKind.APPLY]
+        staleness = np.nan_to_num(np.clip(applied["value"], 0, _MAX_STALENESS))
+        self._staleness.update(staleness.astype(int).tolist())
+        self._updates.update(applied["role"].tolist())
+
+    def add_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of the history, as they stand in metrics.jsonl; those that are such rows, the others are noted."""
+        known = []
+        for row in rows:
+            if self._history.add(row):
+                known.append(row)
+            else:
+                self._odd_rows["metrics.jsonl"] += 1
+        return known
+
+    def forget_rows(self) -> None:
+        """The history was rewritten, as a resumed run does; its rows will all be added again."""
+        self._history = HistoryCurves()
+
+    def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows of what happened to members, as they stand in members.jsonl."""
+        for row in rows:
+            if not self._members.add(row):
+                self._odd_rows["members.jsonl"] += 1
+
+    def note(self, sentence: str) -> None:
+        """Something is missing from this view; the same sentence counts once."""
+        self._notes[sentence] = None
+
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """The run has come to its end with this summary, or (None) goes on after all."""
+        self._summary = summary
+
+    @property
+    def step(self) -> int:
+        """Global batches that the history tells of."""
+        return self._history.step
+
+    @property
+    def first_ns(self) -> int:
+        """When the first event began; 0 before it."""
+        return self._seen.first_ns
+
+    @property
+    def last_ns(self) -> int:
+        """When the newest event ended; 0 before the first."""
+        return self._seen.last_ns
+
+    @property
+    def training_began_s(self) -> float:
+        """When the clock of the history began, in seconds since the first event."""
+        began = self._seen.first_step_ns
+        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
+
+    def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
+        """The run as of `now_ns`; `held` says whether a live process holds it, None where that is not known."""
+        snapshot = self._totals.snapshot(now_ns)
+        phase = self._phase(snapshot.step, now_ns, held)
+        first_ns = self._seen.first_ns
+        workers = self._worker_views(snapshot, now_ns, phase)
+        servers = self._server_views(now_ns)
+        rate = self._rate_of(snapshot, phase)
+        running = phase is Phase.RUNNING and snapshot.steps_per_s > 0
+        loss, *metrics = self._history.curves(self.training_began_s)
+        roles = [worker.role for worker in workers]
+        return RunView(
+            task=self._task,
+            strategy=self._strategy,
+            phase=phase,
+            step=max(snapshot.step, self._history.step),
+            steps_asked=self._steps_asked,
+            seconds=max(0.0, (self._until_ns(now_ns, phase) - first_ns) / _NS_PER_S) if first_ns else 0.0,
+            loss=snapshot.loss if snapshot.loss is not None else self._history.loss,
+            samples_per_s=rate,
+            steps_per_s=snapshot.steps_per_s,
+            seconds_left=max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
+            if running
+            else None,
+            final=self._history.final,
+            curves=(loss, self._rate.curve(first_ns), *metrics),
+            workers=workers,
+            servers=servers,
+            waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),
+            staleness=_staleness(self._staleness),
+            traffic=self._traffic_views(),
+            epoch=self._members.epoch,
+            happenings=self._happenings(),
+            warnings=self._warnings(snapshot, now_ns, phase, held),
+            notes=(*self._notes, *self._odd()),
+        )
+
+    def _odd(self) -> list[str]:
+        return [
+            f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
+            for name, count in sorted(self._odd_rows.items())
+        ]
+
+    def _phase(self, steps: int, now_ns: int, held: bool | None) -> Phase:
+        if self._summary is not None:
+            return Phase.ENDED
+        limit_ns = _QUIET_NS if steps else _QUIET_START_NS
+        limit_ns = max(limit_ns, _QUIET_STEPS * self._seen.newest_step_ns)
+        quiet = self._seen.last_ns > 0 and now_ns - self._seen.last_ns >= limit_ns
+        if quiet or (held is False and self._seen.last_ns > 0):
+            return Phase.QUIET
+        return Phase.RUNNING if steps else Phase.STARTING
+
+    def _until_ns(self, now_ns: int, phase: Phase) -> int:
+        return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
+
+    def _rate_of(self, snapshot: Snapshot, phase: Phase) -> float:
+        if phase is Phase.ENDED and self._summary is not None:
+            rate = number(self._summary.get("samples_per_s"))
+            return snapshot.samples_per_s if rate is None else rate
+        return snapshot.samples_per_s
+
+    def _shown(self, snapshot: Snapshot) -> list[WorkerTotals]:
+        """The workers that were asked for, and those that came; not the room for more."""
+        return [
+            worker
+            for worker in snapshot.workers
+            if worker.worker < self._workers or worker.steps or worker.worker in self._seen.last_event
+        ]
+
+    def _worker_views(self, snapshot: Snapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
+        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
+        waits = self._recent.wait_for_ns(now_ns)
+        views = []
+        for worker in self._shown(snapshot):
+            role = worker.worker
+            known = role < len(durations)
+            spent = [int(durations[role, kind]) if known else 0 for kind in _SPLIT]
+            steps = int(events[role, EventKind.STEP]) if known else 0
+            whole = self._totals.duration_ns(role)
+            shares = _shares([int(whole[kind]) for kind in _SPLIT])
+            for_whom = int(waits[role].argmax()) if known and waits[role].any() else None
+            ended = phase is Phase.ENDED and not any(spent)
+            views.append(
+                WorkerView(
+                    role=role,
+                    name=self._name(role),
+                    present=self._is_present(role),
+                    steps=worker.steps,
+                    samples=worker.samples,
+                    steps_per_s=steps / self._window_s(now_ns),
+                    compute_ms=_per(spent[0], steps)
+                    if steps
+                    else _per(int(whole[EventKind.COMPUTE]), worker.steps),
+                    shares=shares,
+                    recent=shares if ended else _shares(spent),
+                    waits_for="" if for_whom is None else self._name(for_whom),
+                    bytes_sent=worker.bytes_sent,
+                    messages_sent=worker.messages_sent,
+                )
+            )
+        return tuple(views)
+
+    def _server_views(self, now_ns: int) -> tuple[ServerView, ...]:
+        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
+        roles = {name: role for role, name in self._names.items() if name.startswith("server")}
+        places = self._members.servers()
+        applying = {
+            name: int(durations[role, EventKind.APPLY]) if role < len(durations) else 0
+            for name, role in roles.items()
+        }
+        whole = sum(applying.values())
+        views = []
+        for name in sorted({*roles, *places}, key=lambda name: (roles.get(name, 1 << 16), name)):
+            role, place = roles.get(name, -1), places.get(name, ServerPlace())
+            updates = int(events[role, EventKind.APPLY]) if 0 <= role < len(events) else 0
+            views.append(
+                ServerView(
+                    role=role,
+                    name=name,
+                    present=self._is_present(role) if role >= 0 else not self._members.is_gone(name),
+                    primary_of=place.primary_of,
+                    backup_of=place.backup_of,
+                    num_bytes=place.num_bytes,
+                    updates=self._updates[role],
+                    updates_per_s=updates / self._window_s(now_ns),
+                    apply_ms=_per(applying.get(name, 0), updates),
+                    share=applying.get(name, 0) / whole if whole else 0.0,
+                )
+            )
+        return tuple(views)
+
+    def _window_s(self, now_ns: int) -> float:
+        """How long the window of recent events is: shorter at the beginning of a run."""
+        began = self._seen.first_step_ns or self._seen.first_ns
+        return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)
+
+    def _name(self, role: int) -> str:
+        return self._names.get(role, f"worker {role}")
+
+    def _is_present(self, role: int) -> bool:
+        name = self._name(role)
+        if self._members.is_gone(name):
+            return False
+        if self._members.is_known and name.startswith("worker") and self._summary is None:
+            return self._members.has_slot(role)
+        return role in self._seen.last_event and not self._seen.has_left(role)
+
+    def _add_traffic(self, records: Records) -> None:
+        sent = records[
+            np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE)) & (records["count"] > 0)
+        ]
+        keys = np.stack([sent["role"], sent["kind"], sent["wire"]]).astype(np.int64)
+        unique, index = np.unique(keys, axis=1, return_inverse=True)
+        num_bytes = np.bincount(index.ravel(), sent["num_bytes"].astype(np.float64), unique.shape[1])
+        messages = np.bincount(index.ravel(), sent["count"], unique.shape[1])
+        for column in range(unique.shape[1]):
+            role, kind, wire = unique[:, column].tolist()
+            sums = self._traffic.setdefault((role, kind, wire), [0, 0])
+            sums[0] += int(num_bytes[column])
+            sums[1] += int(messages[column])
+
+    def _traffic_views(self) -> tuple[Traffic, ...]:
+        """A role that tells of each message has told all; of others, the exchanges say what they sent."""
+        tells = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
+        sums: dict[int, list[int]] = {}
+        for (role, kind, wire), (num_bytes, messages) in self._traffic.items():
+            if (kind == EventKind.SEND) == (role in tells):
+                total = sums.setdefault(wire, [0, 0])
+                total[0] += num_bytes
+                total[1] += messages
+        views = []
+        for both, (num_bytes, messages) in sorted(sums.items()):
+            wire, codec = codec_of(both)
+            views.append(
+                Traffic(
+                    wire=wire.name.lower(),
+                    codec=codec.name.lower(),
+                    num_bytes=num_bytes,
+                    messages=messages,
+                )
+            )
+        return tuple(views)
+
+    def _happenings(self) -> tuple[Happening, ...]:
+        """What members.jsonl says; a run without it has what its roles said of themselves."""
+        return self._members.happenings or tuple(
+            Happening(
+                at_s=(at_ns - self._seen.first_ns) / _NS_PER_S,
+                what=TOLD[kind],
+                who=self._name(role),
+                sentence="",
+                epoch=0,
+            )
+            for at_ns, role, kind in self._seen.told
+        )
+
+    def _warnings(self, snapshot: Snapshot, now_ns: int, phase: Phase, held: bool | None) -> tuple[str, ...]:
+        warnings = []
+        if phase is Phase.ENDED:
+            warnings += about_workers(self._shown(snapshot), self._totals.slow_ever(), self._strategy)
+        else:
+            # The first steps of a run are late for reasons of their own.
+            is_warm = self._window_s(now_ns) * _NS_PER_S >= WINDOW_NS
+            recent = self._recent_workers(snapshot, now_ns) if is_warm else []
+            warnings += about_workers(recent, snapshot.slow, self._strategy, snapshot.suspects)
+            warnings += self._imbalance(now_ns)
+        if phase is Phase.QUIET and held is False:
+            warnings.append(
+                "no process holds the run, and it has no summary: it was stopped; --resume goes on with it"
+            )
+        elif phase is Phase.QUIET:
+            warnings.append(about_quiet((now_ns - self._seen.last_ns) / _NS_PER_S, self._last_seen(now_ns)))
+        for role, lost in sorted(self._seen.lost.items()):
+            warnings.append(
+                f"{self._name(role)} recorded faster than it was read: {lost} events are missing from all figures"
+            )
+        return tuple(warnings)
+
+    def _recent_workers(self, snapshot: Snapshot, now_ns: int) -> list[WorkerTotals]:
+        """The last seconds of each worker, as totals."""
+        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
+        waits = self._recent.wait_for_ns(now_ns)
+        return [
+            WorkerTotals(
+                worker=worker.worker,
+                steps=int(events[worker.worker, EventKind.STEP]),
+                samples=0,
+                compute_s=durations[worker.worker, EventKind.COMPUTE] / _NS_PER_S,
+                exchange_s=durations[worker.worker, EventKind.EXCHANGE] / _NS_PER_S,
+                wait_s=durations[worker.worker, EventKind.WAIT] / _NS_PER_S,
+                wait_for_s=tuple((waits[worker.worker] / _NS_PER_S).tolist()),
+                bytes_sent=0,
+                messages_sent=0,
+            )
+            for worker in self._shown(snapshot)
+            if worker.worker < len(durations)
+        ]
+
+    def _imbalance(self, now_ns: int) -> list[str]:
+        servers = [server for server in self._server_views(now_ns) if server.role >= 0]
+        busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
+        if busiest < _MIN_APPLYING:
+            return []
+        return about_imbalance([(server.name, server.share) for server in servers])
+
+    def _last_seen(self, now_ns: int) -> list[tuple[str, str]]:
+        """What each role that has not left did last, the longest ago first."""
+        seen = sorted(self._seen.last_event.items(), key=lambda item: item[1][0])
+        words = []
+        for role, (at_ns, kind, step) in seen:
+            if kind != EventKind.LEAVE:
+                where = "" if step == NO_STEP else f" step {step}"
+                doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
+                words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
+        return words
+
+
+def _shares(spent_ns: list[int]) -> Shares:
+    whole = sum(spent_ns)
+    if whole == 0:
+        return Shares()
+    compute, reading, exchange, wait = (part / whole for part in spent_ns)
+    return Shares(compute=compute, input=reading, exchange=exchange, wait=wait)
+
+
+def _staleness(histogram: Counter[int]) -> Staleness:
+    count = sum(histogram.values())
+    if not count:
+        return Staleness()
+    mean = sum(stale * times for stale, times in histogram.items()) / count
+    return Staleness(histogram=dict(sorted(histogram.items())), mean=mean, max=max(histogram))
+
+
+def _per(duration_ns: int, count: int) -> float:
+    """Milliseconds of each of so many."""
+    return duration_ns / count / 1e6 if count else 0.0

@@ -1,0 +1,34 @@
+"""What other launchers say in the environment, and that the commands which start workers themselves do not read it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+__all__ = ["ignored_variables", "tell_ignored_variables"]
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ignored_variables(environment: Mapping[str, str]) -> list[str]:
+    """One sentence for each launcher whose variables are set, with what to do instead."""
+    told = []
+    if environment.get("TF_CONFIG"):
+        told.append(
+            "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says"
+        )
+    found = [name for name in _TORCHRUN if environment.get(name)]
+    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
+        told.append(
+            f"{', '.join(found) or 'TORCHELASTIC_RUN_ID'} {'are' if len(found) > 1 else 'is'} set, as by torchrun, and "
+            "not read: this command starts workers of its own; to train on the processes of torchrun, have it start a "
+            "script that calls mh.join()"
+        )
+    return told
+
+
+def tell_ignored_variables() -> None:
+    """Print the sentences on stderr."""
+    for sentence in ignored_variables(os.environ):
+        print(f"manyhands: {sentence}", file=sys.stderr)

@@ -1,0 +1,273 @@
+"""A timeline as one self-contained SVG: the classic picture of a row per worker, with bars for what it did.
+
+Each window of steps is a panel with its own axis of milliseconds since the run began. A step is a pale box
+around its parts, so that what is in none of them shows as pale, with a line at its end; in a synchronous run
+the lines of all rows meet, which is the barrier. Colours follow the reader's light or dark setting, every bar
+says its numbers when pointed at, and nothing is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from manyhands.analyse.picture import Arrow, Mark, Row, Slice, Step, Timeline, Window
+from manyhands.record.events import NO_STEP, NOBODY, EventKind
+
+__all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
+
+MAX_SVG_SLICES = 6_000
+"""Steps and parts that a picture holds at most: about 1.5 MB."""
+
+MAX_SVG_STEPS = 24
+"""Steps that a picture holds at most: more would be too narrow to tell apart."""
+
+_WIDTH, _LEFT, _RIGHT = 1120, 110, 20
+_ROW, _BAR, _LABELS = 44, 24, 14  # the height of a row, of its bars, of the step numbers above them
+_HEAD, _AXIS, _SPACE = 30, 34, 18  # the height of a panel's title, of its axis, between panels
+_TOP = 68  # the title and the legend
+_MIN_LABEL_PX = 26  # a narrower step gets no number
+_TICKS = 8
+
+_WORDS = {
+    EventKind.INPUT: "input",
+    EventKind.COMPUTE: "compute",
+    EventKind.EXCHANGE: "exchange",
+    EventKind.WAIT: "waiting",
+    EventKind.EVALUATE: "evaluate",
+    EventKind.CHECKPOINT: "checkpoint",
+    EventKind.APPLY: "apply",
+    EventKind.RECEIVE: "receive",
+    EventKind.SEND: "send",
+}
+_PEER_WORDS = {
+    EventKind.WAIT: "for",
+    EventKind.APPLY: "an update of",
+    EventKind.RECEIVE: "from",
+    EventKind.SEND: "to",
+}
+_MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAULT: "fault"}
+
+_STYLE = """
+:root { color-scheme: light dark; }
+svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --step: #eceff2;
+  --compute: #2f7d4f; --exchange: #2a6fc9; --waiting: #e0912f; --evaluate: #8250df; --checkpoint: #6e7781;
+  --input: #1f9e9e;
+  --fault: #cf222e; font: 12px system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) {
+  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #30363d; --step: #21262d;
+    --compute: #3fb068; --exchange: #4f9cf5; --waiting: #e8a23d; --evaluate: #a371f7; --checkpoint: #8b949e;
+    --input: #39c5c5;
+    --fault: #ff7b72; }
+}
+.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
+.title { font-size: 15px; font-weight: 600; } .panel { font-weight: 600; }
+.line { stroke: var(--line); } .step { fill: var(--step); stroke: var(--line); }
+.compute { fill: var(--compute); } .exchange { fill: var(--exchange); } .waiting { fill: var(--waiting); }
+.evaluate { fill: var(--evaluate); } .checkpoint { fill: var(--checkpoint); } .input { fill: var(--input); }
+.apply { fill: var(--compute); } .receive, .send { fill: var(--exchange); }
+.arrow { stroke: var(--ink); stroke-width: 1.2; opacity: .75; marker-end: url(#tip); } .tip { fill: var(--ink); }
+.message { stroke: var(--faint); stroke-width: .7; opacity: .6; marker-end: url(#tip); }
+.end { stroke: var(--ink); stroke-width: .8; }
+.mark { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 2 2; } .mark.fault { stroke: var(--fault); }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From nanoseconds of the run to pixels of one panel, and the panel's upper edge."""
+
+    begin_ns: int
+    end_ns: int
+    top: float
+
+    def x(self, at_ns: int) -> float:
+        inside = _WIDTH - _LEFT - _RIGHT
+        return _LEFT + inside * (at_ns - self.begin_ns) / max(1, self.end_ns - self.begin_ns)
+
+    def holds(self, at_ns: int) -> bool:
+        return self.begin_ns <= at_ns <= self.end_ns
+
+
+def timeline_svg(timeline: Timeline, title: str) -> str:
+    """The picture, with `title` above it and what was left out said below."""
+    names = {row.role: row.name for row in timeline.rows}
+    height_of_panel = _HEAD + _ROW * len(timeline.rows) + _AXIS
+    body: list[str] = []
+    top = float(_TOP)
+    for window in timeline.windows:
+        body += _panel(timeline, window, top, names)
+        top += height_of_panel + _SPACE
+    notes = [*timeline.left_out, *_faults(timeline)]
+    for note in notes:
+        body.append(_text(_LEFT, top, note, "faint"))
+        top += 16
+    height = math.ceil(top + 4)
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
+        f"<style>{_STYLE}</style>",
+        '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" '
+        'orient="auto"><path class="tip" d="M0 0 6 3 0 6z"/></marker></defs>',
+        f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
+        _text(_LEFT, 26, title, "title"),
+        *_legend({part.kind for row in timeline.rows for part in row.slices}),
+    ]
+    return "\n".join([*head, *body, "</svg>", ""])
+
+
+def _legend(kinds: Collection[EventKind]) -> Iterator[str]:
+    x = float(_LEFT)
+    for word in (*(word for kind, word in _WORDS.items() if kind in kinds), "step"):
+        label = "in the step, none of these" if word == "step" else word
+        yield f'<rect class="{word}" x="{x:g}" y="40" width="12" height="12" rx="2"/>'
+        yield _text(x + 17, 50, label)
+        x += 34 + 6.6 * len(label)
+    yield f'<line class="arrow" x1="{x:g}" y1="46" x2="{x + 22:g}" y2="46"/>'
+    yield _text(x + 29, 50, "arrived, and ended a wait")
+
+
+def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, str]) -> Iterator[str]:
+    scale = _scale(timeline, window, top + _HEAD)
+    kept = range(window.first_step, window.last_step + 1)
+    why = "" if window.label == "all" else f" ({window.label})"
+    steps = f"steps {kept[0]} to {kept[-1]}" if len(kept) > 1 else f"step {kept[0]}"
+    yield _text(_LEFT, top + 14, steps + why, "panel")
+    yield from _axis(scale, len(timeline.rows))
+    places = {row.role: scale.top + _ROW * index + _LABELS for index, row in enumerate(timeline.rows)}
+    for row in timeline.rows:
+        y = places[row.role]
+        yield _text(_LEFT - 10, y + _BAR / 2 + 4, row.name, "", 'text-anchor="end"')
+        yield from (_step_box(step, row, scale, y) for step in row.steps if step.step in kept)
+        yield from (
+            _bar(part, row, names, scale, y)
+            for part in row.slices
+            if scale.holds(part.start_ns) and scale.holds(part.end_ns)
+        )
+        yield from (_boundary(step, scale, y) for step in row.steps if step.step in kept)
+        yield from (_mark(mark, row, names, scale, y) for mark in row.marks if scale.holds(mark.at_ns))
+    for arrow in timeline.arrows:
+        if scale.holds(arrow.source_ns) and scale.holds(arrow.target_ns):
+            yield _arrow(arrow, names, scale, places)
+
+
+def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
+    """From the first to the last thing that belongs to the window's steps, and a leave just after."""
+    spans: list[Slice | Step] = []
+    for row in timeline.rows:
+        spans += [part for part in row.slices if window.first_step <= part.step <= window.last_step]
+        spans += [step for step in row.steps if window.first_step <= step.step <= window.last_step]
+    begin = min(span.start_ns for span in spans)
+    end = max(span.end_ns for span in spans)
+    near = (end - begin) // 20
+    leaves = [mark.at_ns for row in timeline.rows for mark in row.marks if end < mark.at_ns <= end + near]
+    return _Scale(begin, max([end, *leaves]), top)
+
+
+def _axis(scale: _Scale, rows: int) -> Iterator[str]:
+    bottom = scale.top + _ROW * rows
+    spacing_ms = _nice((scale.end_ns - scale.begin_ns) / 1e6 / _TICKS)
+    digits = max(0, -math.floor(math.log10(spacing_ms)))
+    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
+    while tick * spacing_ms * 1e6 <= scale.end_ns:
+        x = scale.x(round(tick * spacing_ms * 1e6))
+        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
+        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
+        tick += 1
+    yield _text(_LEFT - 10, bottom + 17, "ms", "faint", 'text-anchor="end"')
+
+
+def _nice(spacing_ms: float) -> float:
+    """The next of 1, 2, 5, 10, 20 ... that is no smaller."""
+    power = 10.0 ** math.floor(math.log10(max(spacing_ms, 1e-6)))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= spacing_ms * 0.999)
+
+
+def _step_box(step: Step, row: Row, scale: _Scale, y: float) -> str:
+    left, right = scale.x(step.start_ns), scale.x(step.end_ns)
+    loss = f", loss {step.loss:.4g}" if math.isfinite(step.loss) else ""
+    said = f"{row.name}, step {step.step}: {_ms(step.end_ns - step.start_ns)}{loss}"
+    box = _rect("step", left, y - 2, right - left, _BAR + 4, said)
+    if right - left < _MIN_LABEL_PX:
+        return box
+    return box + _text((left + right) / 2, y - 5, str(step.step), "faint", 'text-anchor="middle"')
+
+
+def _boundary(step: Step, scale: _Scale, y: float) -> str:
+    x = scale.x(step.end_ns)
+    return f'<line class="end" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}"/>'
+
+
+def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
+    left, right = scale.x(part.start_ns), scale.x(part.end_ns)
+    word = _WORDS[part.kind]
+    peer = (
+        f" {_PEER_WORDS[part.kind]} {names.get(part.peer, part.peer)}"
+        if part.kind in _PEER_WORDS and part.peer != NOBODY
+        else ""
+    )
+    size = f", {part.num_bytes:,} bytes" if part.num_bytes else ""
+    step = f", step {part.step}" if part.step != NO_STEP else ""
+    said = f"{row.name}{step}: {word}{peer} {_ms(part.end_ns - part.start_ns)}{size}"
+    return _rect(word, left, y, max(0.4, right - left), _BAR, said)
+
+
+def _mark(mark: Mark, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
+    x = scale.x(mark.at_ns)
+    kind = "mark fault" if mark.kind is EventKind.FAULT else "mark"
+    said = f"{row.name} {_MARK_WORDS[mark.kind]} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+    return (
+        f'<line class="{kind}" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}">'
+        f"<title>{escape(said)}</title></line>"
+    )
+
+
+def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mapping[int, float]) -> str:
+    down = places[arrow.target] > places[arrow.source]
+    y1 = places[arrow.source] + (_BAR if down else 0)
+    y2 = places[arrow.target] + (0 if down else _BAR)
+    if arrow.is_message:
+        said = f"{names[arrow.source]} to {names[arrow.target]}: {arrow.num_bytes:,} bytes"
+    else:
+        said = f"step {arrow.step}: {names[arrow.source]} arrived, {names[arrow.target]} went on"
+    kind = "message" if arrow.is_message else "arrow"
+    return (
+        f'<line class="{kind}" x1="{scale.x(arrow.source_ns):.2f}" y1="{y1:g}" '
+        f'x2="{scale.x(arrow.target_ns):.2f}" y2="{y2:g}"><title>{escape(said)}</title></line>'
+    )
+
+
+def _faults(timeline: Timeline) -> list[str]:
+    """A line for the faults, which may lie outside every panel."""
+    names = {row.role: row.name for row in timeline.rows}
+    faults = [
+        f"{row.name} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+        for row in timeline.rows
+        for mark in row.marks
+        if mark.kind is EventKind.FAULT
+    ]
+    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+    return [f"faults: {', '.join(faults[:5])}{more}"] if faults else []
+
+
+def _blame(mark: Mark, names: Mapping[int, str]) -> str:
+    blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
+    return f" because of {names.get(mark.peer, mark.peer)}" if blamed else ""
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, said: str) -> str:
+    return (
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}">'
+        f"<title>{escape(said)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
+    attributes = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:g}"{attributes}{" " + more if more else ""}>{escape(text)}</text>'
+
+
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:,.3f} ms"

@@ -1,0 +1,43 @@
+"""`local` through the commands: trained in two parts with `--resume`, and watched as it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+
+import manyhands as mh
+from commands import run_command
+from equality import same_bits
+from manyhands.analyse.source import existing_run
+from manyhands.cli.watch import serving
+from manyhands.store.rundir import RunDirectory
+from manyhands.tasks import build
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_a_run_resumed_by_command_ends_like_an_uninterrupted_one_and_can_be_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, strategy = tmp_path / "run", "local steps=3"
+    command = ["train", "digits", "--strategy", strategy, "--workers", "2", "--out", str(run)]
+    for part in (["--steps", "6"], ["--steps", "13", "--resume", "--json", str(tmp_path / "s.json")]):
+        assert run_command(monkeypatch, *command, *part) == 0, capfd.readouterr().err
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary["strategy"], summary["resumed_from_step"], summary["steps"]) == (strategy, 6, 13)
+    kept = RunDirectory.open(run, lock=False).checkpoints().load(13)
+    whole = mh.fit(build("digits"), strategy, workers=2, steps=13)
+    assert same_bits(kept.model, whole.model.state_dict())
+
+    with serving(existing_run(run).poll, "127.0.0.1", 0, "bye") as url:  # what `manyhands watch` does
+        address = urlsplit(url)
+        (token,) = parse_qs(address.fragment)["token"]
+        headers = {"authorization": f"Bearer {token}"}
+        page = httpx.get(f"http://{address.netloc}/report", headers=headers).text
+    assert strategy in page
+
+    assert "13 of 13" in page

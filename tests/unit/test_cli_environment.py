@@ -1,0 +1,55 @@
+"""What other launchers say in the environment is named, and not silently ignored."""
+
+import pytest
+
+from commands import run_command
+from manyhands.cli.environment import ignored_variables
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        ({}, []),
+        ({"RANK": "0", "MASTER_PORT": "29500"}, []),
+        ({"TF_CONFIG": ""}, []),
+        ({"TF_CONFIG": "{}"}, [["TF_CONFIG", "--workers"]]),
+        (TORCHRUN, [["RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR are set", "mh.join()"]]),
+        ({"TORCHELASTIC_RUN_ID": "7"}, [["TORCHELASTIC_RUN_ID is set", "mh.join()"]]),
+        ({"TF_CONFIG": "{}", **TORCHRUN}, [["TF_CONFIG"], ["WORLD_SIZE"]]),
+    ],
+)
+def test_one_sentence_for_each_launcher(environment: dict[str, str], parts: list[list[str]]) -> None:
+    told = ignored_variables(environment)
+    assert len(told) == len(parts)
+    for sentence, expected in zip(told, parts, strict=True):
+        assert all(part in sentence for part in expected), sentence
+
+
+@pytest.mark.parametrize(
+    "asked", [("train", "digits", "--strategy", "rign"), ("train", "logreg"), ("launch", "nowhere.py")]
+)
+def test_commands_that_start_workers_say_that_it_is_not_read(
+    asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}}')
+    assert run_command(monkeypatch, *asked) == 2
+    assert capfd.readouterr().err.startswith("manyhands: TF_CONFIG is set and not read")
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (["--worker", "4", "train.py"], ["no option --worker;", "did you mean '--workers'?"]),
+        (["--worker=4", "train.py"], ["no option --worker;", "did you mean '--workers'?"]),
+        (["-n", "2", "train.py"], ["no option -n;", "--strategy"]),
+    ],
+)
+def test_an_unknown_option_before_the_script_is_an_error(
+    asked: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "launch", *asked) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert all(part in error for part in [*parts, "after the script"]), error
