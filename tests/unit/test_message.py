@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.link.message import DTYPE_CODES, HEADER_BYTES, Frame, Header, Message, ProtocolError
+from manyhands.link.message import HEADER_BYTES, Frame, Header, Message, ProtocolError
+from manyhands.wire.dtypes import LINKED
 
 LIMIT = 1 << 20
 GOOD = Header(Frame.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()
@@ -23,7 +24,7 @@ headers = st.builds(
     tag=st.integers(0, 2**32 - 1),
     step=st.integers(0, 2**64 - 1),
     sequence=st.integers(0, 2**64 - 1),
-    dtype=st.sampled_from([None, *DTYPE_CODES]),
+    dtype=st.sampled_from([None, *LINKED]),
     count=st.integers(0, LIMIT // 8),
 )
 
@@ -92,7 +93,7 @@ def test_a_goodbye_carries_nothing() -> None:
     assert (header.frame, header.sequence, header.payload_bytes, header.dtype) == (Frame.GOODBYE, 5, 0, None)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPE_CODES))
+@pytest.mark.parametrize("dtype", list(LINKED))
 def test_a_message_knows_its_size(dtype: torch.dtype) -> None:
     payload = torch.zeros(5, dtype=dtype)
     header = Header.of(Message(kind=1, payload=payload), 0)

@@ -77,6 +77,21 @@ class Mailbox:
 
     def receive(self, source: int, space: torch.Tensor, refused: list[Letter]) -> list[Letter]:
         """Fill `space` with the next message of `source`, posting again meanwhile; return what is left."""
+        refused, message = self._receive(source, space, refused)
+        self._check(source, message, space.nbytes, space.nbytes)
+        return refused
+
+    def receive_at_most(
+        self, source: int, space: torch.Tensor, refused: list[Letter]
+    ) -> tuple[list[Letter], int]:
+        """The same for a message that may be shorter; what is left, and how many bytes came."""
+        refused, message = self._receive(source, space, refused)
+        self._check(source, message, 0, space.nbytes)
+        return refused, message.payload_bytes
+
+    def _receive(
+        self, source: int, space: torch.Tensor, refused: list[Letter]
+    ) -> tuple[list[Letter], Message]:
         link = self._link(source)
         left_s = self._timeout_s
         with LongWait() as wait:
@@ -96,9 +111,8 @@ class Mailbox:
                 refused = self.post(refused)
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
-        self._check(source, outcome.message, space)
         self._post_of(source).received_ns = time.monotonic_ns()
-        return refused
+        return refused, outcome.message
 
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
         """Post what is still refused, whichever link has room first, and wait until all has left."""
@@ -157,14 +171,13 @@ class Mailbox:
                 f"{self._where()}: there is no link to rank {peer}, only to {sorted(self._links)}"
             ) from None
 
-    def _check(self, source: int, message: Message, space: torch.Tensor) -> None:
+    def _check(self, source: int, message: Message, least: int, most: int) -> None:
         """Refuse a message of another collective, call, round or length: some rank has gone its own way."""
         place = (message.kind, message.step, message.tag)
-        num_bytes = space.numel() * space.element_size()
-        if place != self._place or message.payload_bytes != num_bytes:
+        if place != self._place or not least <= message.payload_bytes <= most:
             raise ManyhandsError(
                 f"{self._where()}: rank {source} sent {message.payload_bytes} bytes of (kind, call, round) "
-                f"{place}, due were {num_bytes} bytes of {self._place}; all ranks must make the same calls "
+                f"{place}, due were {most} bytes of {self._place}; all ranks must make the same calls "
                 "in the same order with buffers of one length"
             )
 

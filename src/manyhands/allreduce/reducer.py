@@ -22,12 +22,13 @@ from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.allreduce.gpu import GpuCopies
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep
+from manyhands.wire.dtypes import SUMMED
+from manyhands.wire.parcels import Parcel
 
 __all__ = ["Reducer", "gradient_layouts"]
 
 _LOSS, _STOP, _FLAGS = 0, 1, 2
 _SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Reducer:
@@ -53,8 +54,11 @@ class Reducer:
         self._collective = collective
         self._layouts = layouts
         status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
-        sizes = [(layout.count, layout.dtype) for layout in self._layouts]
-        *self._buckets, self._status = collective.allocate([*sizes, (status_size, torch.float64)])
+        parcels = [
+            Parcel.whole(number, layout.count, layout.dtype) for number, layout in enumerate(self._layouts)
+        ]
+        status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
+        *self._buckets, self._status = collective.allocate([*parcels, status])
         self._status_index = len(self._layouts)
         self._gpu = _gpu_copies(self._parameters, self._buckets)
         self._bring_back = bring_back
@@ -265,7 +269,7 @@ def gradient_layouts(model: nn.Module, cap_bytes: int) -> tuple[BucketLayout, ..
     """Buckets for the gradients of `model`; a UserError names a parameter of a type that can not be summed."""
     named = _trainable(model)
     for name, parameter in named:
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in SUMMED:
             raise UserError(
                 f"parameter {name!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
             )

@@ -2,7 +2,10 @@
 
 Only parameters that some worker's backward has reached since the last average take part: any other is the same on all,
 and an average would change its last bits. State of no dimension, such as Adam's count of steps, is averaged in double
-precision, so that equal counts stay what they are.
+precision and travels as it is, so that equal counts stay what they are.
+
+Where a codec rounds what travels, that is how far each worker has come since the last average: a change is small, and
+so is what is lost of it, while parameters themselves would never leave the codec's coarse grid.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch.optim import Optimizer
 from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.errors import UserError
 from manyhands.sharding.kept import kept_by
+from manyhands.wire.parcels import Parcel
 
 __all__ = ["Replica"]
 
@@ -46,13 +50,24 @@ class Replica:
         self._optimizer = optimizer
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached = [False] * len(self._parameters)
-        self._dtypes: list[torch.dtype] = []
+        self._kinds: list[tuple[torch.dtype, bool]] = []  # by bucket: its type, and whether it is exact
         self._places = self._lay_out()
-        ends = [0] * len(self._dtypes)
+        ends = [0] * len(self._kinds)
         for place in self._places:
             ends[place.bucket] = max(ends[place.bucket], place.span.stop)
-        status = (max(_SMALLEST_STATUS, 2 * len(self._parameters)), torch.float64)
-        *self._buckets, self._status = collective.allocate([*zip(ends, self._dtypes, strict=True), status])
+        parcels = [
+            Parcel.whole(number, end, dtype, exact=exact)
+            for number, (end, (dtype, exact)) in enumerate(zip(ends, self._kinds, strict=True))
+        ]
+        count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
+        status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
+        *self._buckets, self._status = collective.allocate([*parcels, status])
+        self._before = {
+            parcel.number: torch.zeros(parcel.count, dtype=parcel.dtype)
+            for parcel in parcels
+            if collective.rounds(parcel)
+        }
+        """By bucket of which changes travel: what all had at the last average."""
         self.on_gradient: Callable[[], None] = lambda: None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(number))  # type: ignore[no-untyped-call]
@@ -65,6 +80,14 @@ class Replica:
         broadcast(self._collective, len(self._buckets), self._status, tensors)
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Before the first step since the last average: keep what all have, where changes travel."""
+        for place in self._places:
+            before, tensor = self._before.get(place.bucket), self._tensor(place)
+            if before is not None and tensor is not None:
+                before[place.span].copy_(tensor.reshape(-1))
+
+    @torch.no_grad()
     def average(self, weight: float) -> None:
         """Collective: the sum of `weight` times each worker's replica becomes everyone's."""
         reached, kept = self._agree_on_parts()
@@ -74,10 +97,15 @@ class Replica:
             if tensor is None:
                 room.zero_()  # this worker has no such state yet
             else:
-                room.copy_(tensor.reshape(-1)).mul_(weight)
+                room.copy_(tensor.reshape(-1))
+                if place.bucket in self._before:
+                    room.sub_(self._before[place.bucket][place.span])
+                room.mul_(weight)
         for number in range(len(self._buckets)):
             self._collective.launch(number)
         self._collective.finish()
+        for number, before in self._before.items():
+            self._buckets[number].add_(before)
         for place in self._places:
             if place.state is None and reached[place.number]:
                 self._parameters[place.number].copy_(self._mean(place))
@@ -108,7 +136,7 @@ class Replica:
                 for one in states
                 if one.dtype is not None and parameter in numbers
             ]
-        ends: dict[torch.dtype, int] = {}
+        ends: dict[tuple[torch.dtype, bool], int] = {}
         places = []
         for number, state, shape, dtype in tensors:
             if not dtype.is_floating_point:
@@ -116,17 +144,18 @@ class Replica:
                     f"local averages what the optimizer keeps, but {type(self._optimizer).__name__} keeps {state!r} as "
                     f"{dtype}; use an optimizer with floating-point state, or strategy=mirrored"
                 )
-            carried = torch.float64 if state is not None and not shape else dtype
-            begin = ends.get(carried, 0)
-            ends[carried] = begin + shape.numel()
-            if carried not in self._dtypes:
-                self._dtypes.append(carried)
+            exact = state is not None and not shape
+            kind = (torch.float64 if exact else dtype, exact)
+            begin = ends.get(kind, 0)
+            ends[kind] = begin + shape.numel()
+            if kind not in self._kinds:
+                self._kinds.append(kind)
             places.append(
                 _Place(
                     number=number,
                     state=state,
-                    bucket=self._dtypes.index(carried),
-                    span=slice(begin, ends[carried]),
+                    bucket=self._kinds.index(kind),
+                    span=slice(begin, ends[kind]),
                     shape=shape,
                     dtype=dtype,
                 )

@@ -29,11 +29,11 @@ from manyhands.server.placement import Placement, place
 from manyhands.server.rows import require_lazy
 from manyhands.sharding.optimizers import is_elementwise, positions
 from manyhands.sharding.pieces import Piece
+from manyhands.wire.dtypes import SUMMED
 
 __all__ = ["Entry", "FlatLayout", "ShardRange", "Table"]
 
 LINE_BYTES = 64
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _TABLE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -252,7 +252,7 @@ def _keep_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], tuple[tup
 
 
 def _entry(names: Sequence[str], parameter: nn.Parameter, offset: int, position: int | None) -> Entry:
-    if parameter.dtype not in _DTYPES:
+    if parameter.dtype not in SUMMED:
         raise UserError(
             f"parameter {names[0]!r} is {parameter.dtype}; a parameter server holds float32, float64, bfloat16 and "
             "float16"
