@@ -141,7 +141,7 @@ def averaged(task: mh.Task, period: int = 3) -> dict[str, Tensor]:
         ]
         return [parameter.data for parameter in one.parameters] + kept
 
-    before = torch.cat([value.reshape(-1) for value in held(replicas[0])])
+    before = flat(held(replicas[0]))
     for step in range(STEPS):
         for part, one in enumerate(replicas):
             one.gradients(step, part, lambda loss, share: loss.backward())
@@ -149,24 +149,20 @@ def averaged(task: mh.Task, period: int = 3) -> dict[str, Tensor]:
         if (step + 1) % period == 0:
             parts = []
             for weight, one in zip((8 / 15, 7 / 15), replicas, strict=True):
-                now = torch.cat([value.reshape(-1) for value in held(one)])
-                parts.append((now - before) * (sum([weight] * period) / period))
+                parts.append((flat(held(one)) - before) * (sum([weight] * period) / period))
             before = before + ring_of_two(parts)
             for one in replicas:
-                at = 0
-                for value in held(one):
-                    value.copy_(before[at : at + value.numel()].view(value.shape))
-                    at += value.numel()
+                for value, mean in zip(held(one), spread(before, held(one)), strict=True):
+                    value.copy_(mean)
     return replicas[0].model.state_dict()
 
 
-COUNT = 24 * 40 + 40 + 40 * 3 + 3
 PADDED = sum(count + -count % LINE for count in (24 * 40, 40, 40 * 3, 3))
 ROWS = {
     # what travels of it in one step of one worker, in items, by the ring's 2 (P - 1) / P of each
     "allreduce algorithm=ring link=tcp": (all_reduced, WORLD * STEPS * PADDED, 0),
     # parameters and momentum, twice in the run
-    "local steps=3 link=tcp": (averaged, WORLD * 2 * 2 * COUNT, 0),
+    "local steps=3 link=tcp": (averaged, WORLD * 2 * 2 * PADDED, 0),
     # gradients from each worker; 64 bytes say how long they are encoded
     "ps link=tcp": (served, WORLD * STEPS * PADDED, WORLD * STEPS * 64),
 }

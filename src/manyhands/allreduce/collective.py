@@ -17,10 +17,11 @@ from manyhands.allreduce.schedule import Algorithm
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
-from manyhands.memory.segment import CACHE_LINE, round_up
+from manyhands.memory.segment import CACHE_LINE
 from manyhands.training.exchange import Times, Traffic
 from manyhands.training.resources import Resources
 from manyhands.wire.codec import codec_named
+from manyhands.wire.layout import side_by_side
 from manyhands.wire.names import RAW
 from manyhands.wire.parcels import Parcel
 
@@ -120,10 +121,7 @@ class SharedCollective(Collective):
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Collective, once: reserve the arena and lay the buckets into it, each on a cache line of its own."""
-        offsets, end = [], 0
-        for parcel in parcels:
-            offsets.append(end)
-            end = round_up(end + parcel.num_bytes, CACHE_LINE)
+        offsets, end = side_by_side((parcel.num_bytes for parcel in parcels), CACHE_LINE)
         self._group.allocate(end, f"the gradients of {self.world} workers")
         self._buckets = [
             self._group.bucket(offset, parcel.count, parcel.dtype, ranges)

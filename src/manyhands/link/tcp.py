@@ -49,6 +49,9 @@ _CONNECT_S: Final = 10.0
 _LINGER_S: Final = 1.0
 _PER_CALL_BYTES: Final = 4 << 20  # so that a deadline is looked at now and then
 _LOOPBACK: Final = "127.0.0.1"
+_ANY_MEMORY: Final = ctypes.c_char * (
+    1 << 46
+)  # one type for all: ctypes never forgets the length of an array
 
 
 class TcpLink(Link):
@@ -254,7 +257,7 @@ def _prepare(end: socket.socket) -> None:
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    return memoryview(_ANY_MEMORY.from_address(address)).cast("B")[:num_bytes]
 
 
 def _wait(descriptor: int, events: int, until_ns: int) -> bool:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
-from manyhands.server.layout import LINE_BYTES, FlatLayout, ShardRange
+from manyhands.server.layout import FlatLayout, ShardRange
 from manyhands.wire.codec import codec_named, encodes
+from manyhands.wire.layout import LINE_BYTES
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["RangeCoding", "as_tensor"]
@@ -31,7 +32,7 @@ class RangeCoding:
     def __init__(self, layout: FlatLayout, word: str) -> None:
         self._codec = codec_named(word)
         self._parcels: list[list[Parcel]] = []
-        for shard in range(layout.shards):
+        for shard in range(layout.shards if self._codec is not None else 0):
             memory = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
             first = memory.data_ptr()
             self._parcels.append(

@@ -320,6 +320,7 @@ class _Turn:
             self._body.bytes_sent += travels.nbytes
             if self._job.strategy.link == "tcp":
                 payload = [part.flags.numpy(), travels.numpy()]
+                self._body.bytes_sent += part.flags.nbytes
             rows = self._body.tables.push(send.to, message.shard)
             self._body.bytes_sent += sum(memoryview(one).nbytes for one in rows)
             payload += rows
