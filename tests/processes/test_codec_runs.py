@@ -184,6 +184,14 @@ def test_half_the_bytes_and_the_numbers_of_one_process_that_rounds_alike(text: s
         assert replay(tmp_path / "run", task).same_bytes
 
 
+def test_an_asynchronous_run_with_replicas_is_replayed_to_the_same_bytes(tmp_path: Path) -> None:
+    text = "ps servers=2 consistency=async replicas=1 link=tcp codec=fp16"
+    task = make_task()
+    run = mh.fit(task, text, workers=WORLD, steps=STEPS, out=tmp_path / "run")
+    assert run.summary["strategy"] == text
+    assert replay(tmp_path / "run", task).same_bytes
+
+
 def check_events(path: Path, summary: dict[str, Any]) -> None:
     """What workers recorded as sent is what they counted, and tells the codec."""
     sent = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import UserError
 from manyhands.link.message import HEADER_BYTES, Frame, Header, Message, ProtocolError
-from manyhands.wire.dtypes import LINKED
+from manyhands.wire.dtypes import CODES, LINKED
 
 LIMIT = 1 << 20
 GOOD = Header(Frame.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()
@@ -91,6 +93,14 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 def test_a_goodbye_carries_nothing() -> None:
     header = Header.decode(Header.goodbye(5).encode(), LIMIT)
     assert (header.frame, header.sequence, header.payload_bytes, header.dtype) == (Frame.GOODBYE, 5, 0, None)
+
+
+def test_numbers_of_types_are_those_that_the_protocol_page_lists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "links.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| 40 | 2 | dtype |"))
+    assert dict(re.findall(r"· (\d+) (\w+)", row)) == {
+        str(CODES[dtype]): str(dtype).removeprefix("torch.") for dtype in LINKED
+    }
 
 
 @pytest.mark.parametrize("dtype", list(LINKED))

@@ -1,13 +1,12 @@
-"""How the items of a schedule's messages travel: as they lie in the vector, or encoded.
+"""How the items of a schedule's messages travel encoded.
 
-Encoded, what leaves is rounded at the sender, too, in place: so every rank that adds or passes on a number has the same
-one. What a rank computed last by itself, and nobody had from it, is rounded at the end. Sums are taken in the vector's
-own type.
+What leaves is rounded at the sender, too, in place: so every rank that adds or passes on a number has the same one.
+What a rank computed last by itself, and nobody had from it, is rounded at the end. Sums are taken in the vector's own
+type.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,49 +17,14 @@ from manyhands.memory.segment import CACHE_LINE, round_up
 from manyhands.wire.codec import ParcelCodec, round_trip
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["AsItLies", "Carrying", "Encoded"]
+__all__ = ["Encoded"]
 
 
-class Carrying(ABC):
-    """The way of one vector's items to other ranks and back."""
+class Encoded:
+    """Items of one vector, encoded into a room of their own before they leave, and decoded to their places.
 
-    @abstractmethod
-    def letters(self, departures: Sequence[Departure]) -> list[Letter]:
-        """What to post; it must not change until all of it has left."""
-
-    @abstractmethod
-    def receive(
-        self, mailbox: Mailbox, landing: Landing, space: torch.Tensor, refused: list[Letter]
-    ) -> list[Letter]:
-        """Fill `space` with what comes, posting again meanwhile what was refused; return what is left of that."""
-
-    @abstractmethod
-    def settle(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Make these items, computed here, what other ranks have in their place."""
-
-
-class AsItLies(Carrying):
-    """Nothing is copied on the way out."""
-
-    def __init__(self, vector: torch.Tensor) -> None:
-        self._vector = vector
-
-    def letters(self, departures: Sequence[Departure]) -> list[Letter]:
-        """Views of the vector."""
-        return [(one.to, self._vector[one.begin : one.end]) for one in departures]
-
-    def receive(
-        self, mailbox: Mailbox, landing: Landing, space: torch.Tensor, refused: list[Letter]
-    ) -> list[Letter]:
-        """Straight to its place."""
-        return mailbox.receive(landing.source, space, refused)
-
-    def settle(self, spans: Sequence[tuple[int, int]]) -> None:
-        """All ranks compute the same."""
-
-
-class Encoded(Carrying):
-    """Encoded into a room of its own before it leaves, and decoded to its place; `room` gives memory by name."""
+    `room` gives memory by name.
+    """
 
     def __init__(
         self,
@@ -75,7 +39,7 @@ class Encoded(Carrying):
         self._room = room
 
     def letters(self, departures: Sequence[Departure]) -> list[Letter]:
-        """Each span once, whoever it goes to."""
+        """What to post, each span encoded once, whoever it goes to; it must not change until all of it has left."""
         spans = list(dict.fromkeys((one.begin, one.end) for one in departures))
         parcels = [self._parcel.part(*span) for span in spans]
         sizes = [round_up(self._codec.size(parcel), CACHE_LINE) for parcel in parcels]
@@ -89,16 +53,16 @@ class Encoded(Carrying):
     def receive(
         self, mailbox: Mailbox, landing: Landing, space: torch.Tensor, refused: list[Letter]
     ) -> list[Letter]:
-        """Through a room of as many bytes as it can take."""
+        """Fill `space` with what comes, posting again meanwhile what was refused; return what is left of that."""
         parcel = self._parcel.part(landing.begin, landing.end)
         size = self._codec.size(parcel)
         room = self._room("in", size)[:size]
-        refused, num_bytes = mailbox.receive_at_most(landing.source, room, refused)
+        refused, num_bytes = mailbox.receive(landing.source, room, refused, or_less=True)
         self._codec.decode(parcel, room[:num_bytes], space)
         return refused
 
     def settle(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Round it, as if it were sent."""
+        """Round these items, computed here, as if they were sent: so have other ranks them."""
         for begin, end in spans:
             parcel = self._parcel.part(begin, end)
             room = self._room("out", self._codec.size(parcel))

@@ -21,7 +21,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from manyhands.allreduce.algorithms import broadcast
-from manyhands.allreduce.carrying import AsItLies, Carrying, Encoded
+from manyhands.allreduce.carrying import Encoded
 from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
 from manyhands.allreduce.schedule import Algorithm, How
@@ -116,10 +116,10 @@ class ScheduleExecutor:
             raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
         vector = _checked(buffer)
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, vector.numel())
-        carrying: Carrying = AsItLies(vector)
+        encoded = None
         if self._codec is not None and parcel is not None and self.encodes(parcel):
-            carrying = Encoded(self._codec, parcel, vector, self._bytes)
-        sent = self._run(_Kind.ALL_REDUCE, self.algorithm.name, plan, vector, carrying, op)
+            encoded = Encoded(self._codec, parcel, vector, self._bytes)
+        sent = self._run(_Kind.ALL_REDUCE, self.algorithm.name, plan, vector, op, encoded)
         if op == "mean":
             vector.div_(self.world)
         return sent
@@ -130,16 +130,21 @@ class ScheduleExecutor:
             raise UserError(f"root={root}: must be a rank from 0 to {self.world - 1}")
         vector = _checked(buffer)
         plan = _broadcast_plan(self.rank, self.world, root, vector.numel())
-        return self._run(_Kind.BROADCAST, "tree", plan, vector, AsItLies(vector))
+        return self._run(_Kind.BROADCAST, "tree", plan, vector)
 
     def barrier(self) -> Sent:
         """Collective: return when every rank has come here; an all-reduce of nothing."""
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, 0)
-        nothing = torch.empty(0)
-        return self._run(_Kind.BARRIER, self.algorithm.name, plan, nothing, AsItLies(nothing))
+        return self._run(_Kind.BARRIER, self.algorithm.name, plan, torch.empty(0))
 
     def _run(
-        self, kind: _Kind, by: str, plan: Plan, vector: torch.Tensor, carrying: Carrying, op: Op = "sum"
+        self,
+        kind: _Kind,
+        by: str,
+        plan: Plan,
+        vector: torch.Tensor,
+        op: Op = "sum",
+        encoded: Encoded | None = None,
     ) -> Sent:
         before = self.messages_sent, self.bytes_sent
         name = f"{kind.name.lower().replace('_', '-')} by {by}"
@@ -148,15 +153,23 @@ class ScheduleExecutor:
         arithmetic = _Arithmetic(self.rank, vector, scratch, wide, _OPERATIONS[op])
         for number, work in enumerate(plan.rounds, start=1):
             self._mailbox.enter(name, kind, self._calls, number)
-            self._run_round(work, arithmetic, carrying)
-        carrying.settle(plan.own_results)
+            self._run_round(work, arithmetic, encoded)
+        if encoded is not None:
+            encoded.settle(plan.own_results)
         self._calls += 1
         return Sent(messages=self.messages_sent - before[0], num_bytes=self.bytes_sent - before[1])
 
-    def _run_round(self, work: Round, arithmetic: _Arithmetic, carrying: Carrying) -> None:
-        refused = self._mailbox.post(carrying.letters(work.departures))
+    def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: Encoded | None) -> None:
+        if encoded is None:
+            refused = self._mailbox.post((d.to, arithmetic.vector[d.begin : d.end]) for d in work.departures)
+        else:
+            refused = self._mailbox.post(encoded.letters(work.departures))
         for landing in work.landings:
-            refused = carrying.receive(self._mailbox, landing, arithmetic.space(landing), refused)
+            space = arithmetic.space(landing)
+            if encoded is None:
+                refused, _ = self._mailbox.receive(landing.source, space, refused)
+            else:
+                refused = encoded.receive(self._mailbox, landing, space, refused)
             if not landing.deferred:
                 arithmetic.apply(landing)
         self._mailbox.flush(refused, work.peers)
@@ -190,7 +203,7 @@ class _Arithmetic:
         wide: torch.Tensor | None,
         operation: Callable[..., torch.Tensor],
     ) -> None:
-        self._vector = vector
+        self.vector = vector
         self._rank = rank
         self._scratch = scratch
         self._wide = wide
@@ -199,14 +212,14 @@ class _Arithmetic:
     def space(self, landing: Landing) -> torch.Tensor:
         """Where a message lands."""
         if landing.scratch is None:
-            return self._vector[landing.begin : landing.end]
+            return self.vector[landing.begin : landing.end]
         return self._scratch[landing.scratch : landing.scratch + landing.end - landing.begin]
 
     def apply(self, landing: Landing) -> None:
         """Let a message that landed take effect; one that is kept has none yet."""
         if landing.scratch is None or landing.how is How.KEEP:
             return
-        mine, got = self._vector[landing.begin : landing.end], self.space(landing)
+        mine, got = self.vector[landing.begin : landing.end], self.space(landing)
         if landing.how is How.COPY:
             mine.copy_(got)
         elif landing.source < self._rank:
@@ -217,7 +230,7 @@ class _Arithmetic:
     def fold(self, fold: Fold) -> None:
         """Sum own and kept items in rank order."""
         count = fold.end - fold.begin
-        mine = self._vector[fold.begin : fold.end]
+        mine = self.vector[fold.begin : fold.end]
         first, *rest = (mine if at is None else self._scratch[at : at + count] for at in fold.addends)
         if not rest:
             return

@@ -75,23 +75,13 @@ class Mailbox:
                 refused.append((peer, payload))
         return refused
 
-    def receive(self, source: int, space: torch.Tensor, refused: list[Letter]) -> list[Letter]:
-        """Fill `space` with the next message of `source`, posting again meanwhile; return what is left."""
-        refused, message = self._receive(source, space, refused)
-        self._check(source, message, space.nbytes, space.nbytes)
-        return refused
-
-    def receive_at_most(
-        self, source: int, space: torch.Tensor, refused: list[Letter]
+    def receive(
+        self, source: int, space: torch.Tensor, refused: list[Letter], *, or_less: bool = False
     ) -> tuple[list[Letter], int]:
-        """The same for a message that may be shorter; what is left, and how many bytes came."""
-        refused, message = self._receive(source, space, refused)
-        self._check(source, message, 0, space.nbytes)
-        return refused, message.payload_bytes
+        """Fill `space` with the next message of `source`, posting again meanwhile; it may be shorter where `or_less`.
 
-    def _receive(
-        self, source: int, space: torch.Tensor, refused: list[Letter]
-    ) -> tuple[list[Letter], Message]:
+        What is left to post, and how many bytes came.
+        """
         link = self._link(source)
         left_s = self._timeout_s
         with LongWait() as wait:
@@ -112,7 +102,8 @@ class Mailbox:
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
         self._post_of(source).received_ns = time.monotonic_ns()
-        return refused, outcome.message
+        self._check(source, outcome.message, 0 if or_less else space.nbytes, space.nbytes)
+        return refused, outcome.message.payload_bytes
 
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
         """Post what is still refused, whichever link has room first, and wait until all has left."""

@@ -15,9 +15,9 @@ from manyhands.link.outgoing import SLICE_NS
 
 __all__ = ["Incoming", "Read"]
 
-Read = Callable[[int, int, int, int], int]
-"""(address, bytes, done, until): fill memory after its first `done` bytes until that moment in nanoseconds, 0 for no
-wait; how many bytes are there now."""
+Read = Callable[[int, int, int, int, int], int]
+"""(address, bytes, done, until, spins): fill memory after its first `done` bytes until that moment in nanoseconds, 0
+for no wait, looking so often before it sleeps; how many bytes are there now."""
 
 _LOOK_EVERY_NS: Final = 500_000
 _PART_EVERY_NS: Final = 10_000_000
@@ -37,6 +37,7 @@ class Incoming:
         max_payload_bytes: int,
         peer_end: Callable[[], Closed | PeerDied | None],
         peer: str,
+        spins: int = 0,
         part: Callable[[], bool] | None = None,
     ) -> None:
         self._read = read
@@ -49,6 +50,7 @@ class Incoming:
         self._target: torch.Tensor | None = None
         self._done = 0  # bytes read of the header, and then of the payload
         self._sequence = 0
+        self._spins = spins
         self._part = part
         self._part_ns = 0 if part is not None else _NEVER_NS
 
@@ -102,13 +104,13 @@ class Incoming:
         now_ns = start_ns
         while True:
             until_ns = min(deadline_ns, now_ns + SLICE_NS) if deadline_ns > now_ns else 0
-            self._done = self._read(address, num_bytes, self._done, until_ns)
+            self._done = self._read(address, num_bytes, self._done, until_ns, self._spins)
             if self._done == num_bytes:
                 return None
             end = self._peer_end()
             if end is not None:
                 # What it said before it went may have arrived after the last look.
-                self._done = self._read(address, num_bytes, self._done, 0)
+                self._done = self._read(address, num_bytes, self._done, 0, 0)
                 return None if self._done == num_bytes else end
             now_ns = time.monotonic_ns()
             if now_ns >= deadline_ns:

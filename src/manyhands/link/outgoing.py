@@ -21,9 +21,10 @@ from manyhands.link.message import HEADER_BYTES
 
 __all__ = ["SLICE_NS", "Outgoing", "Write"]
 
-Write = Callable[[int, int, int, int, int], int]
-"""(address of the header, address of the payload, its bytes, done, until): go on after the first `done` bytes of both
-until that moment in nanoseconds, 0 for no wait; how many bytes are done now."""
+Write = Callable[[int, int, int, int, int, int, int], int]
+"""(address and bytes of the header, address and bytes of the payload, done, until, spins): go on after the first `done`
+bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are done now.
+"""
 
 SLICE_NS: Final = 50_000_000
 """The longest sleep between two looks at the peer's lifeline."""
@@ -58,11 +59,13 @@ class Outgoing:
         queue_bytes: int,
         peer_end: Callable[[], Closed | PeerDied | None],
         name: str,
+        spins: int = 0,
     ) -> None:
         self._write_bytes = write
         self._queue_bytes = queue_bytes
         self._peer_end = peer_end
         self._name = name
+        self._spins = spins
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: deque[_Waiting] = deque()
@@ -123,7 +126,9 @@ class Outgoing:
         self, header_address: int, payload: torch.Tensor | None, payload_bytes: int, done: int, until_ns: int
     ) -> int:
         payload_address = payload.data_ptr() if payload_bytes and payload is not None else 0
-        return self._write_bytes(header_address, payload_address, payload_bytes, done, until_ns)
+        return self._write_bytes(
+            header_address, HEADER_BYTES, payload_address, payload_bytes, done, until_ns, self._spins
+        )
 
     def _drain(self) -> None:
         """The thread: write the first message of the queue, slice by slice, until there is none."""

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -37,9 +38,9 @@ from manyhands.link.base import (
     SendOutcome,
     check_size,
 )
-from manyhands.link.incoming import Incoming, Read
-from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header, Message
-from manyhands.link.outgoing import SLICE_NS, Outgoing, Write
+from manyhands.link.incoming import Incoming
+from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, Header, Message
+from manyhands.link.outgoing import SLICE_NS, Outgoing
 from manyhands.link.wire import Wire
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.memory.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
@@ -143,13 +144,14 @@ class SharedLink(Link):
         spins = _PATIENCE * spins_for(roles)
         room_to_part = roles <= len(os.sched_getaffinity(0))
         self._outgoing = Outgoing(
-            _writer(out_address, spins), queue_bytes, self._peer_end, f"manyhands link to {peer}"
+            partial(ring.write, out_address), queue_bytes, self._peer_end, f"manyhands link to {peer}", spins
         )
         self._incoming = Incoming(
-            _reader(in_address, spins),
+            partial(ring.read, in_address),
             max_payload_bytes,
             self._peer_end,
             peer,
+            spins,
             _leaver(in_address) if room_to_part else None,
         )
         _open_links.add(self)
@@ -274,24 +276,6 @@ class SharedLink(Link):
         if how == ring.CUT:
             return PeerDied(f"{self.peer} closed the link with messages still queued, which are lost")
         return PeerDied(f"{self.peer} is gone: its process ended without closing the link")
-
-
-def _writer(address: int, spins: int) -> Write:
-    def write(header: int, payload: int, payload_bytes: int, done: int, until_ns: int) -> int:
-        written: int = ring.write(
-            address, header, HEADER_BYTES, payload, payload_bytes, done, until_ns, spins
-        )
-        return written
-
-    return write
-
-
-def _reader(address: int, spins: int) -> Read:
-    def read(target: int, num_bytes: int, done: int, until_ns: int) -> int:
-        there: int = ring.read(address, target, num_bytes, done, until_ns, spins if until_ns else 0)
-        return there
-
-    return read
 
 
 def _leaver(address: int) -> Callable[[], bool]:

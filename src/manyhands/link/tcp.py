@@ -163,7 +163,7 @@ class TcpLink(Link):
         goodbye = Header.goodbye(self.counters.messages_sent).encode()
         unsent, until_ns = array.array("i", [0]), time.monotonic_ns() + int(_LINGER_S * 1e9)
         source = (ctypes.c_char * HEADER_BYTES).from_buffer_copy(goodbye)
-        if self._write(ctypes.addressof(source), 0, 0, 0, until_ns) < HEADER_BYTES:
+        if self._write(ctypes.addressof(source), HEADER_BYTES, 0, 0, 0, until_ns, 0) < HEADER_BYTES:
             return
         while time.monotonic_ns() < until_ns:
             fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, unsent)
@@ -172,17 +172,24 @@ class TcpLink(Link):
             time.sleep(0.001)
 
     def _write(
-        self, header_address: int, payload_address: int, payload_bytes: int, done: int, until_ns: int
+        self,
+        header: int,
+        header_bytes: int,
+        payload: int,
+        payload_bytes: int,
+        done: int,
+        until_ns: int,
+        _spins: int,
     ) -> int:
         """See `outgoing.Write`; where there is nobody to take it any more, `_gone` says so."""
-        total = HEADER_BYTES + payload_bytes
+        total = header_bytes + payload_bytes
         while done < total:
             parts = []
-            if done < HEADER_BYTES:
-                parts.append(_memory(header_address + done, HEADER_BYTES - done))
-            begin = max(0, done - HEADER_BYTES)
+            if done < header_bytes:
+                parts.append(_memory(header + done, header_bytes - done))
+            begin = max(0, done - header_bytes)
             if begin < payload_bytes:
-                parts.append(_memory(payload_address + begin, min(payload_bytes - begin, _PER_CALL_BYTES)))
+                parts.append(_memory(payload + begin, min(payload_bytes - begin, _PER_CALL_BYTES)))
             try:
                 done += self._end.sendmsg(parts)
             except (BlockingIOError, InterruptedError):
@@ -193,7 +200,7 @@ class TcpLink(Link):
                 return done
         return done
 
-    def _read(self, address: int, num_bytes: int, done: int, until_ns: int) -> int:
+    def _read(self, address: int, num_bytes: int, done: int, until_ns: int, _spins: int) -> int:
         """See `incoming.Read`; at the end of the stream `_gone` says so."""
         while done < num_bytes:
             try:
