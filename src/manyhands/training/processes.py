@@ -25,7 +25,7 @@ from manyhands.cluster.local import LocalCluster, Role, threads_per_role
 from manyhands.cluster.watchdog import Watched
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
 from manyhands.link.base import Link
-from manyhands.link.mesh import mesh_kind
+from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.observe.blackbox import BlackBoxes
 from manyhands.observe.events import EventKind
 from manyhands.observe.ring import EventRing
@@ -148,19 +148,22 @@ class WorkerFiles:
         with ExitStack() as stack:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
             self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
-            kind = mesh_kind(network=strategy.uses_network)
-            self._mesh = stack.enter_context(kind(workers if strategy.uses_links else 1))
+            self._mesh: Mesh | None = None
+            if strategy.uses_links:
+                self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(workers))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
         """What the worker of `rank` inherits, by name."""
-        links = {
-            f"link {peer} {part}": descriptor
-            for peer, files in self._mesh.descriptors(rank).items()
-            for part, descriptor in zip(self._mesh.parts, files, strict=True)
-        }
+        links = {}
+        if self._mesh is not None:
+            links = {
+                f"link {peer} {part}": descriptor
+                for peer, files in self._mesh.descriptors(rank).items()
+                for part, descriptor in zip(self._mesh.parts, files, strict=True)
+            }
         return {
             "control": self.group.control,
             "arena": self.group.arena,
