@@ -22,6 +22,7 @@ for no wait, looking so often before it sleeps; how many bytes are there now."""
 _LOOK_EVERY_NS: Final = 500_000
 _PART_EVERY_NS: Final = 10_000_000
 _NEVER_NS: Final = 1 << 63
+_GOODBYE: Final = Frame.GOODBYE  # looked at with every message, and enumerations are slow
 
 
 class Incoming:
@@ -66,7 +67,7 @@ class Incoming:
             if outcome is not None:
                 return outcome
             header = self._decode()
-        if header.frame is Frame.GOODBYE:
+        if header.frame is _GOODBYE:
             return Closed()
         if self._target is None:
             self._target = room_for(header, into, self._peer)
