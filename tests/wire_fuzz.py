@@ -43,10 +43,11 @@ from manyhands.link.frames import (
 )
 from manyhands.link.handshake import CONTROL, NO_PROOF, Credentials, Handshake, Proof, Refused
 from manyhands.link.hub import Hub, Joined, Lost, Received, Shared, TurnedAway
-from manyhands.link.message import DTYPE_CODES, ProtocolError
 from manyhands.link.message import Header as LinkHeader
+from manyhands.link.message import ProtocolError
 from manyhands.link.strangers import Tally
 from manyhands.server.live.job import CODEC
+from manyhands.wire.dtypes import LINKED
 
 __all__ = ["TARGETS", "Failure", "fuzz"]
 
@@ -229,7 +230,7 @@ def frames(rng: random.Random) -> None:
 
 def link_headers(rng: random.Random) -> None:
     """The header of a link's message, which has one form for each meaning."""
-    dtype = rng.choice((None, *DTYPE_CODES))
+    dtype = rng.choice((None, *LINKED))
     items = 0 if dtype is None else rng.randrange(1000)
     header = LinkHeader.goodbye(rng.randrange(100)) if rng.random() < 0.1 else None
     if header is None:

@@ -13,7 +13,9 @@ __all__ = [
     "ENDS",
     "IN_STEP",
     "NOBODY_JOINS",
+    "NOTHING_TRAVELS",
     "NO_SERVERS",
+    "ROUNDED",
     "TO_ROUNDING",
     "Answer",
     "Promise",
@@ -97,6 +99,12 @@ class Promises:
     """Are the weights at the end those of one process on the same batches?"""
 
 
+NOTHING_TRAVELS = (
+    "memory is shared, and nothing travels that could be made smaller; allreduce link=tcp, local link=tcp and "
+    "ps link=tcp have a codec"
+)
+"""Why a strategy has no codec."""
+
 ENDS = Promise(
     answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
 )
@@ -105,6 +113,10 @@ NOBODY_JOINS = Promise(
     answer=Answer.NO, words="a run keeps its workers; resume from a checkpoint with another number"
 )
 TO_ROUNDING = Promise(answer=Answer.YES, words="those of one process on the same batches, but for rounding")
+ROUNDED = Promise(
+    answer=Answer.PARTLY,
+    words="those of one process that rounds as the codec does; the same in every repetition and on all workers",
+)
 BY_CHANCE = Promise(answer=Answer.NO, words="they depend on who comes when; no two runs are alike")
 IN_STEP = Promises(
     worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=TO_ROUNDING

@@ -16,6 +16,8 @@ __all__ = [
     "buckets_setting",
     "check_buckets",
     "check_choice",
+    "check_link",
+    "link_setting",
     "parse_size",
     "read_settings",
     "setting",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 MIB = 1024 * 1024
+LINKS = ("shared", "tcp")
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -50,11 +53,18 @@ def settings_of(kind: type[Any]) -> dict[str, Setting]:
     }
 
 
-def read_settings(word: str, allowed: Mapping[str, Setting], texts: list[str]) -> dict[str, Any]:
-    """The values that `texts` give to the settings of the strategy `word`; UserError names the one that is wrong."""
+def read_settings(
+    word: str, allowed: Mapping[str, Setting], texts: list[str], refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """The values that `texts` give to the settings of the strategy `word`; UserError names the one that is wrong.
+
+    `refused` has a sentence for each setting that other strategies have, and this one, if it has not, for a reason.
+    """
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
+        if name not in allowed and name in refused:
+            raise UserError(f"{word} {text}: {refused[name]}")
         if name not in allowed:
             tail = nearest(name, allowed) if allowed else "it takes none"
             raise UserError(f"{word} has no setting {name!r}; {tail}")
@@ -100,6 +110,16 @@ def show_size(num_bytes: int) -> str:
 def buckets_setting() -> Any:
     """`buckets=25MiB`: how much of the gradient travels at once."""
     return setting(25 * MIB, parse_size, show_size)
+
+
+def link_setting() -> Any:
+    """`link=shared`: whether processes of one host talk through memory that they share, or by `tcp` on loopback."""
+    return setting("shared", str)
+
+
+def check_link(link: str) -> None:
+    """Raise the UserError that lists what `link` may be, unless it is among it."""
+    check_choice("link", link, LINKS)
 
 
 def check_buckets(num_bytes: int) -> None:

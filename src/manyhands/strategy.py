@@ -11,10 +11,11 @@ value and its training, and one line in `registry.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 from manyhands.errors import UserError, nearest
-from manyhands.facts import Promises, Split, Truth, Waits
+from manyhands.facts import NOTHING_TRAVELS, Promises, Split, Truth, Waits
 from manyhands.registry import STRATEGIES
 from manyhands.settings import read_settings, settings_of
 
@@ -35,6 +36,9 @@ class Strategy(ABC):
 
     truth: ClassVar[Truth]
     """Who holds the truth."""
+
+    refuses: ClassVar[Mapping[str, str]] = {"codec": NOTHING_TRAVELS}
+    """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""
 
     most_workers: ClassVar[int | None] = None
     """How many workers it can have; None: any number."""
@@ -142,7 +146,7 @@ class Strategy(ABC):
         if word not in STRATEGIES:
             raise UserError(f"unknown strategy {word!r}; {nearest(word, STRATEGIES)}")
         kind = STRATEGIES[word].load_value()
-        return cast(Strategy, kind(**read_settings(word, settings_of(kind), settings)))
+        return cast(Strategy, kind(**read_settings(word, settings_of(kind), settings, kind.refuses)))
 
     def __str__(self) -> str:
         words = [self.word]

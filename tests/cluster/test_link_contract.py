@@ -21,12 +21,14 @@ import torch.distributed as dist
 from manyhands.errors import UserError
 from manyhands.link import ring
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
-from manyhands.link.mesh import SharedMesh
-from manyhands.link.message import DTYPE_CODES, Header, Message, ProtocolError
+from manyhands.link.mesh import SharedMesh, TcpMesh
+from manyhands.link.message import Header, Message, ProtocolError
 from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.link.simulated import SimulatedNetwork
+from manyhands.link.tcp import TcpLink
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.memory.segment import PAGE, Segment
+from manyhands.wire.dtypes import LINKED
 
 QUEUE_BYTES = 1 << 20
 RING_BYTES = 1 << 16
@@ -66,6 +68,15 @@ class SharedRig(Rig):
 
     def kill_first(self) -> None:
         assert isinstance(self.first, SharedLink)
+        self.first.abandon()
+
+
+class TcpRig(Rig):
+    def __init__(self) -> None:
+        self.first, self.second = TcpLink.pair(("alice", "bob"), queue_bytes=QUEUE_BYTES)
+
+    def kill_first(self) -> None:
+        assert isinstance(self.first, TcpLink)
         self.first.abandon()
 
 
@@ -123,7 +134,9 @@ def open_files() -> set[str]:
     return found
 
 
-@pytest.fixture(params=[SharedRig, TorchRig, SimulatedRig], ids=["shared", "torch", "simulated"])
+@pytest.fixture(
+    params=[SharedRig, TcpRig, TorchRig, SimulatedRig], ids=["shared", "tcp", "torch", "simulated"]
+)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     files, threads = open_files(), set(threading.enumerate())
     made: Rig = request.param()
@@ -176,7 +189,7 @@ def test_messages_arrive_whole_and_in_order(rig: Rig) -> None:
         assert torch.equal(message.payload, payload)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPE_CODES), ids=str)
+@pytest.mark.parametrize("dtype", list(LINKED), ids=str)
 def test_every_dtype_keeps_its_bits(rig: Rig, dtype: torch.dtype) -> None:
     payload = random_payload(64 * dtype.itemsize, dtype)
     assert isinstance(rig.first.send(Message(kind=0, payload=payload)), Queued)
@@ -395,8 +408,9 @@ def test_what_can_not_be_a_link_is_refused() -> None:
         SharedLinkFiles.create(100)
     with SharedLinkFiles.create() as files, pytest.raises(UserError, match="end=2"):
         SharedLink.attach(files.descriptors(0), end=2, peer="nobody")
-    with pytest.raises(UserError, match="world=0"):
-        SharedMesh.create(0)
+    for kind in (SharedMesh, TcpMesh):
+        with pytest.raises(UserError, match="world=0"):
+            kind(0)
 
 
 def test_what_is_dropped_by_a_close_is_no_clean_close() -> None:
@@ -407,6 +421,36 @@ def test_what_is_dropped_by_a_close_is_no_clean_close() -> None:
         outcome = second.receive(PATIENCE_S)
         assert isinstance(outcome, PeerDied)
         assert "alice closed the link with messages still queued" in outcome.reason
+
+
+def test_what_a_close_cuts_off_is_a_death_to_a_peer_over_tcp() -> None:
+    first, second = TcpLink.pair(("alice", "bob"))
+    with first, second:
+        first.send(Message(kind=0, payload=random_payload(8 * MIB)))  # more than the kernel takes
+        first.close()
+        outcome = second.receive(PATIENCE_S)
+        assert isinstance(outcome, PeerDied)
+        assert "alice is gone" in outcome.reason
+
+
+def test_what_is_unread_at_a_close_cuts_nothing_off_over_tcp() -> None:
+    first, second = TcpLink.pair(("alice", "bob"))
+    with first, second:
+        second.send(Message(kind=9, payload=random_payload(1000)))
+        first.send(Message(kind=1, payload=random_payload(1000)))
+        first.close()  # with kind 9 unread
+        assert receive(second).kind == 1
+        assert second.receive(PATIENCE_S) == Closed()
+
+
+def test_a_peer_over_tcp_that_speaks_something_else_is_refused_for_good() -> None:
+    first, second = TcpLink.pair(("mallory", "bob"))
+    with first, second:
+        first._end.send(bytes(64))
+        for _ in range(2):
+            with pytest.raises(ProtocolError) as caught:
+                second.receive(PATIENCE_S)
+            assert caught.value.field == "magic"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -121,6 +121,17 @@ def test_weights_equal_plain_pytorch(loop: str, strategy: str, world: int) -> No
     require_equal(LOOPS[loop], world, strategy)
 
 
+def test_weights_equal_plain_pytorch_over_tcp() -> None:
+    require_equal(plain_loop, 3, "allreduce algorithm=ring link=tcp")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce link=tcp codec=bf16", "local steps=2 link=tcp codec=fp16"])
+def test_workers_have_the_same_bits_where_a_codec_rounds(strategy: str) -> None:
+    found = on_workers(3, plain_loop, strategy=strategy)
+    assert all(same_bits(one, found[0]) for one in found)
+    assert not same_bits(found[0], on_workers(3, plain_loop, strategy=strategy.split(" codec")[0])[0])
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_alone_the_bits_are_those_of_plain_pytorch(loop: str) -> None:
     assert same_bits(on_workers(1, LOOPS[loop])[0], LOOPS[loop](Nobody()))

@@ -52,6 +52,12 @@ ROWS = {
     "local": Row(text="local steps=1", optimizer="sgd"),
     "tensor": Row(text="tensor", refused="only glove can split dimensions"),
 }
+VARIANTS = {
+    "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
+    "local by tcp": Row(text="local steps=1 link=tcp", optimizer="sgd"),
+}
+"""Other settings that reach another carrier: held to the promised numbers, and a death is noticed."""
+
 TRAINABLE = [word for word, row in ROWS.items() if not row.refused]
 
 
@@ -59,9 +65,10 @@ def test_every_strategy_of_the_registry_has_a_row() -> None:
     assert ROWS.keys() == STRATEGIES.keys()
 
 
-@pytest.mark.parametrize("word", TRAINABLE)
-def test_weights_are_those_of_one_process_where_that_is_promised(word: str) -> None:
-    row = ROWS[word]
+@pytest.mark.parametrize(
+    "row", [*(ROWS[word] for word in TRAINABLE), *VARIANTS.values()], ids=lambda row: row.text
+)
+def test_weights_are_those_of_one_process_where_that_is_promised(row: Row) -> None:
     assert Strategy.parse(row.text).promises.same_numbers.answer is Answer.YES
     task = make_task(OPTIMIZERS[row.optimizer])
     run = mh.fit(task, row.text, workers=row.workers, steps=STEPS)
@@ -103,9 +110,12 @@ def breaking_loss(task: mh.Task, after: int) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("word", [word for word in TRAINABLE if word != "single"])
-def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(word: str, tmp_path: Path) -> None:
-    row = ROWS[word]
+@pytest.mark.parametrize(
+    "row",
+    [*(ROWS[word] for word in TRAINABLE if word != "single"), VARIANTS["allreduce by tcp"]],
+    ids=lambda row: row.text,
+)
+def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(row: Row, tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS[row.optimizer])
     mark = tmp_path / "killed"
     fatal = replace(task, loss=killing_loss(task, mark))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from descriptors import open_descriptors
 from manyhands.link.base import Closed, Link, PeerDied, Received, TimedOut
-from manyhands.link.mesh import SharedMesh
+from manyhands.link.mesh import mesh_kind
 from manyhands.link.message import Message
 from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.link.torch_p2p import TorchLink
@@ -135,11 +135,14 @@ def test_a_frozen_peer_is_a_timeout_and_goes_on_later() -> None:
         assert link.receive(PATIENCE_S) == Closed()
 
 
-def test_a_mesh_joins_every_pair_of_processes() -> None:
+@pytest.mark.parametrize("network", [False, True], ids=["shared", "tcp"])
+def test_a_mesh_joins_every_pair_of_processes(network: bool) -> None:
     code = """
-    from manyhands.link.mesh import attach_mesh
-    rank, words = int(sys.argv[1]), [int(word) for word in sys.argv[2:]]
-    links = attach_mesh(rank, {words[i]: words[i + 1 : i + 3] for i in range(0, len(words), 3)})
+    from manyhands.link.mesh import mesh_kind
+    rank, network, *words = [int(word) for word in sys.argv[1:]]
+    kind = mesh_kind(network=bool(network))
+    step = 1 + len(kind.parts)
+    links = kind.attach(rank, {words[i]: words[i + 1 : i + step] for i in range(0, len(words), step)})
     for peer, link in links.items():
         link.send(Message(kind=rank, tag=peer, payload=torch.full((100_000,), float(rank))))
     for peer, link in links.items():
@@ -152,13 +155,13 @@ def test_a_mesh_joins_every_pair_of_processes() -> None:
         link.close()
     """
     before = open_descriptors()
-    with SharedMesh.create(3, capacity_bytes=1 << 16) as mesh, ExitStack() as stack:
+    with mesh_kind(network=network)(3) as mesh, ExitStack() as stack:
         processes = []
         for rank in range(3):
             descriptors = mesh.descriptors(rank)
             words = [word for peer, files in descriptors.items() for word in (peer, *files)]
             passed = [descriptor for files in descriptors.values() for descriptor in files]
-            processes.append(stack.enter_context(child(code, [rank, *words], passed)))
+            processes.append(stack.enter_context(child(code, [rank, int(network), *words], passed)))
         mesh.close()
         assert [process.wait(PATIENCE_S) for process in processes] == [0, 0, 0]
     assert open_descriptors() == before

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from manyhands.c10d import layout
 from manyhands.c10d.calls import (
-    DTYPE_CODES,
     RECORD_WORDS,
     Call,
     Kind,
@@ -25,6 +24,7 @@ from manyhands.c10d.post import capacity_bytes, ring_index
 from manyhands.c10d.reductions import check_reduction, combine, compiled_reducer
 from manyhands.errors import UserError
 from manyhands.memory.segment import CACHE_LINE, PAGE
+from manyhands.wire.dtypes import CODES
 
 
 def all_reduce(tensor: torch.Tensor, number: int = 17) -> Call:
@@ -93,7 +93,7 @@ def test_lateness_says_who_and_where() -> None:
 
 
 def test_every_dtype_that_moves_has_a_code_of_its_own() -> None:
-    assert len(set(DTYPE_CODES.values())) == len(DTYPE_CODES) >= 16
+    assert len(set(CODES.values())) == len(CODES) >= 16
     assert dtype_code(torch.float32) == 1
     with pytest.raises(UserError, match=r"dtype=torch\.quint8: allowed: torch\.float32"):
         dtype_code(torch.quint8)

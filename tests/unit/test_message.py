@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.link.message import DTYPE_CODES, HEADER_BYTES, Frame, Header, Message, ProtocolError
+from manyhands.link.message import HEADER_BYTES, Frame, Header, Message, ProtocolError
+from manyhands.wire.dtypes import CODES, LINKED
 
 LIMIT = 1 << 20
 GOOD = Header(Frame.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()
@@ -23,7 +26,7 @@ headers = st.builds(
     tag=st.integers(0, 2**32 - 1),
     step=st.integers(0, 2**64 - 1),
     sequence=st.integers(0, 2**64 - 1),
-    dtype=st.sampled_from([None, *DTYPE_CODES]),
+    dtype=st.sampled_from([None, *LINKED]),
     count=st.integers(0, LIMIT // 8),
 )
 
@@ -92,7 +95,15 @@ def test_a_goodbye_carries_nothing() -> None:
     assert (header.frame, header.sequence, header.payload_bytes, header.dtype) == (Frame.GOODBYE, 5, 0, None)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPE_CODES))
+def test_numbers_of_types_are_those_that_the_protocol_page_lists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "links.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| 40 | 2 | dtype |"))
+    assert dict(re.findall(r"· (\d+) (\w+)", row)) == {
+        str(CODES[dtype]): str(dtype).removeprefix("torch.") for dtype in LINKED
+    }
+
+
+@pytest.mark.parametrize("dtype", list(LINKED))
 def test_a_message_knows_its_size(dtype: torch.dtype) -> None:
     payload = torch.zeros(5, dtype=dtype)
     header = Header.of(Message(kind=1, payload=payload), 0)

@@ -13,13 +13,19 @@ from itertools import zip_longest
 import torch
 
 from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.schedule import Algorithm
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
-from manyhands.link.wire import Wire
-from manyhands.memory.segment import CACHE_LINE, round_up
+from manyhands.link.wire import Wire, wire_of
+from manyhands.memory.segment import CACHE_LINE
 from manyhands.training.exchange import Times, Traffic
+from manyhands.training.resources import Resources
+from manyhands.wire.codec import codec_named
+from manyhands.wire.layout import side_by_side
+from manyhands.wire.names import RAW
+from manyhands.wire.parcels import Parcel
 
-__all__ = ["Collective", "ScheduleCollective", "SharedCollective", "broadcast", "total"]
+__all__ = ["Collective", "ScheduleCollective", "SharedCollective", "broadcast", "over_links", "total"]
 
 
 class Collective(ABC):
@@ -28,12 +34,17 @@ class Collective(ABC):
     rank: int
     world: int
 
-    wire: Wire = Wire.MEMORY
-    """What carries the buckets."""
+    wire: int = Wire.MEMORY
+    """What carries the buckets, and in which codec: made by `wire_of`."""
 
     @abstractmethod
-    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-        """Collective, once: one flat tensor of (count, dtype) each, zeroed, where this worker lays its part."""
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Collective, once: one flat tensor for each, zeroed, where this worker lays its part; in their order."""
+
+    def rounds(self, parcel: Parcel) -> bool:
+        """Whether what is in it is rounded on its way."""
+        del parcel
+        return False
 
     @abstractmethod
     def launch(self, index: int) -> None:
@@ -108,16 +119,13 @@ class SharedCollective(Collective):
         self._messages = 0
         self._bytes = 0
 
-    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Collective, once: reserve the arena and lay the buckets into it, each on a cache line of its own."""
-        offsets, end = [], 0
-        for count, dtype in buckets:
-            offsets.append(end)
-            end = round_up(end + count * dtype.itemsize, CACHE_LINE)
+        offsets, end = side_by_side((parcel.num_bytes for parcel in parcels), CACHE_LINE)
         self._group.allocate(end, f"the gradients of {self.world} workers")
         self._buckets = [
-            self._group.bucket(offset, count, dtype, ranges)
-            for offset, (count, dtype), ranges in zip_longest(offsets, buckets, self._owned)
+            self._group.bucket(offset, parcel.count, parcel.dtype, ranges)
+            for offset, parcel, ranges in zip_longest(offsets, parcels, self._owned)
         ]
         return [bucket.tensor for bucket in self._buckets]
 
@@ -171,7 +179,8 @@ class ScheduleCollective(Collective):
     """Buckets summed one after the other by a schedule over links, once all of them are filled.
 
     `arrive`, where given, waits until every worker has come this far and returns the nanoseconds waited for each: with
-    it, lateness is told apart from the exchange itself. Owns the links.
+    it, lateness is told apart from the exchange itself. `codec` is the name of what the executor encodes by. Owns the
+    links.
     """
 
     def __init__(
@@ -179,21 +188,28 @@ class ScheduleCollective(Collective):
         executor: ScheduleExecutor,
         links: Mapping[int, Link],
         arrive: Callable[[], Mapping[int, int]] | None = None,
+        codec: str = RAW,
     ) -> None:
         self.rank = executor.rank
         self.world = executor.world
         self._executor = executor
         self._links = links
-        self.wire = next((link.wire for link in links.values()), Wire.NONE)
+        self.wire = wire_of(next((link.wire for link in links.values()), Wire.NONE), codec)
         self._arrive = arrive
+        self._parcels: Sequence[Parcel] = ()
         self._buckets: list[torch.Tensor] = []
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
 
-    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Plain memory of this worker."""
-        self._buckets = [torch.zeros(count, dtype=dtype) for count, dtype in buckets]
+        self._parcels = parcels
+        self._buckets = [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
         return self._buckets
+
+    def rounds(self, parcel: Parcel) -> bool:
+        """Where the executor encodes it."""
+        return self._executor.encodes(parcel)
 
     def launch(self, index: int) -> None:
         """Queue the bucket for `finish`."""
@@ -206,7 +222,7 @@ class ScheduleCollective(Collective):
                 self._waits[peer] = self._waits.get(peer, 0) + waited
         launched, self._launched = self._launched, []
         for index in launched:
-            self._executor.all_reduce(self._buckets[index])
+            self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
     def broadcast(self, index: int, root: int = 0) -> None:
         """Worker `root`'s bucket to all, down a tree."""
@@ -225,3 +241,18 @@ class ScheduleCollective(Collective):
         """Close the links."""
         for link in self._links.values():
             link.close()
+
+
+def over_links(algorithm: Algorithm, resources: Resources, codec: str = RAW) -> ScheduleCollective:
+    """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
+    group, links = resources.group(), resources.links()
+
+    def arrive() -> Mapping[int, int]:
+        group.barrier()
+        waits = group.take_stats().waiting_ns
+        return {peer: waited for peer, waited in enumerate(waits) if waited}
+
+    executor = ScheduleExecutor(
+        algorithm, group.rank, group.world, links, resources.timeout_s, codec=codec_named(codec)
+    )
+    return ScheduleCollective(executor, links, arrive, codec)

@@ -7,7 +7,7 @@ freedom from deadlock assumes.
 The result has the same bits on every rank and in every run: the schedule fixes the order of additions, and
 the executor puts the lower rank's value on the left. Halves (bfloat16, float16) are rounded after each
 addition, except in a fold, which adds in float32 and rounds once. A mean is the sum divided by the world
-size, by every rank.
+size, by every rank. With a codec, what leaves is rounded as `carrying` says.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from manyhands.allreduce.algorithms import broadcast
+from manyhands.allreduce.carrying import Encoded
 from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
 from manyhands.allreduce.schedule import Algorithm, How
@@ -28,13 +29,14 @@ from manyhands.errors import UserError, nearest
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.training.exchange import Post
+from manyhands.wire.codec import ParcelCodec, encodes
+from manyhands.wire.dtypes import HALVES, SUMMED
+from manyhands.wire.parcels import Parcel
 
 __all__ = ["Op", "ScheduleExecutor", "Sent"]
 
 Op = Literal["sum", "mean", "max"]
 
-_DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HALVES: Final = (torch.bfloat16, torch.float16)
 _OPERATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -64,7 +66,8 @@ class ScheduleExecutor:
     `links` has one link to each rank that is exchanged with. All ranks make the same calls in the same
     order, one thread each. A wait for a peer lasts at most `timeout_s` and then raises PeerTimeout; a peer
     that died or left raises WorkerFailed. Both name the rank, the peer, the round and the algorithm; the
-    executor is then of no further use. An `alarm` ends every wait. Scratch space is kept between calls.
+    executor is then of no further use. An `alarm` ends every wait. Scratch space is kept between calls. Parcels that
+    need not be exact travel in the `codec`, if there is one: the same on all ranks.
     """
 
     def __init__(
@@ -75,13 +78,15 @@ class ScheduleExecutor:
         links: Mapping[int, Link],
         timeout_s: float,
         alarm: Alarm | None = None,
+        codec: ParcelCodec | None = None,
     ) -> None:
         algorithm.table(rank, world)  # refuses a rank outside the world
         self.algorithm = algorithm
         self.rank = rank
         self.world = world
         self._mailbox = Mailbox(rank, links, timeout_s, alarm)
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._codec = codec
+        self._rooms: dict[str, torch.Tensor] = {}
         self._calls = 0
 
     @property
@@ -94,17 +99,27 @@ class ScheduleExecutor:
         """Bytes of payload this rank has sent so far."""
         return self._mailbox.bytes_sent
 
+    def encodes(self, parcel: Parcel) -> bool:
+        """Whether a parcel travels encoded."""
+        return encodes(self._codec, parcel)
+
     def take_posts(self) -> Mapping[int, Post]:
         """What went to and came from each peer since the last call."""
         return self._mailbox.take_posts()
 
-    def all_reduce(self, buffer: torch.Tensor, op: Op = "sum") -> Sent:
-        """Collective: every rank's `buffer`, of one length and dtype, becomes their sum, mean or maximum."""
+    def all_reduce(self, buffer: torch.Tensor, op: Op = "sum", parcel: Parcel | None = None) -> Sent:
+        """Collective: every rank's `buffer`, of one length and dtype, becomes their sum, mean or maximum.
+
+        Without a `parcel`, which names all of it, it travels as it is.
+        """
         if op not in _OPERATIONS:
             raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
         vector = _checked(buffer)
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, vector.numel())
-        sent = self._run(_Kind.ALL_REDUCE, self.algorithm.name, plan, vector, op)
+        encoded = None
+        if self._codec is not None and parcel is not None and self.encodes(parcel):
+            encoded = Encoded(self._codec, parcel, vector, self._bytes)
+        sent = self._run(_Kind.ALL_REDUCE, self.algorithm.name, plan, vector, op, encoded)
         if op == "mean":
             vector.div_(self.world)
         return sent
@@ -122,22 +137,39 @@ class ScheduleExecutor:
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, 0)
         return self._run(_Kind.BARRIER, self.algorithm.name, plan, torch.empty(0))
 
-    def _run(self, kind: _Kind, by: str, plan: Plan, vector: torch.Tensor, op: Op = "sum") -> Sent:
+    def _run(
+        self,
+        kind: _Kind,
+        by: str,
+        plan: Plan,
+        vector: torch.Tensor,
+        op: Op = "sum",
+        encoded: Encoded | None = None,
+    ) -> Sent:
         before = self.messages_sent, self.bytes_sent
         name = f"{kind.name.lower().replace('_', '-')} by {by}"
-        scratch = self._room(vector.dtype, plan.scratch_count)
-        wide = self._room(torch.float32, plan.fold_count) if vector.dtype in _HALVES else None
+        scratch = self._room(str(vector.dtype), plan.scratch_count, vector.dtype)
+        wide = self._room("wide", plan.fold_count, torch.float32) if vector.dtype in HALVES else None
         arithmetic = _Arithmetic(self.rank, vector, scratch, wide, _OPERATIONS[op])
         for number, work in enumerate(plan.rounds, start=1):
             self._mailbox.enter(name, kind, self._calls, number)
-            self._run_round(work, arithmetic)
+            self._run_round(work, arithmetic, encoded)
+        if encoded is not None:
+            encoded.settle(plan.own_results)
         self._calls += 1
         return Sent(messages=self.messages_sent - before[0], num_bytes=self.bytes_sent - before[1])
 
-    def _run_round(self, work: Round, arithmetic: _Arithmetic) -> None:
-        refused = self._mailbox.post((d.to, arithmetic.vector[d.begin : d.end]) for d in work.departures)
+    def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: Encoded | None) -> None:
+        if encoded is None:
+            refused = self._mailbox.post((d.to, arithmetic.vector[d.begin : d.end]) for d in work.departures)
+        else:
+            refused = self._mailbox.post(encoded.letters(work.departures))
         for landing in work.landings:
-            refused = self._mailbox.receive(landing.source, arithmetic.space(landing), refused)
+            space = arithmetic.space(landing)
+            if encoded is None:
+                refused, _ = self._mailbox.receive(landing.source, space, refused)
+            else:
+                refused = encoded.receive(self._mailbox, landing, space, refused)
             if not landing.deferred:
                 arithmetic.apply(landing)
         self._mailbox.flush(refused, work.peers)
@@ -147,10 +179,13 @@ class ScheduleExecutor:
         for fold in work.folds:
             arithmetic.fold(fold)
 
-    def _room(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        room = self._scratch.get(dtype)
+    def _bytes(self, name: str, num_bytes: int) -> torch.Tensor:
+        return self._room(name, num_bytes, torch.uint8)
+
+    def _room(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        room = self._rooms.get(name)
         if room is None or room.numel() < count:
-            room = self._scratch[dtype] = torch.empty(count, dtype=dtype)
+            room = self._rooms[name] = torch.empty(count, dtype=dtype)
         return room
 
 
@@ -217,8 +252,8 @@ def _checked(buffer: torch.Tensor) -> torch.Tensor:
             f"buffer of shape {tuple(buffer.shape)} on {buffer.device}: must be one-dimensional, contiguous "
             "and on the CPU; pass tensor.view(-1)"
         )
-    if buffer.dtype not in _DTYPES:
-        raise UserError(f"buffer of {buffer.dtype}: allowed are {', '.join(map(str, _DTYPES))}")
+    if buffer.dtype not in SUMMED:
+        raise UserError(f"buffer of {buffer.dtype}: allowed are {', '.join(map(str, SUMMED))}")
     return buffer.detach()
 
 

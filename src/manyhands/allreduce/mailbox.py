@@ -75,8 +75,13 @@ class Mailbox:
                 refused.append((peer, payload))
         return refused
 
-    def receive(self, source: int, space: torch.Tensor, refused: list[Letter]) -> list[Letter]:
-        """Fill `space` with the next message of `source`, posting again meanwhile; return what is left."""
+    def receive(
+        self, source: int, space: torch.Tensor, refused: list[Letter], *, or_less: bool = False
+    ) -> tuple[list[Letter], int]:
+        """Fill `space` with the next message of `source`, posting again meanwhile; it may be shorter where `or_less`.
+
+        What is left to post, and how many bytes came.
+        """
         link = self._link(source)
         left_s = self._timeout_s
         with LongWait() as wait:
@@ -96,9 +101,9 @@ class Mailbox:
                 refused = self.post(refused)
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
-        self._check(source, outcome.message, space)
         self._post_of(source).received_ns = time.monotonic_ns()
-        return refused
+        self._check(source, outcome.message, 0 if or_less else space.nbytes, space.nbytes)
+        return refused, outcome.message.payload_bytes
 
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
         """Post what is still refused, whichever link has room first, and wait until all has left."""
@@ -157,14 +162,13 @@ class Mailbox:
                 f"{self._where()}: there is no link to rank {peer}, only to {sorted(self._links)}"
             ) from None
 
-    def _check(self, source: int, message: Message, space: torch.Tensor) -> None:
+    def _check(self, source: int, message: Message, least: int, most: int) -> None:
         """Refuse a message of another collective, call, round or length: some rank has gone its own way."""
         place = (message.kind, message.step, message.tag)
-        num_bytes = space.numel() * space.element_size()
-        if place != self._place or message.payload_bytes != num_bytes:
+        if place != self._place or not least <= message.payload_bytes <= most:
             raise ManyhandsError(
                 f"{self._where()}: rank {source} sent {message.payload_bytes} bytes of (kind, call, round) "
-                f"{place}, due were {num_bytes} bytes of {self._place}; all ranks must make the same calls "
+                f"{place}, due were {most} bytes of {self._place}; all ranks must make the same calls "
                 "in the same order with buffers of one length"
             )
 

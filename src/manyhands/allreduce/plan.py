@@ -69,6 +69,8 @@ class Plan:
     rounds: tuple[Round, ...]
     scratch_count: int
     fold_count: int
+    own_results: tuple[tuple[int, int], ...]
+    """The chunks (first item, one after the last) that end as this rank computed them, and were not sent since."""
 
 
 def lay_plan(table: Table, rank: int, chunks: int, count: int) -> Plan:
@@ -76,7 +78,23 @@ def lay_plan(table: Table, rank: int, chunks: int, count: int) -> Plan:
     layout = _Layout(rank, chunks, count)
     rounds = tuple(layout.round(step) for step in table)
     longest = max((fold.end - fold.begin for work in rounds for fold in work.folds), default=0)
-    return Plan(rounds=rounds, scratch_count=layout.peak, fold_count=longest)
+    own = tuple(span_bounds(count, chunks, range(chunk, chunk + 1)) for chunk in _own_results(table))
+    return Plan(rounds=rounds, scratch_count=layout.peak, fold_count=longest, own_results=own)
+
+
+def _own_results(table: Table) -> list[int]:
+    own: set[int] = set()
+    for step in table:
+        for send in step.sends:
+            own.difference_update(send.chunks)
+        for receive in step.receives:
+            if receive.how is How.ADD:
+                own.update(receive.chunks)
+            elif receive.how is How.COPY:
+                own.difference_update(receive.chunks)
+        for span in step.folds:
+            own.update(span)
+    return sorted(own)
 
 
 class _Layout:

@@ -17,17 +17,19 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from manyhands.allreduce.buckets import BucketLayout, lay_out
 from manyhands.allreduce.collective import Collective, broadcast, total
-from manyhands.allreduce.gpu import GpuCopies
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep
+from manyhands.wire.dtypes import SUMMED
+from manyhands.wire.gpu import GpuCopies
+from manyhands.wire.layout import BucketLayout, lay_out, trainable
+from manyhands.wire.parcels import Parcel
+from manyhands.wire.tap import GradientTap, put
 
 __all__ = ["Reducer", "gradient_layouts"]
 
 _LOSS, _STOP, _FLAGS = 0, 1, 2
 _SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Reducer:
@@ -47,14 +49,15 @@ class Reducer:
         *,
         bring_back: bool = True,
     ) -> None:
-        named = _trainable(model)
-        self._names = [name for name, _ in named]
-        self._parameters = [parameter for _, parameter in named]
+        named = trainable(model)
+        self._names = [names[0] for names in named.values()]
+        self._parameters = list(named)
         self._collective = collective
         self._layouts = layouts
         status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
-        sizes = [(layout.count, layout.dtype) for layout in self._layouts]
-        *self._buckets, self._status = collective.allocate([*sizes, (status_size, torch.float64)])
+        parcels = [layout.parcel(number) for number, layout in enumerate(self._layouts)]
+        status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
+        *self._buckets, self._status = collective.allocate([*parcels, status])
         self._status_index = len(self._layouts)
         self._gpu = _gpu_copies(self._parameters, self._buckets)
         self._bring_back = bring_back
@@ -75,14 +78,7 @@ class Reducer:
         self.on_next_gradient: Callable[[], None] | None = None
         """Called at the next gradient to come, once: set it again to hear of the next backward."""
         self._start_step()
-        self._hooks = [
-            hook
-            for index, parameter in enumerate(self._parameters)
-            for hook in (
-                parameter.register_hook(self._make_room(index)),  # type: ignore[no-untyped-call]
-                parameter.register_post_accumulate_grad_hook(self._make_hook(index)),  # type: ignore[no-untyped-call]
-            )
-        ]
+        self._tap = GradientTap(self._parameters, self._on_gradient, self._make_room)
 
     @property
     def is_idle(self) -> bool:
@@ -140,31 +136,24 @@ class Reducer:
         """Take the hooks off and let go of the buckets."""
         if self._gpu is not None:
             self._gpu.close()
-        for hook in self._hooks:
-            hook.remove()
+        self._tap.close()
         for parameter in self._parameters:
             parameter.grad = None
-        self._hooks, self.gradients, self._buckets = [], [], []
+        self.gradients, self._buckets = [], []
         self._status = torch.empty(0)
 
     def _make_views(self) -> list[torch.Tensor]:
         views: dict[int, torch.Tensor] = {}
         for layout, bucket in zip(self._layouts, self._buckets, strict=True):
-            for slot in layout.slots:
-                shape = self._parameters[slot.parameter].shape
-                views[slot.parameter] = bucket[slot.offset : slot.offset + slot.count].view(shape)
+            for number, items in layout.views(bucket):
+                views[number] = items.view(self._parameters[number].shape)
         return [views[index] for index in range(len(views))]
 
-    def _make_room(self, index: int) -> Callable[[torch.Tensor], None]:
-        parameter = self._parameters[index]
-
-        def before_gradient(_: torch.Tensor) -> None:
-            if parameter.grad is None:
-                self._reached[index] = False  # what was held, if anything, has been dropped by zero_grad
-            else:
-                self._lay_aside(index)
-
-        return before_gradient
+    def _make_room(self, index: int) -> None:
+        if self._parameters[index].grad is None:
+            self._reached[index] = False  # what was held, if anything, has been dropped by zero_grad
+        else:
+            self._lay_aside(index)
 
     def _lay_aside(self, index: int) -> None:
         """Have autograd hand a gradient over by itself; what was exchanged earlier is added when the sum is there."""
@@ -173,44 +162,39 @@ class Reducer:
         if earlier is not None and not self._reached[index]:
             self._earlier[index] = earlier.clone() if earlier.data_ptr() == view.data_ptr() else earlier
 
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        view, bucket = self.gradients[index], self._bucket_of[index]
-
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if self.on_next_gradient is not None:
-                listener, self.on_next_gradient = self.on_next_gradient, None
-                listener()
-            gradient = parameter.grad
-            assert gradient is not None
-            if bucket < self._next_launch:
-                raise UserError(
-                    f"parameter {self._names[index]!r} got a second gradient after the first was sent; run every "
-                    "backward of a step but the last inside accumulate(), and checkpoint with use_reentrant=False"
-                )
-            if gradient.is_sparse:
-                raise UserError(
-                    f"parameter {self._names[index]!r} has a sparse gradient; all-reduce sums dense ones, so "
-                    "build it with sparse=False"
-                )
-            if self._gpu is None:
-                _put(view, gradient, self.weight, add=self._reached[index])
-                parameter.grad = view
-            else:
-                self._gpu.into(view, gradient, self.weight, add=self._reached[index])
-            self._reached[index] = True
-            if self._held:
-                return
-            if not self._filled[index]:
-                self._filled[index] = True
-                self._unfilled[bucket] -= 1
-            if self._gpu is not None:
-                return  # copies are still on their way: `finish` launches what has landed by then
-            if self._next_launch == bucket and self._unfilled[bucket] == 0:
-                self._launch_filled()
-            elif self._pending:
-                self._pending = self._collective.poll()
-
-        return on_gradient
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if self.on_next_gradient is not None:
+            listener, self.on_next_gradient = self.on_next_gradient, None
+            listener()
+        gradient, bucket = parameter.grad, self._bucket_of[index]
+        assert gradient is not None
+        if bucket < self._next_launch:
+            raise UserError(
+                f"parameter {self._names[index]!r} got a second gradient after the first was sent; run every "
+                "backward of a step but the last inside accumulate(), and checkpoint with use_reentrant=False"
+            )
+        if gradient.is_sparse:
+            raise UserError(
+                f"parameter {self._names[index]!r} has a sparse gradient; all-reduce sums dense ones, so "
+                "build it with sparse=False"
+            )
+        if self._gpu is None:
+            put(self.gradients[index], gradient, self.weight, add=self._reached[index])
+            parameter.grad = self.gradients[index]
+        else:
+            self._gpu.into(self.gradients[index], gradient, self.weight, add=self._reached[index])
+        self._reached[index] = True
+        if self._held:
+            return
+        if not self._filled[index]:
+            self._filled[index] = True
+            self._unfilled[bucket] -= 1
+        if self._gpu is not None:
+            return  # copies are still on their way: `finish` launches what has landed by then
+        if self._next_launch == bucket and self._unfilled[bucket] == 0:
+            self._launch_filled()
+        elif self._pending:
+            self._pending = self._collective.poll()
 
     def _start_step(self) -> None:
         self._reached = [False] * len(self._parameters)
@@ -263,17 +247,13 @@ class Reducer:
 
 def gradient_layouts(model: nn.Module, cap_bytes: int) -> tuple[BucketLayout, ...]:
     """Buckets for the gradients of `model`; a UserError names a parameter of a type that cannot be summed."""
-    named = _trainable(model)
-    for name, parameter in named:
-        if parameter.dtype not in _DTYPES:
+    named = trainable(model)
+    for parameter, names in named.items():
+        if parameter.dtype not in SUMMED:
             raise UserError(
-                f"parameter {name!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
+                f"parameter {names[0]!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
             )
-    return lay_out([(parameter.numel(), parameter.dtype) for _, parameter in named], cap_bytes)
-
-
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return lay_out([(parameter.numel(), parameter.dtype) for parameter in named], cap_bytes)
 
 
 def _gpu_copies(parameters: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor]) -> GpuCopies | None:
@@ -283,16 +263,3 @@ def _gpu_copies(parameters: Sequence[nn.Parameter], buckets: Sequence[torch.Tens
         raise UserError(f"the model is on {', '.join(sorted(map(str, devices)))}; put it on one device")
     device = devices.pop() if devices else torch.device("cpu")
     return GpuCopies(device, buckets) if device.type == "cuda" else None
-
-
-def _put(view: torch.Tensor, gradient: torch.Tensor, weight: float, *, add: bool) -> None:
-    """Move a gradient into its bucket, weighted; a weight of 0 leaves nothing of it, not even a NaN."""
-    if weight == 0:
-        if not add:
-            view.zero_()
-    elif add:
-        view.add_(gradient, alpha=weight)
-    elif weight == 1:
-        view.copy_(gradient)
-    else:
-        torch.mul(gradient, weight, out=view)

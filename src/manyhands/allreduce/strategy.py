@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Promises, Truth
-from manyhands.settings import buckets_setting, check_buckets, check_choice, setting, whole_number
+from manyhands.facts import IN_STEP, ROUNDED, Promises, Truth
+from manyhands.settings import (
+    buckets_setting,
+    check_buckets,
+    check_choice,
+    check_link,
+    link_setting,
+    setting,
+    whole_number,
+)
 from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW, check_codec, codec_setting
 
 __all__ = ["AllReduce", "Mirrored"]
 
@@ -38,7 +47,9 @@ class AllReduce(Strategy):
     """Every worker holds the model; gradients are summed by the algorithm you name.
 
     `direct` runs in place in shared memory on one host; every other algorithm runs its schedule over links.
-    `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them).
+    `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them), `link` how
+    processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
+    hosts, `codec` makes gradients smaller on their way.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -49,9 +60,13 @@ class AllReduce(Strategy):
     algorithm: str = setting("direct", str)
     buckets: int = buckets_setting()
     group: int = setting(0, whole_number)
+    link: str = link_setting()
+    codec: str = codec_setting()
 
     def __post_init__(self) -> None:
         check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
+        check_link(self.link)
+        check_codec(self.codec, link=self.link)
         check_buckets(self.buckets)
         if self.group and self.algorithm != "hierarchical":
             raise UserError(
@@ -62,10 +77,15 @@ class AllReduce(Strategy):
 
     @property
     def uses_links(self) -> bool:
-        """Every algorithm but `direct`, which sums in place."""
-        return self.algorithm != "direct"
+        """Every algorithm but `direct` in shared memory, which sums in place."""
+        return self.algorithm != "direct" or self.uses_network
+
+    @property
+    def uses_network(self) -> bool:
+        """Where the link says so."""
+        return self.link == "tcp"
 
     @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
-        return IN_STEP
+        return IN_STEP if self.codec == RAW else replace(IN_STEP, same_numbers=ROUNDED)

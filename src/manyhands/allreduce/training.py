@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective
+from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective, over_links
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
-from manyhands.group.shared import SharedGroup
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
+from manyhands.wire.codec import codec_named
 
 __all__ = ["AllReduceTraining"]
 
@@ -36,31 +36,19 @@ class AllReduceTraining(ExchangeTraining):
     ) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm)
-        exchange = AllReduceExchange(ScheduleCollective(executor, links), strategy.buckets)
-        return exchange, ScheduleCollective(executor, links)
+        codec = codec_named(strategy.codec)
+        executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm, codec)
+        gradients = ScheduleCollective(executor, links, codec=strategy.codec)
+        return AllReduceExchange(gradients, strategy.buckets), ScheduleCollective(executor, links)
 
 
 def _collective(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
-    group = resources.group()
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
-        return SharedCollective(group)
-    links = resources.links()
-    algorithm = _algorithm(strategy, group.world)
-    executor = ScheduleExecutor(algorithm, group.rank, group.world, links, resources.timeout_s)
-    return ScheduleCollective(executor, links, _arrival(group))
+        return SharedCollective(resources.group())
+    return over_links(_algorithm(strategy, resources.world), resources, strategy.codec)
 
 
 def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]
-
-
-def _arrival(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
-    def arrive() -> Mapping[int, int]:
-        group.barrier()
-        waits = group.take_stats().waiting_ns
-        return {peer: waited for peer, waited in enumerate(waits) if waited}
-
-    return arrive

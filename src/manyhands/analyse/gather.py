@@ -336,7 +336,7 @@ class Gather:
             views.append(
                 Traffic(
                     wire=wire.name.lower(),
-                    codec=codec.name.lower(),
+                    codec=codec,
                     num_bytes=num_bytes,
                     messages=messages,
                 )

@@ -145,7 +145,7 @@ def _run_workers(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))
         files = stack.enter_context(SharedGroup.create(workers))
         processes = stack.enter_context(Workers("manyhands.bench.allreduce_worker"))
-        with SharedMesh.create(workers) as mesh:
+        with SharedMesh(workers) as mesh:
             for rank in range(workers):
                 plan = WorkerPlan(
                     rank=rank,

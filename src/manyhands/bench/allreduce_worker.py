@@ -23,8 +23,7 @@ from manyhands.bench.workers import joined_gloo
 from manyhands.cluster.parent import die_with_parent
 from manyhands.errors import ManyhandsError
 from manyhands.group.shared import SharedGroup
-from manyhands.link.mesh import attach_mesh
-from manyhands.link.shared import LinkDescriptors
+from manyhands.link.mesh import SharedMesh
 
 __all__ = ["BUCKET", "GLOO", "ITEM_BYTES", "Contender", "WorkerPlan"]
 
@@ -41,7 +40,7 @@ class WorkerPlan:
     world: int
     control: int  # the shared group's descriptors
     arena: int
-    links: dict[int, LinkDescriptors]  # to each other rank
+    links: dict[int, tuple[int, ...]]  # to each other rank
     store: str  # the file through which Gloo's ranks find each other
     parent_pid: int
     sizes_bytes: tuple[int, ...]
@@ -53,7 +52,7 @@ class WorkerPlan:
     def from_json(cls, text: str) -> WorkerPlan:
         """What `to_json` gave."""
         fields = json.loads(text)
-        fields["links"] = {int(peer): LinkDescriptors(*ends) for peer, ends in fields["links"].items()}
+        fields["links"] = {int(peer): tuple(ends) for peer, ends in fields["links"].items()}
         for name in ("sizes_bytes", "repeats", "schedules"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
@@ -143,7 +142,7 @@ def main(plan: WorkerPlan) -> None:
             )
         )
         group.allocate(max(plan.sizes_bytes, default=0), "the benchmark")
-        links = attach_mesh(plan.rank, plan.links)
+        links = SharedMesh.attach(plan.rank, plan.links)
         for link in links.values():
             stack.enter_context(link)
         executors = {

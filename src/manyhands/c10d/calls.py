@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import torch
 
 from manyhands.errors import UserError
+from manyhands.wire.dtypes import BY_CODE, CODES
 
 __all__ = [
     "COMPARED_WORDS",
-    "DTYPE_CODES",
     "EXTENT_WORD",
     "RECORD_WORDS",
     "Call",
@@ -65,14 +65,6 @@ class Reduction(IntEnum):
     BXOR = 8
 
 
-_DTYPE_NAMES: Final = (
-    *("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"),
-    *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-DTYPE_CODES: Final[dict[torch.dtype, int]] = {
-    getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES, start=1) if hasattr(torch, name)
-}
 _NO_ROOT: Final = -1
 _SHOWN_DIMS: Final = 6
 
@@ -124,7 +116,7 @@ class Call(NamedTuple):
         if not self.dtype:
             return "nothing"
         sizes = ", ".join(map(str, self.shape)) + (", …" if self.dims > _SHOWN_DIMS else "")
-        one = f"{_DTYPE_NAMES[self.dtype - 1]}[{sizes}]"
+        one = f"{str(BY_CODE[self.dtype]).removeprefix('torch.')}[{sizes}]"
         return f"{self.tensors} tensors, first {one}" if self.tensors > 1 else one
 
     def __str__(self) -> str:
@@ -164,9 +156,9 @@ def call_of(
 
 def dtype_code(dtype: torch.dtype) -> int:
     """The number of a dtype in records; a UserError for one that cannot travel."""
-    code = DTYPE_CODES.get(dtype)
+    code = CODES.get(dtype)
     if code is None:
-        raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, DTYPE_CODES))}")
+        raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, CODES))}")
     return code
 
 

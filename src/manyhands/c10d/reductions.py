@@ -16,15 +16,10 @@ from manyhands.c10d.calls import Reduction
 from manyhands.c10d.rounds import Reducer
 from manyhands.errors import UserError
 from manyhands.group import kernels
+from manyhands.wire.dtypes import HALVES, SUMMED
 
 __all__ = ["check_reduction", "combine", "compiled_reducer"]
 
-_KINDS: Final = {
-    torch.float32: kernels.FLOAT32,
-    torch.float64: kernels.FLOAT64,
-    torch.bfloat16: kernels.BFLOAT16,
-    torch.float16: kernels.FLOAT16,
-}
 _OPERATIONS: Final = {
     Reduction.SUM: kernels.SUM,
     Reduction.AVG: kernels.MEAN,
@@ -41,13 +36,12 @@ _BY_TORCH: Final[dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Te
     Reduction.BXOR: torch.bitwise_xor,
 }
 _BITWISE: Final = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
-_HALVES: Final = (torch.float16, torch.bfloat16)
 
 
 @cache
 def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> Reducer | None:
     """The compiled reduction, compiled when it is first asked for; None where torch must do it."""
-    kind, operation = _KINDS.get(dtype), _OPERATIONS.get(reduction)
+    kind, operation = SUMMED.get(dtype), _OPERATIONS.get(reduction)
     if kind is None or operation is None:
         return None
     return Reducer(kernels.reducer_address(kind), operation, dtype.itemsize)
@@ -67,7 +61,7 @@ def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
 def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
     """The parts of all ranks, combined in their order into a new tensor."""
     dtype = parts[0].dtype
-    wide = torch.float32 if dtype in _HALVES else dtype
+    wide = torch.float32 if dtype in HALVES else dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         total = _BY_TORCH[reduction](total, part.to(wide))

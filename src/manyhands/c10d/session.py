@@ -22,8 +22,7 @@ from manyhands.c10d.underneath import Underneath
 from manyhands.c10d.works import Conductor
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import UserError
-from manyhands.link.mesh import SharedMesh, attach_mesh
-from manyhands.link.shared import LinkDescriptors
+from manyhands.link.mesh import SharedMesh
 
 __all__ = ["Local", "Place", "Session", "open_session"]
 
@@ -134,8 +133,8 @@ def _open_local(
     resources.callback(stage.close)
     executor = None
     if options.algorithm != SHARED:
-        pairs = {peer: LinkDescriptors(*ends[2 * i : 2 * i + 2]) for i, peer in enumerate(peers)}
-        links = attach_mesh(place.rank, pairs)
+        pairs = {peer: ends[2 * i : 2 * i + 2] for i, peer in enumerate(peers)}
+        links = SharedMesh.attach(place.rank, pairs)
         for link in links.values():
             resources.callback(link.close)
         executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
@@ -160,7 +159,7 @@ def _share(meeting: Meeting, options: Options, timeout_s: float) -> tuple[int, .
             made.callback(os.close, letters)
             if options.algorithm == SHARED:
                 return [(memory, letters)] * meeting.world
-            mesh = made.enter_context(SharedMesh.create(meeting.world))
+            mesh = made.enter_context(SharedMesh(meeting.world))
             ends = [sorted(mesh.descriptors(rank).items()) for rank in range(meeting.world)]
             return [(memory, letters, *(end for _, pair in pairs for end in pair)) for pairs in ends]
 

@@ -16,10 +16,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from manyhands.allreduce.buckets import BucketLayout
 from manyhands.errors import UserError
 from manyhands.group.shared import SharedGroup
-from manyhands.memory.segment import CACHE_LINE, Segment, round_up
+from manyhands.memory.segment import CACHE_LINE, Segment
+from manyhands.wire.layout import BucketLayout, side_by_side
 
 __all__ = ["ParameterHome"]
 
@@ -82,20 +82,15 @@ class _Extent:
 
 def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
     """Where each parameter begins, in bytes, and how many there are in all."""
-    end, by_slot = 0, {}
-    for layout in layouts:
-        for slot in layout.slots:
-            by_slot[slot.parameter] = end + slot.offset * layout.dtype.itemsize
-        end = round_up(end + layout.count * layout.dtype.itemsize, CACHE_LINE)
-    places, trainable = [], 0
-    for parameter in parameters:
-        if parameter.requires_grad:
-            places.append(by_slot[trainable])
-            trainable += 1
-        else:
-            places.append(end)
-            end = round_up(end + parameter.nbytes, CACHE_LINE)
-    return places, end
+    begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
+    by_slot = {
+        slot.parameter: begin + slot.offset * layout.dtype.itemsize
+        for begin, layout in zip(begins, layouts, strict=True)
+        for slot in layout.slots
+    }
+    frozen, end = side_by_side((one.nbytes for one in parameters if not one.requires_grad), CACHE_LINE, end)
+    trained, kept = iter(sorted(by_slot)), iter(frozen)
+    return [by_slot[next(trained)] if one.requires_grad else next(kept) for one in parameters], end
 
 
 def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -14,11 +14,11 @@ Pure: the same layouts give the same ownership on every worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from manyhands.allreduce.buckets import BucketLayout, Slot, padded
 from manyhands.group.shared import slice_of
 from manyhands.sharding.pieces import Piece
+from manyhands.wire.layout import BucketLayout, Slot, bucket_of, least_loaded, padded
 
 __all__ = ["Ownership", "cut", "keep_whole"]
 
@@ -55,24 +55,15 @@ def keep_whole(layouts: Sequence[BucketLayout], world: int) -> Ownership:
 
 
 def _owners(layouts: Sequence[BucketLayout], world: int) -> dict[int, int]:
-    sizes = [
-        (slot.count * layout.dtype.itemsize, slot.parameter) for layout in layouts for slot in layout.slots
-    ]
-    loads = [0] * world
-    owners = {}
-    for size, parameter in sorted(sizes, key=lambda one: (-one[0], one[1])):
-        owner = loads.index(min(loads))
-        owners[parameter] = owner
-        loads[owner] += size
-    return owners
+    slots = [(slot, layout.dtype.itemsize) for layout in layouts for slot in layout.slots]
+    numbers = [slot.parameter for slot, _ in slots]
+    owners = least_loaded([slot.count * item for slot, item in slots], world, numbers)
+    return dict(zip(numbers, owners, strict=True))
 
 
 def _sorted(layout: BucketLayout, owners: dict[int, int]) -> BucketLayout:
-    slots, offset = [], 0
-    for slot in sorted(layout.slots, key=lambda slot: owners[slot.parameter]):
-        slots.append(replace(slot, offset=offset))
-        offset += padded(slot.count, layout.dtype)
-    return replace(layout, slots=tuple(slots))
+    slots = sorted(layout.slots, key=lambda slot: owners[slot.parameter])
+    return bucket_of(layout.dtype, ((slot.parameter, slot.count) for slot in slots))
 
 
 def _ranges(layout: BucketLayout, owners: dict[int, int], world: int) -> tuple[range, ...]:

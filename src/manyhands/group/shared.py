@@ -33,15 +33,10 @@ from manyhands.group import kernels, progress
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
 from manyhands.memory.sign import sign_address
 from manyhands.memory.waiting import ABORTED, REACHED, TIMED_OUT, spins_for
+from manyhands.wire.dtypes import SUMMED
 
 __all__ = ["Bucket", "GroupStats", "SharedGroup", "SharedGroupFiles", "slice_of", "warm"]
 
-_KINDS = {
-    torch.float32: kernels.FLOAT32,
-    torch.float64: kernels.FLOAT64,
-    torch.bfloat16: kernels.BFLOAT16,
-    torch.float16: kernels.FLOAT16,
-}
 _OPERATIONS = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1
 _HEADER = 4  # words of line 0: magic, version, world, number of the operation before the first
@@ -53,8 +48,8 @@ _RESERVE_BYTES_PER_S = 200e6  # a cautious pace for the kernel to hand out zeroe
 def warm(dtypes: Iterable[torch.dtype]) -> None:
     """Compile the reductions of these types into the cache: once here, so that workers do not each do it."""
     for dtype in dtypes:
-        if dtype in _KINDS:
-            kernels.reducer_address(_KINDS[dtype])
+        if dtype in SUMMED:
+            kernels.reducer_address(SUMMED[dtype])
 
 
 def slice_of(count: int, item_bytes: int, rank: int, world: int) -> range:
@@ -251,8 +246,8 @@ class SharedGroup:
         """
         if self._arena is None:
             raise UserError("bucket: allocate comes first")
-        if dtype not in _KINDS:
-            raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, _KINDS))}")
+        if dtype not in SUMMED:
+            raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, SUMMED))}")
         end = offset + count * dtype.itemsize
         if offset < 0 or offset % CACHE_LINE or count < 0 or end > self._part_bytes:
             raise UserError(
@@ -264,7 +259,7 @@ class SharedGroup:
             mine = slice_of(count, dtype.itemsize, self.rank, self.world)
         block = self._new_block(progress.BUCKET_TABLE + self.world)
         block[progress.BUCKET_COUNT] = len(mine)
-        block[progress.BUCKET_REDUCER] = kernels.reducer_address(_KINDS[dtype])
+        block[progress.BUCKET_REDUCER] = kernels.reducer_address(SUMMED[dtype])
         begins = [(self._common_bytes or 0) + rank * self._part_bytes + offset for rank in range(self.world)]
         first = self._arena.address + mine.start * dtype.itemsize
         block[progress.BUCKET_TABLE :] = [first + begin for begin in begins]

@@ -1,4 +1,4 @@
-"""The receiving half of a shared-memory link: a read that can stop at any byte and go on later."""
+"""The receiving half of a link: a read that can stop at any byte and go on later."""
 
 from __future__ import annotations
 
@@ -9,61 +9,66 @@ from typing import Final
 
 import torch
 
-from manyhands.link import ring
 from manyhands.link.base import Closed, PeerDied, ReceiveOutcome, TimedOut, hand_out, room_for
-from manyhands.link.message import HEADER_BYTES, Header, ProtocolError
+from manyhands.link.message import HEADER_BYTES, Frame, Header, ProtocolError
 from manyhands.link.outgoing import SLICE_NS
-from manyhands.memory.waiting import LEAVE_BYTES, leave_cores, on_my_core
 
-__all__ = ["Incoming"]
+__all__ = ["Incoming", "Read"]
+
+Read = Callable[[int, int, int, int, int], int]
+"""(address, bytes, done, until, spins): fill memory after its first `done` bytes until that moment in nanoseconds, 0
+for no wait, looking so often before it sleeps; how many bytes are there now."""
 
 _LOOK_EVERY_NS: Final = 500_000
 _PART_EVERY_NS: Final = 10_000_000
 _NEVER_NS: Final = 1 << 63
+_GOODBYE: Final = Frame.GOODBYE  # looked at with every message, and enumerations are slow
 
 
 class Incoming:
-    """One direction of a link, seen by its consumer.
+    """One direction of a link, seen by its consumer, who takes what came by `read`.
 
     What was read of an unfinished message is kept here, so a deadline in the middle of one loses nothing.
-    With `part`, a consumer that finds its producer on its own core moves to another.
+    With `part`, which does it, a consumer that finds its producer on its own core moves to another.
     """
 
     def __init__(
         self,
-        address: int,
+        read: Read,
         max_payload_bytes: int,
         peer_end: Callable[[], Closed | PeerDied | None],
         peer: str,
-        spins: int,
-        part: bool,
+        spins: int = 0,
+        part: Callable[[], bool] | None = None,
     ) -> None:
-        self._ring = address
+        self._read = read
         self._max_payload_bytes = max_payload_bytes
         self._peer_end = peer_end
         self._peer = peer
-        self._spins = spins
         self._bytes = bytearray(HEADER_BYTES)
         self._bytes_address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
         self._header: Header | None = None
         self._target: torch.Tensor | None = None
         self._done = 0  # bytes read of the header, and then of the payload
         self._sequence = 0
-        self._part_ns = 0 if part else _NEVER_NS
-        self._room = (ctypes.c_char * LEAVE_BYTES)()
+        self._spins = spins
+        self._part = part
+        self._part_ns = 0 if part is not None else _NEVER_NS
 
     def receive(self, timeout_s: float, into: torch.Tensor | None) -> ReceiveOutcome:
         """Read the next message, or go on with the one a deadline interrupted."""
         start_ns = time.monotonic_ns()
         deadline_ns = start_ns + int(timeout_s * 1e9)
         if start_ns >= self._part_ns:
-            self._part(start_ns)
+            self._leave_core(start_ns)
         header = self._header
         if header is None:
             outcome = self._fill(self._bytes_address, HEADER_BYTES, start_ns, deadline_ns)
             if outcome is not None:
                 return outcome
             header = self._decode()
+        if header.frame is _GOODBYE:
+            return Closed()
         if self._target is None:
             self._target = room_for(header, into, self._peer)
         elif into is not None:
@@ -77,12 +82,10 @@ class Incoming:
         self._sequence += 1
         return received
 
-    def _part(self, now_ns: int) -> None:
+    def _leave_core(self, now_ns: int) -> None:
         """Leave this core if the peer runs on it too, unless that was tried just now."""
-        self._part_ns = now_ns + _LOOK_EVERY_NS
-        if on_my_core(self._ring):
-            self._part_ns = now_ns + _PART_EVERY_NS
-            leave_cores(self._ring, 1, 0, ctypes.addressof(self._room))
+        assert self._part is not None, "else it is never tried"
+        self._part_ns = now_ns + (_PART_EVERY_NS if self._part() else _LOOK_EVERY_NS)
 
     def _decode(self) -> Header:
         header = Header.decode(self._bytes, self._max_payload_bytes)
@@ -102,13 +105,13 @@ class Incoming:
         now_ns = start_ns
         while True:
             until_ns = min(deadline_ns, now_ns + SLICE_NS) if deadline_ns > now_ns else 0
-            self._done = ring.read(self._ring, address, num_bytes, self._done, until_ns, self._spins)
+            self._done = self._read(address, num_bytes, self._done, until_ns, self._spins)
             if self._done == num_bytes:
                 return None
             end = self._peer_end()
             if end is not None:
-                # What it said before it went may have arrived after the look into the ring.
-                self._done = ring.read(self._ring, address, num_bytes, self._done, 0, 0)
+                # What it said before it went may have arrived after the last look.
+                self._done = self._read(address, num_bytes, self._done, 0, 0)
                 return None if self._done == num_bytes else end
             now_ns = time.monotonic_ns()
             if now_ns >= deadline_ns:

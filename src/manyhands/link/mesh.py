@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
 
 from manyhands.errors import UserError
-from manyhands.link.base import DEFAULT_QUEUE_BYTES
-from manyhands.link.shared import DEFAULT_CAPACITY_BYTES, LinkDescriptors, SharedLink, SharedLinkFiles
+from manyhands.link.base import Link
+from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
+from manyhands.link.tcp import TcpLink, connected
 
-__all__ = ["SharedMesh", "attach_mesh"]
+__all__ = ["Mesh", "SharedMesh", "TcpMesh", "mesh_kind"]
 
 
-class SharedMesh:
-    """One shared-memory link for each pair of `world` ranks, in the process that makes them.
+class Mesh(ABC):
+    """One link for each pair of `world` ranks, in the process that makes them; a context manager.
 
-    A context manager. `descriptors(rank)` goes to the child of that rank (`pass_fds`, and the numbers on its
-    command line), which calls `attach_mesh`. The parent then closes the mesh: a lifeline it keeps hides a
-    death.
+    `descriptors(rank)` goes to the child of that rank (`pass_fds`, and the numbers on its command line), which calls
+    `attach`. The parent then closes the mesh: an end it keeps hides a death.
     """
 
-    def __init__(self, world: int, files: Mapping[tuple[int, int], SharedLinkFiles]) -> None:
-        """Own the files of each pair (lower rank, higher rank); use `create`."""
-        self.world = world
-        self._files = files
+    parts: ClassVar[tuple[str, ...]]
+    """What an end of a link is made of: as many names as descriptors."""
 
-    @classmethod
-    def create(cls, world: int, capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> Self:
-        """Reserve all links, or none and raise OutOfSharedMemory."""
+    def __init__(self, world: int) -> None:
         if world < 1:
             raise UserError(f"world={world}: a mesh has at least one rank")
-        files: dict[tuple[int, int], SharedLinkFiles] = {}
+        self.world = world
         try:
             for high in range(world):
                 for low in range(high):
-                    files[low, high] = SharedLinkFiles.create(capacity_bytes)
+                    self._make(low, high)
         except BaseException:
-            for made in files.values():
-                made.close()
+            self.close()
             raise
-        return cls(world, files)
 
-    def descriptors(self, rank: int) -> dict[int, LinkDescriptors]:
-        """What `rank` inherits, by peer; the descriptors stay this object's."""
-        return {
-            high if rank == low else low: files.descriptors(0 if rank == low else 1)
-            for (low, high), files in self._files.items()
-            if rank in (low, high)
-        }
+    @abstractmethod
+    def _make(self, low: int, high: int) -> None:
+        """Reserve the link of a pair."""
 
+    @abstractmethod
+    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
+        """The descriptors of end 0, the lower rank's, or 1."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close this process's copies; idempotent."""
-        for files in self._files.values():
-            files.close()
+
+    @staticmethod
+    @abstractmethod
+    def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> Mapping[int, Link]:
+        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
+
+    def descriptors(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """What `rank` inherits, by peer; the descriptors stay this object's."""
+        return {
+            peer: tuple(self._end(min(rank, peer), max(rank, peer), 0 if rank < peer else 1))
+            for peer in range(self.world)
+            if peer != rank
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -61,17 +70,73 @@ class SharedMesh:
         self.close()
 
 
-def attach_mesh(
-    rank: int, descriptors: Mapping[int, LinkDescriptors], *, queue_bytes: int = DEFAULT_QUEUE_BYTES
-) -> dict[int, SharedLink]:
-    """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
-    return {
-        peer: SharedLink.attach(
-            LinkDescriptors(*files),
-            end=0 if rank < peer else 1,
-            peer=f"rank {peer}",
-            roles=len(descriptors) + 1,
-            queue_bytes=queue_bytes,
-        )
-        for peer, files in descriptors.items()
-    }
+class SharedMesh(Mesh):
+    """Links through shared memory; OutOfSharedMemory is raised where there is not enough for all of them."""
+
+    parts = LinkDescriptors._fields
+
+    def __init__(self, world: int) -> None:
+        self._files: dict[tuple[int, int], SharedLinkFiles] = {}
+        super().__init__(world)
+
+    def _make(self, low: int, high: int) -> None:
+        self._files[low, high] = SharedLinkFiles.create()
+
+    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
+        return self._files[low, high].descriptors(end)
+
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+        for files in self._files.values():
+            files.close()
+
+    @staticmethod
+    def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, SharedLink]:
+        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
+        return {
+            peer: SharedLink.attach(
+                LinkDescriptors(*files),
+                end=0 if rank < peer else 1,
+                peer=f"rank {peer}",
+                roles=len(descriptors) + 1,
+            )
+            for peer, files in descriptors.items()
+        }
+
+
+class TcpMesh(Mesh):
+    """Connections over loopback: what travels between the ranks can be shaped as a network is."""
+
+    parts = ("connection",)
+
+    def __init__(self, world: int) -> None:
+        self._ends: dict[tuple[int, int], tuple[int, int]] = {}
+        super().__init__(world)
+
+    def _make(self, low: int, high: int) -> None:
+        first, second = connected()
+        self._ends[low, high] = first.detach(), second.detach()
+
+    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
+        return (self._ends[low, high][end],)
+
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+        for ends in self._ends.values():
+            for descriptor in ends:
+                os.close(descriptor)
+        self._ends = {}
+
+    @staticmethod
+    def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, TcpLink]:
+        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
+        del rank  # both ends are alike
+        return {
+            peer: TcpLink(socket.socket(fileno=descriptor), peer=f"rank {peer}")
+            for peer, (descriptor,) in descriptors.items()
+        }
+
+
+def mesh_kind(*, network: bool) -> type[Mesh]:
+    """What links the ranks of one host: shared memory, or what networks are made of."""
+    return TcpMesh if network else SharedMesh

@@ -27,14 +27,13 @@ from typing import Final, NamedTuple
 import torch
 
 from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.wire.dtypes import CODES, LINKED
 
 __all__ = [
     "DEFAULT_MAX_PAYLOAD_BYTES",
-    "DTYPE_CODES",
     "HEADER_BYTES",
     "MAGIC",
     "PROTOCOL_VERSION",
-    "SUPPORTED_DTYPES",
     "Frame",
     "Header",
     "Message",
@@ -51,37 +50,10 @@ _RESERVED: Final = bytes(22)
 _U32: Final = 1 << 32
 _U64: Final = 1 << 64
 
-SUPPORTED_DTYPES: Final = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-)
-
-# Codes are part of the protocol: never renumber one, never reuse one.
-DTYPE_CODES: Final[dict[torch.dtype, int]] = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.int8: 5,
-    torch.int16: 6,
-    torch.int32: 7,
-    torch.int64: 8,
-    torch.uint8: 9,
-    torch.bool: 10,
-}
+_DTYPE_CODES: Final = {dtype: CODES[dtype] for dtype in LINKED}
 _NO_PAYLOAD: Final = 0
-_DTYPES: Final[dict[int, torch.dtype]] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_DTYPES: Final = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
-if set(DTYPE_CODES) != set(SUPPORTED_DTYPES) or len(_DTYPES) != len(DTYPE_CODES) or _NO_PAYLOAD in _DTYPES:
-    raise ImportError("link/message.py: every supported dtype needs one wire code of its own, other than 0")
 if HEADER_BYTES != 64:
     raise ImportError(f"link/message.py: the header is {HEADER_BYTES} bytes, the protocol says 64")
 
@@ -143,8 +115,8 @@ def _check_payload(tensor: torch.Tensor) -> None:
             f"payload of shape {tuple(tensor.shape)}: must be one-dimensional and contiguous; "
             "send tensor.contiguous().view(-1)"
         )
-    if tensor.dtype not in DTYPE_CODES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+    if tensor.dtype not in _DTYPE_CODES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in LINKED)
         raise UserError(f"payload of dtype {tensor.dtype}: allowed are {allowed}")
     if not tensor.is_cpu:
         raise UserError(f"payload on device {tensor.device}: must be on the CPU; send tensor.cpu()")
@@ -181,7 +153,7 @@ class Header(NamedTuple):
 
     def encode(self) -> bytes:
         """These fields as 64 bytes."""
-        code = _NO_PAYLOAD if self.dtype is None else DTYPE_CODES[self.dtype]
+        code = _NO_PAYLOAD if self.dtype is None else _DTYPE_CODES[self.dtype]
         return _LAYOUT.pack(
             MAGIC,
             PROTOCOL_VERSION,

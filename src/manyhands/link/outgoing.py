@@ -1,8 +1,7 @@
-"""The sending half of a shared-memory link: straight into the ring, a bounded queue for what finds no room.
+"""The sending half of a link: straight into what carries it, a bounded queue for what finds no room.
 
 The queue holds references, never copies. A thread, started by the first message that does not fit, drains it
-with a compiled kernel outside the interpreter lock; while the queue is empty, the caller of `send` writes the
-ring itself.
+outside the interpreter lock; while the queue is empty, the caller of `send` writes by itself.
 """
 
 from __future__ import annotations
@@ -17,11 +16,15 @@ from typing import Final
 
 import torch
 
-from manyhands.link import ring
 from manyhands.link.base import Closed, Flushed, FlushOutcome, Full, PeerDied, Queued, SendOutcome, TimedOut
 from manyhands.link.message import HEADER_BYTES
 
-__all__ = ["SLICE_NS", "Outgoing"]
+__all__ = ["SLICE_NS", "Outgoing", "Write"]
+
+Write = Callable[[int, int, int, int, int, int, int], int]
+"""(address and bytes of the header, address and bytes of the payload, done, until, spins): go on after the first `done`
+bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are done now.
+"""
 
 SLICE_NS: Final = 50_000_000
 """The longest sleep between two looks at the peer's lifeline."""
@@ -31,7 +34,7 @@ _AT_ONCE: Final = Queued(0)
 
 @dataclass(slots=True)
 class _Waiting:
-    """A message of which `done` bytes, header included, are in the ring."""
+    """A message of which `done` bytes, header included, have left."""
 
     header: ctypes.Array[ctypes.c_char]
     payload: torch.Tensor | None
@@ -44,7 +47,7 @@ class _Waiting:
 
 
 class Outgoing:
-    """One direction of a link, seen by its producer.
+    """One direction of a link, seen by its producer, who lets it leave by `write`.
 
     `peer_end` says how the peer left, or None while it is there; it is asked at every send and at least every
     50 ms of waiting.
@@ -52,13 +55,13 @@ class Outgoing:
 
     def __init__(
         self,
-        address: int,
+        write: Write,
         queue_bytes: int,
         peer_end: Callable[[], Closed | PeerDied | None],
         name: str,
-        spins: int,
+        spins: int = 0,
     ) -> None:
-        self._ring = address
+        self._write_bytes = write
         self._queue_bytes = queue_bytes
         self._peer_end = peer_end
         self._name = name
@@ -108,7 +111,7 @@ class Outgoing:
             return self._end or TimedOut(time.monotonic() - start)
 
     def close(self) -> bool:
-        """Stop, and say whether everything that was taken has left; the ring is not touched afterwards."""
+        """Stop, and say whether everything that was taken has left; nothing is written afterwards."""
         with self._changed:
             if self._end is None:
                 self._end = Closed()
@@ -123,17 +126,9 @@ class Outgoing:
         self, header_address: int, payload: torch.Tensor | None, payload_bytes: int, done: int, until_ns: int
     ) -> int:
         payload_address = payload.data_ptr() if payload_bytes and payload is not None else 0
-        written: int = ring.write(
-            self._ring,
-            header_address,
-            HEADER_BYTES,
-            payload_address,
-            payload_bytes,
-            done,
-            until_ns,
-            self._spins,
+        return self._write_bytes(
+            header_address, HEADER_BYTES, payload_address, payload_bytes, done, until_ns, self._spins
         )
-        return written
 
     def _drain(self) -> None:
         """The thread: write the first message of the queue, slice by slice, until there is none."""

@@ -10,11 +10,14 @@ for the links between all ranks of a group. `SharedLink.pair` has both ends in o
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -40,7 +43,7 @@ from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, Header, Message
 from manyhands.link.outgoing import SLICE_NS, Outgoing
 from manyhands.link.wire import Wire
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, round_up
-from manyhands.memory.waiting import spins_for
+from manyhands.memory.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
 
 __all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]
 
@@ -141,9 +144,16 @@ class SharedLink(Link):
         spins = _PATIENCE * spins_for(roles)
         room_to_part = roles <= len(os.sched_getaffinity(0))
         self._outgoing = Outgoing(
-            out_address, queue_bytes, self._peer_end, f"manyhands link to {peer}", spins
+            partial(ring.write, out_address), queue_bytes, self._peer_end, f"manyhands link to {peer}", spins
         )
-        self._incoming = Incoming(in_address, max_payload_bytes, self._peer_end, peer, spins, room_to_part)
+        self._incoming = Incoming(
+            partial(ring.read, in_address),
+            max_payload_bytes,
+            self._peer_end,
+            peer,
+            spins,
+            _leaver(in_address) if room_to_part else None,
+        )
         _open_links.add(self)
 
     @classmethod
@@ -266,6 +276,18 @@ class SharedLink(Link):
         if how == ring.CUT:
             return PeerDied(f"{self.peer} closed the link with messages still queued, which are lost")
         return PeerDied(f"{self.peer} is gone: its process ended without closing the link")
+
+
+def _leaver(address: int) -> Callable[[], bool]:
+    room = (ctypes.c_char * LEAVE_BYTES)()
+
+    def leave() -> bool:
+        if not on_my_core(address):
+            return False
+        leave_cores(address, 1, 0, ctypes.addressof(room))
+        return True
+
+    return leave
 
 
 def _holds(lifeline: socket.socket) -> bool:

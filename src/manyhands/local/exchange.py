@@ -73,6 +73,9 @@ class LocalExchange(Exchange):
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective where an average is due: what all brought since the last one. Parameters follow in `settle`."""
+        assert self._replica is not None, "attach comes before agree"
+        if not self._losses:
+            self._replica.begin()
         self._broken = self._broken or not local.is_finite
         self._weight += local.share
         self._losses.append(local.loss * local.share if local.is_finite and local.share else 0.0)

@@ -2,12 +2,15 @@
 
 Only parameters that some worker's backward has reached since the last average take part: any other is the same on all,
 and an average would change its last bits. State of no dimension, such as Adam's count of steps, is averaged in double
-precision, so that equal counts stay what they are.
+precision and travels as it is, so that equal counts stay what they are.
+
+Where a codec rounds what travels, that is how far each worker has come since the last average: a change is small, and
+so is what is lost of it, while parameters themselves would never leave the codec's coarse grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,9 @@ from torch.optim import Optimizer
 from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.errors import UserError
 from manyhands.sharding.kept import kept_by
+from manyhands.wire.layout import BucketLayout, bucket_of, trainable
+from manyhands.wire.parcels import Parcel
+from manyhands.wire.tap import GradientTap
 
 __all__ = ["Replica"]
 
@@ -24,17 +30,29 @@ _SMALLEST_STATUS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where one tensor lies: a parameter, or, with a name, a state that the optimizer keeps for it."""
+class _Held:
+    """One tensor: a parameter, or, with a name, a state that the optimizer keeps for it."""
 
     number: int
     """Of the parameter, among the trainable ones."""
 
     state: str | None
-    bucket: int
-    span: slice
     shape: torch.Size
     dtype: torch.dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether it travels as it is, in double precision."""
+        return self.state is not None and not self.shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Place:
+    """Where one tensor lies, flat; and what all had at the last average, where its changes travel."""
+
+    held: _Held
+    room: Tensor
+    before: Tensor | None
 
 
 class Replica:
@@ -44,20 +62,26 @@ class Replica:
         self._collective = collective
         self._model = model
         self._optimizer = optimizer
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = list(trainable(model))
         self._reached = [False] * len(self._parameters)
-        self._dtypes: list[torch.dtype] = []
-        self._places = self._lay_out()
-        ends = [0] * len(self._dtypes)
-        for place in self._places:
-            ends[place.bucket] = max(ends[place.bucket], place.span.stop)
-        status = (max(_SMALLEST_STATUS, 2 * len(self._parameters)), torch.float64)
-        *self._buckets, self._status = collective.allocate([*zip(ends, self._dtypes, strict=True), status])
-        self.on_gradient: Callable[[], None] = lambda: None
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(number))  # type: ignore[no-untyped-call]
-            for number, parameter in enumerate(self._parameters)
+        held = self._held()
+        layouts = _lay_out(held)
+        parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
+        count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
+        status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
+        *self._buckets, self._status = collective.allocate([*parcels, status])
+        self._before = {
+            parcel.number: torch.zeros(parcel.count, dtype=parcel.dtype)
+            for parcel in parcels
+            if collective.rounds(parcel)
+        }
+        self._places = [
+            place
+            for number, (layout, _) in enumerate(layouts)
+            for place in _places(held, layout, self._buckets[number], self._before.get(number))
         ]
+        self.on_gradient: Callable[[], None] = lambda: None
+        self._tap = GradientTap(self._parameters, self._note)
 
     def broadcast(self) -> None:
         """Collective: worker 0's parameters and buffers to all."""
@@ -65,24 +89,37 @@ class Replica:
         broadcast(self._collective, len(self._buckets), self._status, tensors)
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Before the first step since the last average: keep what all have, where changes travel."""
+        for place in self._places:
+            tensor = self._tensor(place.held)
+            if place.before is not None and tensor is not None:
+                place.before.copy_(tensor.reshape(-1))
+
+    @torch.no_grad()
     def average(self, weight: float) -> None:
         """Collective: the sum of `weight` times each worker's replica becomes everyone's."""
         reached, kept = self._agree_on_parts()
         for place in self._places:
-            room = self._buckets[place.bucket][place.span]
-            tensor = self._tensor(place)
+            tensor = self._tensor(place.held)
             if tensor is None:
-                room.zero_()  # this worker has no such state yet
-            else:
-                room.copy_(tensor.reshape(-1)).mul_(weight)
+                place.room.zero_()  # this worker has no such state yet
+                continue
+            place.room.copy_(tensor.reshape(-1))
+            if place.before is not None:
+                place.room.sub_(place.before)
+            place.room.mul_(weight)
         for number in range(len(self._buckets)):
             self._collective.launch(number)
         self._collective.finish()
+        for number, before in self._before.items():
+            self._buckets[number].add_(before)
         for place in self._places:
-            if place.state is None and reached[place.number]:
-                self._parameters[place.number].copy_(self._mean(place))
-            elif place.state is not None and reached[place.number] and kept[place.number]:
-                self._keep(place)
+            held = place.held
+            if held.state is None and reached[held.number]:
+                self._parameters[held.number].copy_(place.room.view(held.shape))
+            elif held.state is not None and reached[held.number] and kept[held.number]:
+                self._keep(held, place.room.view(held.shape))
         self._reached = [False] * len(self._parameters)
 
     def total(self, values: Tensor) -> Tensor:
@@ -91,54 +128,33 @@ class Replica:
 
     def close(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._tap.close()
 
-    def _lay_out(self) -> list[_Place]:
+    def _held(self) -> list[_Held]:
+        """Everything that is averaged; UserError for what cannot be."""
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        kept = kept_by(self._optimizer)
-        tensors: list[tuple[int, str | None, torch.Size, torch.dtype]] = [
-            (number, None, parameter.shape, parameter.dtype)
+        held = [
+            _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
             for number, parameter in enumerate(self._parameters)
         ]
-        for parameter, states in kept.items():
-            tensors += [
-                (numbers[parameter], one.name, one.shape, one.dtype)
+        for parameter, states in kept_by(self._optimizer).items():
+            held += [
+                _Held(number=numbers[parameter], state=one.name, shape=one.shape, dtype=one.dtype)
                 for one in states
                 if one.dtype is not None and parameter in numbers
             ]
-        ends: dict[torch.dtype, int] = {}
-        places = []
-        for number, state, shape, dtype in tensors:
-            if not dtype.is_floating_point:
+        for one in held:
+            if not one.dtype.is_floating_point:
+                kind = type(self._optimizer).__name__
                 raise UserError(
-                    f"local averages what the optimizer keeps, but {type(self._optimizer).__name__} keeps {state!r} as "
-                    f"{dtype}; use an optimizer with floating-point state, or strategy=mirrored"
+                    f"local averages what the optimizer keeps, but {kind} keeps {one.state!r} as {one.dtype}; use an "
+                    "optimizer with floating-point state, or strategy=mirrored"
                 )
-            carried = torch.float64 if state is not None and not shape else dtype
-            begin = ends.get(carried, 0)
-            ends[carried] = begin + shape.numel()
-            if carried not in self._dtypes:
-                self._dtypes.append(carried)
-            places.append(
-                _Place(
-                    number=number,
-                    state=state,
-                    bucket=self._dtypes.index(carried),
-                    span=slice(begin, ends[carried]),
-                    shape=shape,
-                    dtype=dtype,
-                )
-            )
-        return places
+        return held
 
-    def _make_hook(self, number: int) -> Callable[[Tensor], None]:
-        def hook(_parameter: Tensor) -> None:
-            self._reached[number] = True
-            self.on_gradient()
-
-        return hook
+    def _note(self, number: int, _parameter: Tensor) -> None:
+        self._reached[number] = True
+        self.on_gradient()
 
     def _agree_on_parts(self) -> tuple[list[bool], list[bool]]:
         """Collective: which parameters any worker has reached, and which have state on any worker."""
@@ -146,23 +162,37 @@ class Replica:
         said = self.total(torch.tensor([*self._reached, *kept], dtype=torch.float64)).bool().tolist()
         return said[: len(kept)], said[len(kept) :]
 
-    def _tensor(self, place: _Place) -> Tensor | None:
-        parameter = self._parameters[place.number]
-        if place.state is None:
+    def _tensor(self, held: _Held) -> Tensor | None:
+        parameter = self._parameters[held.number]
+        if held.state is None:
             return parameter
-        value = self._optimizer.state.get(parameter, {}).get(place.state)
+        value = self._optimizer.state.get(parameter, {}).get(held.state)
         return value if isinstance(value, Tensor) else None
 
-    def _mean(self, place: _Place) -> Tensor:
-        return self._buckets[place.bucket][place.span].view(place.shape)
-
-    def _keep(self, place: _Place) -> None:
+    def _keep(self, held: _Held, mean: Tensor) -> None:
         """Take the mean of a state; who has none yet, because its parts were empty, begins with it."""
-        tensor = self._tensor(place)
+        tensor = self._tensor(held)
         if tensor is not None:
-            tensor.copy_(self._mean(place))
+            tensor.copy_(mean)
             return
-        parameter = self._parameters[place.number]
-        assert place.state is not None, "parameters are always there"
-        device = parameter.device if place.shape else torch.device("cpu")
-        self._optimizer.state[parameter][place.state] = self._mean(place).to(device, place.dtype, copy=True)
+        parameter = self._parameters[held.number]
+        assert held.state is not None, "parameters are always there"
+        device = parameter.device if held.shape else torch.device("cpu")
+        self._optimizer.state[parameter][held.state] = mean.to(device, held.dtype, copy=True)
+
+
+def _lay_out(held: Sequence[_Held]) -> list[tuple[BucketLayout, bool]]:
+    """A bucket for each type, and whether it travels as it is; slots number `held`."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
+    for index, one in enumerate(held):
+        kind = (torch.float64 if one.exact else one.dtype, one.exact)
+        kinds.setdefault(kind, []).append((index, one.shape.numel()))
+    return [(bucket_of(dtype, tensors), exact) for (dtype, exact), tensors in kinds.items()]
+
+
+def _places(
+    held: Sequence[_Held], layout: BucketLayout, bucket: Tensor, before: Tensor | None
+) -> Iterator[_Place]:
+    kept = dict(layout.views(before)) if before is not None else {}
+    for index, room in layout.views(bucket):
+        yield _Place(held=held[index], room=room, before=kept.get(index))

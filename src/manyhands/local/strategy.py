@@ -7,9 +7,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, TO_ROUNDING, Answer, Promise, Promises, Truth
-from manyhands.settings import setting
+from manyhands.facts import (
+    ENDS,
+    NO_SERVERS,
+    NOBODY_JOINS,
+    ROUNDED,
+    TO_ROUNDING,
+    Answer,
+    Promise,
+    Promises,
+    Truth,
+)
+from manyhands.settings import check_link, link_setting, setting
 from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW, check_codec, codec_setting
 
 __all__ = ["Local"]
 
@@ -26,7 +37,9 @@ def _read_steps(text: str) -> float:
 class Local(Strategy):
     """Every worker takes its own steps on its part of each batch; every `steps` of them all replicas are averaged.
 
-    `steps=1` with plain SGD is the synchronous step; `steps=inf` averages once, at the end.
+    `steps=1` with plain SGD is the synchronous step; `steps=inf` averages once, at the end. `link` is how processes of
+    one host talk: through `shared` memory, or in a ring by `tcp` on loopback; there `codec` makes what travels smaller:
+    how far each worker has come since the last average.
     """
 
     word: ClassVar[str] = "local"
@@ -35,10 +48,24 @@ class Local(Strategy):
     when_evaluating: ClassVar[str] = "Under local, evaluations wait for the next average."
 
     steps: float = setting(8, _read_steps)
+    link: str = link_setting()
+    codec: str = codec_setting()
 
     def __post_init__(self) -> None:
+        check_link(self.link)
+        check_codec(self.codec, link=self.link)
         if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
             raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
+
+    @property
+    def uses_network(self) -> bool:
+        """Where the link says so."""
+        return self.link == "tcp"
+
+    @property
+    def uses_links(self) -> bool:
+        """Only where there is a network; memory is averaged in place."""
+        return self.uses_network
 
     @property
     def stepwise(self) -> bool:
@@ -55,5 +82,5 @@ class Local(Strategy):
             worker_dies=ENDS,
             server_dies=NO_SERVERS,
             workers_join=NOBODY_JOINS,
-            same_numbers=TO_ROUNDING if self.steps == 1 else apart,
+            same_numbers=apart if self.steps != 1 else TO_ROUNDING if self.codec == RAW else ROUNDED,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from manyhands.allreduce.collective import SharedCollective
+from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.collective import SharedCollective, over_links
 from manyhands.local.exchange import LocalExchange
 from manyhands.local.strategy import Local
 from manyhands.training.exchange import Exchange, SingleExchange
@@ -17,7 +18,9 @@ class LocalTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
-        """One worker's end, in the shared memory of one host."""
+        """One worker's end: in the shared memory of one host, or in a ring of links."""
         if resources.world == 1:
             return SingleExchange()  # an average of one
+        if strategy.uses_links:
+            return LocalExchange(over_links(ALGORITHMS["ring"], resources, strategy.codec), strategy.steps)
         return LocalExchange(SharedCollective(resources.group()), strategy.steps)

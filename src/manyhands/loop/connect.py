@@ -30,8 +30,7 @@ from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.heartbeats import Heartbeats, address_of_interface, exchange_places
 from manyhands.link.heartbeats import Place as BeatPlace
-from manyhands.link.mesh import SharedMesh, attach_mesh
-from manyhands.link.shared import LinkDescriptors
+from manyhands.link.mesh import mesh_kind
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.place import Place
 from manyhands.loop.words import AloneCollective, Words
@@ -131,7 +130,7 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
         stack.enter_context(_share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
     ]
     words, gradients = groups
-    links = _share_links(meeting, timeout_s) if strategy.uses_links else {}
+    links = _share_links(meeting, strategy, timeout_s) if strategy.uses_links else {}
     resources = Resources(
         rank=meeting.local_rank,
         world=len(meeting.here),
@@ -165,7 +164,7 @@ def _on_several_hosts(
 ) -> Connection:
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     far = {rank: TorchLink(group, rank) for rank in range(meeting.world) if rank not in meeting.here}
-    links: dict[int, Link] = {**_share_links(meeting, timeout_s), **far}
+    links: dict[int, Link] = {**_share_links(meeting, strategy, timeout_s), **far}
     alarm = Alarm()
 
     def lose(rank: int, sentence: str) -> None:
@@ -204,13 +203,14 @@ def _share_group(meeting: Meeting, purpose: str, timeout_s: float) -> SharedGrou
     )
 
 
-def _share_links(meeting: Meeting, timeout_s: float) -> Mapping[int, Link]:
+def _share_links(meeting: Meeting, strategy: Strategy, timeout_s: float) -> Mapping[int, Link]:
     """Collective: a link to every other worker of this host, by rank."""
     places = range(len(meeting.here))
+    kind = mesh_kind(network=strategy.uses_network)
     with ExitStack() as made:
 
         def make() -> list[list[int]]:
-            mesh = made.enter_context(SharedMesh.create(len(meeting.here)))
+            mesh = made.enter_context(kind(len(meeting.here)))
             return [
                 [one for _, link in sorted(mesh.descriptors(place).items()) for one in link]
                 for place in places
@@ -218,10 +218,9 @@ def _share_links(meeting: Meeting, timeout_s: float) -> Mapping[int, Link]:
 
         descriptors = meeting.share("links", make, timeout_s)
     peers = [rank for rank in meeting.here if rank != meeting.rank]
-    pairs = zip(descriptors[::2], descriptors[1::2], strict=True)
-    return attach_mesh(
-        meeting.rank, {peer: LinkDescriptors(*pair) for peer, pair in zip(peers, pairs, strict=True)}
-    )
+    width = len(kind.parts)
+    ends = [descriptors[begin : begin + width] for begin in range(0, len(descriptors), width)]
+    return kind.attach(meeting.rank, dict(zip(peers, ends, strict=True)))
 
 
 def _open_gloo(

@@ -20,6 +20,8 @@ import torch
 from manyhands.allreduce.collective import Collective
 from manyhands.errors import UserError
 from manyhands.training.exchange import Times, Traffic
+from manyhands.wire.dtypes import BY_CODE, CODES, LINKED
+from manyhands.wire.parcels import Parcel
 
 __all__ = ["AloneCollective", "Call", "Word", "Words", "require_same"]
 
@@ -27,20 +29,7 @@ _FIELDS: Final = 6
 _SMALLEST_TABLE: Final = 64
 _CARRIERS: Final = (512, 32 * 1024)  # items of 8 bytes that travel in one piece: the smallest that suffices
 _MAX_DIMS: Final = 8
-_DTYPES: Final = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_DTYPES: Final = tuple(dtype for dtype in CODES if dtype in LINKED or dtype.is_complex)
 
 
 @unique
@@ -122,8 +111,11 @@ class Words:
         self.world = collective.world
         self._collective = collective
         size = max(_SMALLEST_TABLE, _FIELDS * self.world)
-        sizes = [(count, torch.float64) for count in (size, *_CARRIERS)]
-        self._table, *self._carriers = collective.allocate(sizes)
+        parcels = [
+            Parcel.whole(number, count, torch.float64, exact=True)
+            for number, count in enumerate((size, *_CARRIERS))
+        ]
+        self._table, *self._carriers = collective.allocate(parcels)
 
     def say(self, word: Word) -> None:
         """Say this worker's word; returns at once."""
@@ -212,10 +204,10 @@ class Words:
                 f"{_MAX_DIMS} dimensions of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
             )
         table = torch.zeros(self.world, 2 + _MAX_DIMS, dtype=torch.float64)
-        mine = [_DTYPES.index(rows.dtype), rows.dim(), *rows.shape]
+        mine = [CODES[rows.dtype], rows.dim(), *rows.shape]
         table[self.rank, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
         found = self.total(table.view(-1)).view_as(table).to(torch.int64).tolist()
-        kinds = [(_DTYPES[row[0]], tuple(row[3 : 2 + row[1]])) for row in found]
+        kinds = [(BY_CODE[row[0]], tuple(row[3 : 2 + row[1]])) for row in found]
         odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
         if odd is not None:
             told = (
@@ -234,9 +226,9 @@ class AloneCollective(Collective):
     rank = 0
     world = 1
 
-    def allocate(self, buckets: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Plain memory."""
-        return [torch.zeros(count, dtype=dtype) for count, dtype in buckets]
+        return [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
 
     def launch(self, index: int) -> None:
         """Nothing to do."""

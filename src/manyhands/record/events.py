@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from manyhands.link.wire import KNOWN_WIRES, Codec, Wire, codec_of, wire_of
+from manyhands.link.wire import KNOWN_WIRES, Wire, codec_of, wire_of
 
 __all__ = [
     "KNOWN_WIRES",
@@ -33,7 +33,6 @@ __all__ = [
     "NOBODY",
     "NO_STEP",
     "RECORD",
-    "Codec",
     "Event",
     "EventKind",
     "Records",
@@ -132,7 +131,7 @@ class Event:
     value: float
     message: int = 0
     wire: Wire = Wire.NONE
-    codec: Codec = Codec.RAW
+    codec: str = "raw"
 
     @classmethod
     def from_record(cls, record: Any) -> Event:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,11 @@ from manyhands.server.placement import Placement, place
 from manyhands.server.rows import require_lazy
 from manyhands.sharding.optimizers import is_elementwise, positions
 from manyhands.sharding.pieces import Piece
+from manyhands.wire.dtypes import SUMMED
+from manyhands.wire.layout import LINE_BYTES, least_loaded, side_by_side, trainable
 
 __all__ = ["Entry", "FlatLayout", "ShardRange", "Table"]
 
-LINE_BYTES = 64
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _TABLE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -118,12 +118,12 @@ class FlatLayout:
             raise UserError(f"the number of shards is {shards}; it must be at least 1")
         if sparse:
             require_lazy(optimizer)
-        named = _trainable(model)
+        named = trainable(model)
         _require_known(sparse, [name for names in named.values() for name in names])
         is_table = {parameter: any(name in sparse for name in names) for parameter, names in named.items()}
         dense = [parameter for parameter in named if not is_table[parameter]]
         place = _cut if is_elementwise(optimizer) else _keep_whole
-        offsets, bounds = place([round_up(parameter.nbytes, LINE_BYTES) for parameter in dense], shards)
+        offsets, bounds = place([parameter.nbytes for parameter in dense], shards)
         position_of = positions(optimizer)
         entries = tuple(
             _entry(named[parameter], parameter, offset, position_of.get(id(parameter)))
@@ -208,15 +208,6 @@ def _runs(memory: Tensor, starts: Sequence[tuple[int, torch.dtype]]) -> tuple[Te
     )
 
 
-def _trainable(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The trainable parameters in registration order, each with all of its names."""
-    named: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            named.setdefault(parameter, []).append(name)
-    return named
-
-
 def _require_known(sparse: Collection[str], names: Sequence[str]) -> None:
     for name in sparse:
         if name not in names:
@@ -230,29 +221,26 @@ def _require_room(memory: Tensor, num_bytes: int, what: str) -> None:
 
 def _cut(sizes: Sequence[int], shards: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
     """Where each entry begins, and the ranges of the shards: the lines divided evenly, wherever that falls."""
-    offsets = [0, *accumulate(sizes)]
-    lines = offsets.pop() // LINE_BYTES
-    cuts = [lines * shard // shards * LINE_BYTES for shard in range(shards + 1)]
+    offsets, end = side_by_side(sizes)
+    cuts = [end // LINE_BYTES * shard // shards * LINE_BYTES for shard in range(shards + 1)]
     return offsets, tuple(pairwise(cuts))
 
 
 def _keep_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
     """The same with every entry in one shard, as even as the sizes allow."""
-    loads = [0] * shards
-    owners = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += sizes[number]
-    cuts = [0, *accumulate(loads)]
-    offsets, ends = [], list(cuts)
-    for size, owner in zip(sizes, owners, strict=True):
-        offsets.append(ends[owner])
-        ends[owner] += size
+    owners = least_loaded([round_up(size, LINE_BYTES) for size in sizes], shards)
+    offsets, end, cuts = [0] * len(sizes), 0, [0]
+    for shard in range(shards):
+        own = [number for number, owner in enumerate(owners) if owner == shard]
+        begins, end = side_by_side((sizes[number] for number in own), begin=end)
+        cuts.append(end)
+        for number, begin in zip(own, begins, strict=True):
+            offsets[number] = begin
     return offsets, tuple(pairwise(cuts))
 
 
 def _entry(names: Sequence[str], parameter: nn.Parameter, offset: int, position: int | None) -> Entry:
-    if parameter.dtype not in _DTYPES:
+    if parameter.dtype not in SUMMED:
         raise UserError(
             f"parameter {names[0]!r} is {parameter.dtype}; a parameter server holds float32, float64, bfloat16 and "
             "float16"

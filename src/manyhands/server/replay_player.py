@@ -16,6 +16,7 @@ from manyhands.device import check_device
 from manyhands.server.digests import gradient_hash, shard_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import WorkerArea
+from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.row_payloads import pack
 from manyhands.server.live.worker_tables import WorkerTables
@@ -64,6 +65,7 @@ class Stage:
         self.computer = Computer(plan, 0)
         built = self.computer.build()
         self.layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, task.sparse)
+        self.coding = RangeCoding(self.layout, strategy.codec)
         self.parameters = parameter_shapes(built.model.named_parameters())
         self.has_buffers = any(True for _ in built.model.buffers())
         self._model, self._sparse = built.model, task.sparse
@@ -176,6 +178,8 @@ class Player:
                 self._parts[shard].values.copy_(kept.dense)
             else:
                 self._stores[shard].read_into(self._parts[shard].values)
+            if stage.coding.codes_values:
+                stage.coding.round(shard, self._layout.range_in(self._parts[shard].values, shard))
         stage.replica.pulled()
         self._buffers.switch(row.process)
         stage.replica.begin()
@@ -188,6 +192,8 @@ class Player:
         stage.tables.collect(done.share)
         self.updates += 1
         for shard, part in enumerate(self._parts):
+            if stage.coding.codes_gradients:
+                stage.coding.round(shard, part.gradient)
             found = gradient_hash(part.flags, part.gradient, stage.tables.gradients(shard))
             if found != row.gradients[shard]:
                 return self._difference(row, shard)

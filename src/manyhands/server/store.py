@@ -96,6 +96,11 @@ class ShardStore:
         self._batches += batches
 
     @property
+    def values(self) -> ShardRange:
+        """The current values where they lie; the next `apply` changes them."""
+        return self._values
+
+    @property
     def memory(self) -> Tensor:
         """The current values where they lie, as bytes; the next `apply` changes them."""
         return self._values.memory

@@ -9,13 +9,12 @@ from manyhands.consistency.parse import parse_consistency
 from manyhands.consistency.policy import Policy
 from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError
-from manyhands.facts import BY_CHANCE, TO_ROUNDING, Answer, Promise, Promises, Truth, Waits
-from manyhands.settings import check_choice, setting, whole_number
+from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Promises, Truth, Waits
+from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW, check_codec, codec_setting
 
 __all__ = ["Ps"]
-
-_LINKS = ("shared", "tcp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,8 @@ class Ps(Strategy):
     """Parameter servers hold the truth, each a shard of it; workers pull, compute and push.
 
     `consistency` says when replicas must agree, `replicas=1` that every shard is kept by two servers, `link` how
-    processes of one host talk: `shared` memory or `tcp` on loopback.
+    processes of one host talk: `shared` memory or `tcp` on loopback; there `codec` makes gradients and parameters
+    smaller on their way between workers and servers.
     """
 
     word: ClassVar[str] = "ps"
@@ -36,14 +36,16 @@ class Ps(Strategy):
     servers: int = setting(1, whole_number)
     consistency: Policy = setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
     replicas: int = setting(0, whole_number)
-    link: str = setting("shared", str)
+    link: str = link_setting()
+    codec: str = codec_setting()
 
     def __post_init__(self) -> None:
         if self.servers < 1:
             raise UserError(f"servers={self.servers} must be at least 1")
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
-        check_choice("link", self.link, _LINKS)
+        check_link(self.link)
+        check_codec(self.codec, link=self.link)
 
     @property
     def waits_for(self) -> Waits:
@@ -101,6 +103,12 @@ class Ps(Strategy):
         return {"worker": workers, "server": self.num_server_processes}
 
     @property
+    def _same_numbers(self) -> Promise:
+        if not self.consistency.lockstep:
+            return BY_CHANCE
+        return TO_ROUNDING if self.codec == RAW else ROUNDED
+
+    @property
     def promises(self) -> Promises:
         """Nothing ends with a worker; what is left of a server depends on `replicas`."""
         return Promises(
@@ -117,5 +125,5 @@ class Ps(Strategy):
                 words="in a run with a directory a new server goes on from the last snapshot; later updates are lost",
             ),
             workers_join=Promise(answer=Answer.YES, words="they may come and go while it runs (mh.start)"),
-            same_numbers=TO_ROUNDING if self.consistency.lockstep else BY_CHANCE,
+            same_numbers=self._same_numbers,
         )

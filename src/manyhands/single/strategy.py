@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ class Single(Strategy):
     word: ClassVar[str] = "single"
     about: ClassVar[str] = "the plain loop in one process; the reference"
     truth: ClassVar[Truth] = Truth.ONE_PROCESS
+    refuses: ClassVar[Mapping[str, str]] = {"codec": "it is one process, and nothing travels"}
     most_workers: ClassVar[int | None] = 1
 
     @property

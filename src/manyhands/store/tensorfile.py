@@ -19,25 +19,12 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
+from manyhands.wire.dtypes import STORED
 
 __all__ = ["encode_tensors", "first_non_finite", "read_tensors", "require_storable", "view_key"]
 
 CHUNK_BYTES = 4 << 20
 
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _METADATA = "__metadata__"
 
 
@@ -48,11 +35,11 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
             raise UserError(
                 f"a tensor cannot be named {name!r}: the safetensors header uses that name itself"
             )
-        if not _is_dense(tensor) or tensor.dtype not in _DTYPE_NAMES:
+        if not _is_dense(tensor) or tensor.dtype not in STORED:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
             raise UserError(
                 f"tensor {name!r} is a {kind}, which a checkpoint does not hold; allowed: dense tensors of "
-                f"{', '.join(str(dtype) for dtype in _DTYPE_NAMES)}"
+                f"{', '.join(str(dtype) for dtype in STORED)}"
             )
 
 
@@ -67,7 +54,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": STORED[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

@@ -105,8 +105,8 @@ class Exchange(ABC):
     rank: int
     world: int
 
-    wire: Wire = Wire.NONE
-    """What carries the gradients."""
+    wire: int = Wire.NONE
+    """What carries the gradients, and in which codec: made by `wire_of`."""
 
     holds_copies: ClassVar[bool] = False
     """Whether every worker holds parameters of its own, which must be the same on all after every step."""

@@ -25,8 +25,7 @@ from manyhands.cluster.local import LocalCluster, Role, threads_per_role
 from manyhands.cluster.watchdog import Watched
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
 from manyhands.link.base import Link
-from manyhands.link.mesh import SharedMesh, attach_mesh
-from manyhands.link.shared import LinkDescriptors
+from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.record.blackbox import BlackBoxes
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
@@ -84,7 +83,7 @@ class ProcessTraining(Training):
         request = self._request
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
-        with WorkerFiles(request.workers, links=request.strategy.uses_links) as files:
+        with WorkerFiles(request.workers, request.strategy) as files:
             rings = {f"worker-{rank}": ring for rank, ring in enumerate(files.rings)}
             with stage.collector(rings) as collector:
                 cluster = LocalCluster(
@@ -144,23 +143,27 @@ def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
 class WorkerFiles:
     """Everything that the workers of a run share, in the process that starts them; a context manager."""
 
-    def __init__(self, workers: int, *, links: bool) -> None:
+    def __init__(self, workers: int, strategy: Strategy) -> None:
         self._stack = ExitStack()
         with ExitStack() as stack:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
             self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
-            self._mesh = stack.enter_context(SharedMesh.create(workers if links else 1))
+            self._mesh: Mesh | None = None
+            if strategy.uses_links:
+                self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(workers))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
         """What the worker of `rank` inherits, by name."""
-        links = {
-            f"link {peer} {part}": descriptor
-            for peer, files in self._mesh.descriptors(rank).items()
-            for part, descriptor in zip(LinkDescriptors._fields, files, strict=True)
-        }
+        links = {}
+        if self._mesh is not None:
+            links = {
+                f"link {peer} {part}": descriptor
+                for peer, files in self._mesh.descriptors(rank).items()
+                for part, descriptor in zip(self._mesh.parts, files, strict=True)
+            }
         return {
             "control": self.group.control,
             "arena": self.group.arena,
@@ -235,14 +238,13 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         )
 
     def links() -> Mapping[int, Link]:
+        kind = mesh_kind(network=job.strategy.uses_network)
         descriptors = {
-            peer: LinkDescriptors(
-                *(context.descriptor(f"link {peer} {part}") for part in LinkDescriptors._fields)
-            )
+            peer: [context.descriptor(f"link {peer} {part}") for part in kind.parts]
             for peer in range(context.world)
             if peer != context.rank
         }
-        return attach_mesh(context.rank, descriptors)
+        return kind.attach(context.rank, descriptors)
 
     return Resources(
         rank=context.rank, world=context.world, timeout_s=job.timeout_s, group=group, links=links

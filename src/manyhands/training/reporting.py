@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from manyhands.cluster.board import State
-from manyhands.link.wire import Wire
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
@@ -172,7 +171,7 @@ class Reporter:
             waited += duration
         return waited
 
-    def posts(self, step: int, posts: Mapping[int, Post], wire: Wire) -> None:
+    def posts(self, step: int, posts: Mapping[int, Post], wire: int) -> None:
         """Book the messages of one step; all that goes from one worker to another in it counts as one."""
         record_posts(self._around, step, posts, wire)
 
@@ -194,7 +193,7 @@ def is_due(before: int, step: int, every: int) -> bool:
     return every > 0 and step // every > before // every
 
 
-def record_posts(around: Surroundings, step: int, posts: Mapping[int, Post], wire: Wire) -> None:
+def record_posts(around: Surroundings, step: int, posts: Mapping[int, Post], wire: int) -> None:
     """What went to and came from each other worker in `step`, under one number at both ends."""
     for peer, post in posts.items():
         if post.messages_sent:

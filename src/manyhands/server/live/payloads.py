@@ -20,6 +20,7 @@ from manyhands.memory.segment import Segment
 from manyhands.server.actions import Keep
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import AreaPart, Home, WorkerArea
+from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.messages import Push
 from manyhands.server.rows import RowGradient
@@ -31,11 +32,20 @@ __all__ = ["Gradients"]
 class Gradients:
     """All gradients of one server process; with `inline`, workers share no memory with it and send all.
 
-    `home` is where workers read parameters, if they do not have memory of their own for them.
+    `home` is where workers read parameters, if they do not have memory of their own for them, `coding` how gradients
+    that workers send travel; what one server sends to another is whole.
     """
 
-    def __init__(self, layout: FlatLayout, *, inline: bool, home: Home | None = None) -> None:
+    def __init__(
+        self,
+        layout: FlatLayout,
+        *,
+        inline: bool,
+        home: Home | None = None,
+        coding: RangeCoding | None = None,
+    ) -> None:
         self._home = home
+        self._coding = coding if coding is not None and coding.codes_gradients else None
         self.tables = ServerTables(layout)
         self._layout = layout
         self._inline = inline
@@ -70,8 +80,11 @@ class Gradients:
         part = self._parts.get((member, shard))
         return part.values if part is not None else None
 
-    def room_for(self, push: Push, num_bytes: int) -> memoryview | None:
+    def room_for(self, push: Push, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
         """Where the payload of a push goes, None for memory of its own; ProtocolError if it has the wrong size."""
+        if by_worker and self._coding is not None:
+            self._require_encoded(push.shard, num_bytes)
+            return None
         dense = self._dense_bytes(push.shard) if self._inline else 0
         if num_bytes < dense:
             raise ProtocolError(
@@ -80,12 +93,9 @@ class Gradients:
         self.tables.require_room(push.shard, num_bytes - dense)
         if not self._inline:
             return None
-        buffer = self._received.get((push.member, push.shard))
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
-        return memoryview(buffer[:num_bytes].numpy())  # type: ignore[arg-type]
+        return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
 
-    def of(self, push: Push, payload: memoryview) -> Contribution | None:
+    def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
         """The gradient that came with a push, where it lies; None if its worker shares no memory and sent none.
 
         UnknownSets if it names rows that are not known here.
@@ -94,6 +104,8 @@ class Gradients:
         if part is not None:
             rows = self.tables.gradients(push.shard, payload)
             return Contribution(gradient=part.gradient, present=part.flags, rows=rows)
+        if by_worker and payload and self._coding is not None:
+            return self._contribution(self._decoded(self._coding, push, payload), push.shard)
         buffer = self._received.get((push.member, push.shard))
         if buffer is None or not payload:
             return None
@@ -191,6 +203,34 @@ class Gradients:
         for area in self._areas.values():
             area.close()
         self._areas.clear()
+
+    def _buffer(self, push: Push, num_bytes: int) -> Tensor:
+        buffer = self._received.get((push.member, push.shard))
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
+        return buffer[:num_bytes]
+
+    def _require_encoded(self, shard: int, num_bytes: int) -> None:
+        assert self._coding is not None, "else nothing is encoded"
+        flags = self._layout.flag_bytes(shard)
+        least, most = flags + self._coding.least_bytes(shard), flags + self._coding.most_bytes(shard)
+        if num_bytes < least:
+            raise ProtocolError(
+                "payload_bytes",
+                f"an encoded gradient for shard {shard} has at least {least} bytes, not {num_bytes}",
+            )
+        self.tables.require_room(shard, max(0, num_bytes - most))
+
+    def _decoded(self, coding: RangeCoding, push: Push, payload: memoryview) -> Tensor:
+        """Flags, range and rows of a payload whose range is encoded, as they are received where it is not."""
+        flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
+        came = as_tensor(payload)
+        encoded = flags + coding.length(push.shard, came[flags:])
+        buffer = self._buffer(push, dense + came.numel() - encoded)
+        buffer[:flags] = came[:flags]
+        coding.decode(push.shard, came[flags:encoded], self._layout.range_in(buffer[flags:dense], push.shard))
+        buffer[dense:] = came[encoded:]
+        return buffer
 
     def _contribution(self, buffer: Tensor, shard: int) -> Contribution:
         dense = self._dense_bytes(shard)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from manyhands.link.wire import Wire
+from manyhands.link.wire import Wire, wire_of
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.record.ring import EventRing
 from manyhands.server.log import StepRow
@@ -27,9 +27,9 @@ def message_number(message: Push | Read | Parameters | ReadRows | RowValues, num
     return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
 
 
-def wire_of_link(strategy: Ps) -> Wire:
-    """What carries gradients and parameters."""
-    return Wire.TCP if strategy.link == "tcp" else Wire.MEMORY
+def wire_of_link(strategy: Ps) -> int:
+    """What carries gradients and parameters, and in which codec."""
+    return wire_of(Wire.TCP if strategy.link == "tcp" else Wire.MEMORY, strategy.codec)
 
 
 class ServerRecords:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import WorkerArea
+from manyhands.wire.tap import GradientTap, put
 
 __all__ = ["ReplicaModel"]
 
@@ -26,8 +27,8 @@ class ReplicaModel:
         self._share = 1.0
         self._reached: set[str] = set()
         self.tie(area)
-        for name, parameter in self._tied.items():
-            parameter.register_post_accumulate_grad_hook(_Mover(self, name))  # type: ignore[no-untyped-call]
+        self._names = list(self._tied)
+        self._tap = GradientTap(list(self._tied.values()), self._taken)
 
     def tie(self, area: WorkerArea) -> None:
         """Use this area from now on; what lies in another one stays as it is."""
@@ -73,29 +74,14 @@ class ReplicaModel:
             bool(torch.isfinite(views[name].sum())) or _all_finite(views[name]) for name in self._reached
         )
 
-    def moved(self, name: str, parameter: Tensor) -> None:
-        """Take a parameter's gradient into the area."""
-        gradient, view = parameter.grad, self._gradients[name]
+    @torch.no_grad()
+    def _taken(self, number: int, parameter: Tensor) -> None:
+        """Move a parameter's gradient into the area."""
+        gradient, name = parameter.grad, self._names[number]
         assert gradient is not None, "the hook comes after the gradient"
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if self._share == 1 or self._on_gpu:
-            view.copy_(gradient if self._share == 1 else gradient * self._share)
-        else:
-            torch.mul(gradient, self._share, out=view)
+        put(self._gradients[name], gradient.to_dense() if gradient.is_sparse else gradient, self._share)
         parameter.grad = None
         self._reached.add(name)
-
-
-class _Mover:
-    """The hook of one parameter."""
-
-    def __init__(self, replica: ReplicaModel, name: str) -> None:
-        self._replica, self._name = replica, name
-
-    def __call__(self, parameter: Tensor) -> None:
-        with torch.no_grad():
-            self._replica.moved(self._name, parameter)
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -31,6 +31,7 @@ from manyhands.memory.sign import LongWait
 from manyhands.record.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
 from manyhands.server.digests import shard_digest
+from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.hearing import require_sense, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.payloads import Gradients
@@ -89,7 +90,11 @@ class _Server:
         self._core = ServerCore(job.shard_config(), self._member)
         self._stores: dict[int, ShardStore] = {}
         self._home = job.home(context.descriptor("final"), self._layout)
-        self._gradients = Gradients(self._layout, inline=job.strategy.link == "tcp", home=self._home)
+        self._coding = RangeCoding(self._layout, job.strategy.codec)
+        self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
+        self._gradients = Gradients(
+            self._layout, inline=job.strategy.link == "tcp", home=self._home, coding=self._coding
+        )
         self._published: dict[int, int] = {}  # by shard, the version that was last copied home
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
@@ -259,7 +264,7 @@ class _Server:
         try:
             # Fenced first: whose slot is another's by now has no memory here any more.
             if isinstance(push, Push) and not push.skip and self._core.keeps(message):
-                contribution = self._gradients.of(push, payload)
+                contribution = self._gradients.of(push, payload, by_worker=push is message)
                 if contribution is None:
                     self._miss(message, push)
                 elif push is message and self._refuse(member, push, contribution):
@@ -310,7 +315,9 @@ class _Server:
             require_shard(push.shard, self._layout.shards)
         if isinstance(push, ReadRows):
             self._gradients.tables.require_room(push.shard, num_bytes)
-        return self._gradients.room_for(push, num_bytes) if isinstance(push, Push) else None
+        if not isinstance(push, Push):
+            return None
+        return self._gradients.room_for(push, num_bytes, by_worker=push is message)
 
     # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -371,7 +378,8 @@ class _Server:
                 return
             case Parameters(shard=shard):
                 payload = self._parameters(to, shard)
-                self._records.answered(message, self._layout.range_bytes(shard) if self._home is None else 0)
+                in_memory = self._layout.range_bytes(shard) if self._home is None else 0
+                self._records.answered(message, payload[0].nbytes if payload else in_memory)
             case RowValues(shard=shard):
                 payload = self._gradients.tables.values(self._store(shard), self._asked)
                 self._records.answered(message, sum(memoryview(one).nbytes for one in payload))
@@ -408,6 +416,8 @@ class _Server:
         if values is not None:
             self._store(shard).read_into(values)
             return []
+        if self._coding.codes_values:
+            return [self._encoded_values(shard).numpy()]
         if (
             self._job.is_lockstep
         ):  # the next step waits for this worker, who pushes when all of it has arrived
@@ -419,6 +429,14 @@ class _Server:
             )
         self._store(shard).read_into(values)
         return [values.numpy()]
+
+    def _encoded_values(self, shard: int) -> Tensor:
+        """The parameters of a shard as they travel, once for each version of them."""
+        version = self._core.replicas[shard].core.version
+        known = self._encoded.get(shard)
+        if known is None or known[0] != version:
+            known = self._encoded[shard] = (version, self._coding.encode(shard, self._store(shard).values))
+        return known[1]
 
     def _publish(self, shard: int, values: Tensor) -> None:
         """See that the parameters are where workers read them; a store that began as a backup's is elsewhere."""

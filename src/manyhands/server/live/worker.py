@@ -28,6 +28,7 @@ from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
+from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job, view_from
 from manyhands.server.live.records import message_number, wire_of_link
@@ -98,6 +99,9 @@ class _Body:
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.unheard: list[Mapping[str, Any]] = []
         """What the launcher said after it gave a new place."""
+        self.coding = RangeCoding(self.layout, job.strategy.codec)
+        self.encoded: list[torch.Tensor] = []
+        """By shard: the last gradient as it travels, where that is not as it lies in the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
@@ -312,9 +316,11 @@ class _Turn:
         message, before = send.message, self._body.bytes_sent
         if isinstance(message, Push) and not message.skip:
             part = self._body.parts[message.shard]
-            self._body.bytes_sent += part.gradient.memory.nbytes
+            travels = self._body.encoded[message.shard] if self._body.encoded else part.gradient.memory
+            self._body.bytes_sent += travels.nbytes
             if self._job.strategy.link == "tcp":
-                payload = [part.flags.numpy(), part.gradient.memory.numpy()]
+                payload = [part.flags.numpy(), travels.numpy()]
+                self._body.bytes_sent += part.flags.nbytes
             rows = self._body.tables.push(send.to, message.shard)
             self._body.bytes_sent += sum(memoryview(one).nbytes for one in rows)
             payload += rows
@@ -347,14 +353,27 @@ class _Turn:
             self._body.tables.require_size(message.shard, num_bytes)
         if isinstance(message, Parameters) and self._core.awaits(message, member):
             values = self._body.parts[message.shard].values
-            if values.nbytes == num_bytes:
+            if self._body.coding.codes_values:
+                self._require_at_most(message.shard, num_bytes)
+            elif values.nbytes == num_bytes:
                 return memoryview(values.numpy())  # type: ignore[arg-type]
         return None
+
+    def _require_at_most(self, shard: int, num_bytes: int) -> None:
+        most = self._body.coding.most_bytes(shard)
+        if num_bytes > most:
+            raise ProtocolError(
+                "payload_bytes", f"{num_bytes} bytes of parameters, where at most {most} can be"
+            )
 
     def _take_values(self, message: Parameters, member: int, payload: memoryview) -> None:
         """Copy parameters that came inline before it was known that they are the ones that are awaited."""
         values = self._body.parts[message.shard].values
         if not payload or not self._core.awaits(message, member):
+            return
+        if self._body.coding.codes_values:
+            into = self._body.layout.range_in(values, message.shard)
+            self._body.coding.decode(message.shard, as_tensor(payload), into)
             return
         if payload.nbytes != values.nbytes:
             raise ProtocolError(
@@ -391,6 +410,8 @@ class _Turn:
             return
         body.model.end()
         body.tables.collect(done.share)
+        if body.coding.codes_gradients:
+            body.encoded = [body.coding.round(shard, part.gradient) for shard, part in enumerate(body.parts)]
         begun = self._begun_ns
         if not body.tables.exist:  # else what was read before is over already
             begun += done.input_ns
@@ -467,7 +488,8 @@ class _Turn:
 
     def _record_pull(self, work: Work, now_ns: int) -> None:
         """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
-        sent = {"num_bytes": self._body.layout.num_bytes, "count": 2 * self._body.layout.shards}
+        num_bytes = sum(one.nbytes for one in self._body.encoded) or self._body.layout.num_bytes
+        sent = {"num_bytes": num_bytes, "count": 2 * self._body.layout.shards}
         took_ns = now_ns - self._pushed_ns
         if self._waited_for == NOBODY:
             self._ring.record(

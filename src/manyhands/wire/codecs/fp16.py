@@ -1,0 +1,30 @@
+"""float16: 11 significant bits, rounded to nearest, ties to even; from 65520 on, what is too large becomes infinite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyhands.wire.codec import ParcelCodec
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["Fp16"]
+
+
+class Fp16(ParcelCodec):
+    """Two bytes an item, finer than bfloat16 and of a smaller range; nothing is kept."""
+
+    def size(self, parcel: Parcel) -> int:
+        """Always exactly so many."""
+        return 2 * parcel.count
+
+    def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
+        """Round."""
+        num_bytes = self.size(parcel)
+        into[:num_bytes].view(torch.float16).copy_(values)
+        return num_bytes
+
+    def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
+        """Every float16 is a number of the wider type."""
+        del parcel
+        into.copy_(encoded.view(torch.float16))

@@ -1,0 +1,49 @@
+"""What is sent at once: a range of a buffer that every worker has laid out alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = ["Parcel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """Bytes `begin` to `end` of buffer `number`, which holds items of `dtype`; the same on every worker.
+
+    It names what travels, so a codec may keep something for it from one step to the next.
+    """
+
+    number: int
+    begin: int
+    end: int
+    dtype: torch.dtype
+    priority: int = 0
+    """Who carries several may let those of lower numbers leave first; the next step needs them first."""
+
+    exact: bool = False
+    """It travels as it is, whatever the codec: workers agree by it, or decide."""
+
+    @classmethod
+    def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
+        """All `count` items of a buffer."""
+        return cls(
+            number=number, begin=0, end=count * dtype.itemsize, dtype=dtype, priority=number, exact=exact
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """As it lies in memory."""
+        return self.end - self.begin
+
+    @property
+    def count(self) -> int:
+        """How many items that are."""
+        return self.num_bytes // self.dtype.itemsize
+
+    def part(self, begin: int, end: int) -> Parcel:
+        """Items `begin` to `end` of it, as a parcel of their own."""
+        item = self.dtype.itemsize
+        return replace(self, begin=self.begin + begin * item, end=self.begin + end * item)

@@ -1,0 +1,203 @@
+"""Codecs: every one of them keeps the contract of parcels, and schedules that encode agree to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from manyhands.allreduce.algorithms import ALGORITHMS, grouped
+from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.schedule import Algorithm
+from manyhands.errors import UserError
+from manyhands.facts import Answer
+from manyhands.link.simulated import SimulatedNetwork
+from manyhands.link.wire import Wire, codec_of, wire_of
+from manyhands.registry import STRATEGIES
+from manyhands.strategy import Strategy
+from manyhands.wire.codec import codec_named, encodes, round_trip
+from manyhands.wire.names import CODECS, RAW
+from manyhands.wire.parcels import Parcel
+
+pytestmark = pytest.mark.timeout(60)
+
+ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIDE = (torch.float32, torch.float64)
+
+
+def rounded(values: torch.Tensor, word: str) -> torch.Tensor:
+    """What torch says a number becomes."""
+    return values.to(ROUNDED[word]).to(values.dtype)
+
+
+def random_values(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10.0 ** torch.randint(-6, 4, (count,), generator=generator)
+    return (torch.randn(count, generator=generator, dtype=torch.float64) * scales).to(dtype)
+
+
+# ── the contract of a codec ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("word", CODECS)
+def test_a_round_trip_tells_the_sender_what_receivers_read(word: str, dtype: torch.dtype) -> None:
+    codec = codec_named(word)
+    assert codec is not None
+    for count in (0, 1, 7, 1000):
+        parcel = Parcel.whole(3, count, dtype)
+        values = random_values(count, dtype)
+        expected = rounded(values, word)
+        room = torch.zeros(codec.size(parcel), dtype=torch.uint8)
+        encoded = round_trip(codec, parcel, values, room)
+        assert encoded.nbytes <= codec.size(parcel)
+        read = torch.full_like(values, torch.nan)
+        codec.decode(parcel, encoded, read)
+        assert torch.equal(read, values)
+        assert torch.equal(read, expected)
+
+
+@pytest.mark.parametrize("word", CODECS)
+def test_what_is_encoded_again_has_the_same_bytes(word: str) -> None:
+    codec, parcel, values = codec_named(word), Parcel.whole(0, 500, torch.float32), random_values(500)
+    assert codec is not None
+    rooms = [torch.zeros(codec.size(parcel), dtype=torch.uint8) for _ in range(2)]
+    once, again = (round_trip(codec, parcel, values, room) for room in rooms)
+    assert torch.equal(once, again)
+
+
+def test_what_is_not_finite_stays_so_and_fp16_overflows() -> None:
+    for word in CODECS:
+        codec, parcel = codec_named(word), Parcel.whole(0, 4, torch.float32)
+        assert codec is not None
+        values = torch.tensor([torch.inf, -torch.inf, torch.nan, 70_000.0])
+        round_trip(codec, parcel, values, torch.zeros(8, dtype=torch.uint8))
+        assert values[0] == torch.inf
+        assert values[1] == -torch.inf
+        assert values[2].isnan()
+        assert bool(values[3].isinf()) == (word == "fp16")
+
+
+def test_only_what_gets_smaller_and_may_be_rounded_is_encoded() -> None:
+    codec = codec_named("bf16")
+    assert encodes(codec, Parcel.whole(0, 10, torch.float32))
+    assert not encodes(codec, Parcel.whole(0, 10, torch.float32, exact=True))
+    assert not encodes(codec, Parcel.whole(0, 10, torch.bfloat16))
+    assert not encodes(codec, Parcel.whole(0, 0, torch.float32))
+    assert not encodes(codec_named(RAW), Parcel.whole(0, 10, torch.float32))
+
+
+def test_a_part_of_a_parcel_has_its_bytes() -> None:
+    whole = Parcel.whole(2, 100, torch.float64)
+    part = whole.part(10, 30)
+    assert (part.begin, part.end, part.count, part.number) == (80, 240, 20, 2)
+    assert (part.part(5, 6).begin, part.part(5, 6).num_bytes) == (120, 8)
+
+
+def test_events_keep_a_codec_beside_its_wire() -> None:
+    for word in (RAW, *CODECS):
+        assert codec_of(wire_of(Wire.TCP, word)) == (Wire.TCP, word)
+    with pytest.raises(ValueError, match="15 is no codec"):
+        codec_of(0xF3)
+
+
+# ── schedules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def all_reduce(
+    algorithm: Algorithm, parts: list[torch.Tensor], word: str
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Every rank's result, and the bytes that it sent."""
+    world = len(parts)
+    network = SimulatedNetwork()
+    buffers = [part.clone() for part in parts]
+
+    def role(rank: int) -> Callable[[], int]:
+        links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
+        executor = ScheduleExecutor(algorithm, rank, world, links, 60.0, codec=codec_named(word))
+        parcel = Parcel.whole(0, len(parts[0]), parts[0].dtype)
+        return lambda: executor.all_reduce(buffers[rank], parcel=parcel).num_bytes
+
+    sent = network.run({str(rank): role(rank) for rank in range(world)})
+    return buffers, [sent[str(rank)] for rank in range(world)]
+
+
+@pytest.mark.parametrize("word", CODECS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_rank_ends_with_the_same_bytes_and_sends_half_of_them(name: str, word: str) -> None:
+    for world in (2, 3, 5, 8):
+        algorithm = grouped(3) if name == "hierarchical" else ALGORITHMS[name]
+        parts = [random_values(50, seed=rank) for rank in range(world)]
+        results, sent = all_reduce(algorithm, parts, word)
+        assert all(torch.equal(result, results[0]) for result in results), world
+        assert torch.equal(results[0], rounded(results[0], word)), world
+        exact, plain = all_reduce(algorithm, parts, RAW)
+        assert [2 * num_bytes for num_bytes in sent] == plain
+        size = torch.stack(parts).abs().sum(0)
+        bound = {"bf16": 2.0**-8, "fp16": 2.0**-11}[word] * (world + 1) * size + 1e-6
+        assert bool(((results[0] - exact[0]).abs() <= bound).all()), world
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("word", CODECS)
+@pytest.mark.parametrize("world", [2, 4, 7])
+def test_a_ring_is_what_one_process_gets_that_rounds_at_every_hop(
+    world: int, word: str, dtype: torch.dtype
+) -> None:
+    parts = [random_values(world * 6, dtype, seed=rank) for rank in range(world)]
+    results, _ = all_reduce(ALGORITHMS["ring"], parts, word)
+    for chunk in range(world):
+        span = slice(6 * chunk, 6 * chunk + 6)
+        total = parts[chunk][span]
+        for hop in range(1, world):  # from the rank that it is named for to that rank's left neighbour
+            total = rounded(total, word) + parts[(chunk + hop) % world][span]
+        assert torch.equal(results[0][span], rounded(total, word)), chunk
+
+
+@pytest.mark.parametrize("word", CODECS)
+def test_all_to_all_and_master_worker_are_what_one_process_gets(word: str) -> None:
+    parts = [random_values(40, seed=rank) for rank in range(3)]
+    received = [rounded(part, word) for part in parts]
+    results, _ = all_reduce(ALGORITHMS["all-to-all"], parts, word)
+    assert torch.equal(results[0], rounded(received[0] + received[1] + received[2], word))
+    results, _ = all_reduce(ALGORITHMS["master-worker"], parts, word)
+    assert torch.equal(results[0], rounded(parts[0] + received[1] + received[2], word))
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WITH_CODEC = [
+    "allreduce algorithm=ring link=tcp codec=bf16",
+    "local link=tcp codec=fp16",
+    "ps link=tcp codec=bf16",
+]
+
+
+@pytest.mark.parametrize("text", WITH_CODEC)
+def test_a_codec_is_a_setting(text: str) -> None:
+    strategy = Strategy.parse(text)
+    assert str(strategy) == text
+    assert strategy.uses_network
+    assert str(Strategy.parse(text.replace("bf16", RAW).replace("fp16", RAW))) == text[: text.index(" codec")]
+
+
+def test_a_codec_is_no_longer_the_numbers_of_the_plain_loop() -> None:
+    for text in (
+        "allreduce link=tcp codec=bf16",
+        "local steps=1 link=tcp codec=bf16",
+        "ps link=tcp codec=bf16",
+    ):
+        assert Strategy.parse(text).promises.same_numbers.answer is Answer.PARTLY
+        assert Strategy.parse(text[: text.index(" codec")]).promises.same_numbers.answer is Answer.YES
+
+
+@pytest.mark.parametrize("text", [*STRATEGIES, "allreduce algorithm=ring", "local steps=2", "ps servers=2"])
+def test_a_codec_is_refused_where_nothing_travels(text: str) -> None:
+    with pytest.raises(UserError, match=r"codec=bf16: .*nothing travels"):
+        Strategy.parse(f"{text} codec=bf16")
+
+
+def test_a_codec_that_there_is_not_is_named() -> None:
+    with pytest.raises(UserError, match=r"unknown codec 'bf61'.*did you mean 'bf16'"):
+        Strategy.parse("allreduce link=tcp codec=bf61")
