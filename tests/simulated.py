@@ -41,6 +41,7 @@ PROMISES = {
 """What each consistency promises, in plain numbers: said here again, so that a policy cannot agree with itself."""
 
 MakeServer = Callable[[int, SimulationSpec], ServerCore]
+Draw = Callable[[int, str, int], SimulationSpec]
 
 
 def drawn(seed: int, consistency: str, replicas: int) -> SimulationSpec:
@@ -140,6 +141,35 @@ def ending(seed: int, consistency: str, replicas: int) -> SimulationSpec:
         faults.append(Kill(**strike) if draw.random() < 0.8 else Pause(seconds=slept_s, **strike))
         at_s += draw.choice([0.005, 0.05, 0.3]) * draw.random()
     return replace(spec, faults=tuple(faults))
+
+
+def severed(seed: int, consistency: str, replicas: int) -> SimulationSpec:
+    """A run whose workers die and stop in the middle of what they tell several shards; now and then a server stops.
+
+    Computing takes less time than messages do: that is where faults strike.
+    """
+    draw = random.Random(f"severed {seed} {consistency} {replicas}")
+    faults: list[Kill | Pause] = []
+    for at_s in sorted(draw.uniform(0.0, 2.5) for _ in range(draw.randint(3, 8))):
+        role = Role.WORKER if draw.random() < 0.8 else Role.SERVER
+        strike = {"at_s": at_s, "role": role, "pick": draw.randrange(2**16)}
+        slept_s = draw.uniform(0.01, 0.25 if role is Role.SERVER else 0.6)
+        kills = role is Role.WORKER and draw.random() < 0.6
+        faults.append(Kill(**strike) if kills else Pause(seconds=slept_s, **strike))
+    return SimulationSpec(
+        workers=draw.randint(1, 4),
+        steps=STEPS,
+        consistency=consistency,
+        shards=draw.randint(2, 4),
+        replicas=replicas,
+        seed=seed,
+        compute=ComputeModel(step_s=0.01, spread=draw.choice([0.0, 1.0])),
+        network=NetworkModel(latency_s=1e-3, jitter_s=draw.choice([5e-3, 5e-2])),
+        timing=Timing(
+            start_s=draw.choice([0.05, 0.2]), silent_after_s=0.3, snapshot_every_s=0.5, limit_s=600.0
+        ),
+        faults=tuple(faults),
+    )
 
 
 def complaints(spec: SimulationSpec, make_server: MakeServer | None = None) -> list[str]:

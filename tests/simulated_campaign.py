@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 
-from simulated import PROMISES, complaints, drawn, ending, stormy
+from simulated import PROMISES, complaints, drawn, ending, severed, stormy
 
-GENERATORS = {"drawn": drawn, "stormy": stormy, "ending": ending}
+GENERATORS = {"drawn": drawn, "stormy": stormy, "ending": ending, "severed": severed}
 CHOSEN_BY_ARRIVAL = tuple(name for name in PROMISES if "softsync" in name or name.startswith("sync:"))
 
 
@@ -38,7 +38,7 @@ def cases(first_seed: int) -> Iterator[Case]:
     """Every consistency with and without replicas, seed after seed, twice as often from the worst generator."""
     seed = first_seed
     while True:
-        for generator in ("stormy", "drawn", "stormy", "ending"):
+        for generator in ("stormy", "drawn", "stormy", "ending", "severed"):
             for consistency in PROMISES:
                 for replicas in (0, 1):
                     yield Case(generator, seed, consistency, replicas)

@@ -14,8 +14,9 @@ from manyhands.server.messages import Chosen, ChosenKept, Hello, Outcome, Push, 
 from manyhands.server.replica import ShardReplica
 from manyhands.server.server import ServerCore
 from manyhands.server.steps import ShardConfig
+from manyhands.server.unconfirmed import Unconfirmed
 from manyhands.simulate import SimulationSpec
-from simulated import PROMISES, MakeServer, complaints, stormy
+from simulated import PROMISES, Draw, MakeServer, complaints, severed, stormy
 
 
 class _Forgetful(ShardCore):
@@ -65,6 +66,19 @@ class _Untold(ShardReplica):
                 isinstance(action, Send) and isinstance(action.message, Chosen) and action.message.updates
             )
         ]
+
+
+class _Trusting(ShardReplica):
+    def __init__(self, config: ShardConfig, member: int) -> None:
+        super().__init__(config, member)
+        self._unconfirmed = Unconfirmed(needed=False)
+
+
+class _Forsaking(ShardReplica):
+    def _know(self, slot: int, member: int) -> None:
+        if member > self._holders.get(slot, 0):
+            self._unconfirmed.resolve(slot)
+        super()._know(slot, member)
 
 
 class _LaxBounded(Bounded):
@@ -126,6 +140,7 @@ class Mutant:
 
     what: str
     make_server: MakeServer
+    draw: Draw = stormy
 
 
 MUTANTS = {
@@ -136,6 +151,10 @@ MUTANTS = {
     "impatient": Mutant("lets workers go before all shards keep the last choice", _with_core(_Impatient)),
     "silent": Mutant("does not log what a restored shard has lost", _with_replica(_Silent)),
     "untold": Mutant("tells a new primary nothing of what was chosen before it", _with_replica(_Untold)),
+    "trusting": Mutant("counts a push that other shards may lack", _with_replica(_Trusting), severed),
+    "forsaking": Mutant(
+        "drops what is unconfirmed once its worker has lost the slot", _with_replica(_Forsaking), severed
+    ),
 }
 
 
@@ -143,7 +162,7 @@ def runs_until_caught(mutant: Mutant, first_seed: int, limit: int) -> tuple[int,
     """How many runs of every consistency and number of replicas it took, and the complaints about the last of them."""
     kinds = [(consistency, replicas) for consistency in PROMISES for replicas in (0, 1)]
     specs = (
-        stormy(seed, consistency, replicas)
+        mutant.draw(seed, consistency, replicas)
         for seed in range(first_seed, first_seed + limit)
         for consistency, replicas in kinds
     )

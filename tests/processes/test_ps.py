@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import manyhands as mh
+import severed_task
 from assassin import Assassin, events
 from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
 from manyhands.errors import ManyhandsError, NonFinite, WorkerFailed
@@ -94,6 +95,29 @@ def test_a_paused_worker_is_fenced_and_takes_the_next_place(
     assert len(run.history.loss) == steps
     if consistency == "sync":
         assert distance(run.model.state_dict(), train_plainly(task, steps)) < 1e-9
+    _audit(out)
+
+
+@pytest.mark.parametrize(
+    ("link", "after"),
+    [
+        ("shared", 1),
+        ("tcp", 2),
+        *(
+            pytest.param(link, after, marks=pytest.mark.soak)
+            for link, after in [("shared", 2), ("shared", 3), ("tcp", 1), ("tcp", 3)]
+        ),
+    ],
+)
+def test_a_worker_killed_between_its_messages_to_two_shards_leaves_the_plain_loop(
+    link: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left").mkdir()
+    monkeypatch.setenv("SEVERED", f"{tmp_path / 'left'}:{after}")
+    task, out = severed_task.task(), tmp_path / "run"
+    run = mh.fit(task, f"ps servers=2 link={link}", workers=2, steps=30, out=out)
+    assert sum(event["event"] == "died" for event in events(out)) == 1
+    assert distance(run.model.state_dict(), train_plainly(task, 30)) < 1e-9
     _audit(out)
 
 

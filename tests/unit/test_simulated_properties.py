@@ -17,7 +17,7 @@ from manyhands.server.actions import Action, Keep
 from manyhands.server.messages import Forward, Message, Push
 from manyhands.server.server import ServerCore
 from manyhands.simulate import simulate
-from simulated import PROMISES, complaints, drawn, ending, stormy
+from simulated import PROMISES, complaints, drawn, ending, severed, stormy
 from simulated_mutants import MUTANTS, config_of, runs_until_caught
 
 SEEDS_PER_CASE = 12
@@ -30,6 +30,13 @@ def test_every_promise_is_kept_whatever_goes_wrong(consistency: str, replicas: i
         for draw in (drawn, stormy, ending):
             spec = draw(seed, consistency, replicas)
             assert complaints(spec) == [], f"seed {seed}: {spec}"
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_in_lockstep_every_update_is_of_one_version_of_all_shards(replicas: int) -> None:
+    """Wherever between its messages to several shards a worker dies or stops."""
+    for seed in range(20):
+        assert complaints(severed(seed, "sync", replicas)) == [], f"seed {seed}"
 
 
 FAILED_ONCE = [
@@ -134,6 +141,8 @@ def test_a_broken_server_is_caught_for_the_right_reason(
         ("impatient", "was over with update|acknowledged update|ended with update"),
         ("silent", "did not end|does not say so"),
         ("untold", "did not end"),
+        ("trusting", "steps of the shards for update"),
+        ("forsaking", "steps of the shards for update"),
     ],
 )
 def test_a_broken_server_is_caught_among_all_runs(name: str, pattern: str) -> None:

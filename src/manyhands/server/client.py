@@ -10,8 +10,13 @@ Compute, and `awaits_rows` says when all are here.
 A shard holds Read c+1 until push c is settled there, so its answer is all that the worker waits for. What a shard has
 not answered is kept, and told again to the next primary of that shard, after a Hello of its own.
 
-`handle`, `view`, `computed` and `again` return what to do, in order. No socket, clock or tensor is in here; payloads
-are the driver's: the gradient that shard j was sent must not change until shard j has answered the Read behind it.
+Where a Read confirms the push before it (`confirms`, see `unconfirmed`), the reads wait until all pushes have left:
+
+    Push c to every shard ─► Flush ─► `flushed` ─► Read c+1 to every shard
+
+`handle`, `view`, `computed`, `flushed` and `again` return what to do, in order. No socket, clock or tensor is in here;
+payloads are the driver's: the gradient that shard j was sent must not change until shard j has answered the Read behind
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from manyhands.server.messages import (
     WorkKind,
 )
 
-__all__ = ["ClientAction", "ClientCore", "Compute", "Leave", "Reason", "Wait"]
+__all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
 
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
 
@@ -71,6 +76,11 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """Call `ClientCore.flushed` once all that was sent so far will arrive even if this process dies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """The server that should serve this shard does not know so yet: call `ClientCore.again` a moment later."""
 
@@ -85,7 +95,7 @@ class Leave:
     sentence: str
 
 
-ClientAction = Send | Compute | Wait | Leave
+ClientAction = Send | Compute | Flush | Wait | Leave
 
 
 @dataclass(slots=True)
@@ -97,11 +107,13 @@ class _Shard:
     greeted: bool = False  # this primary was sent a Hello that it has not refused
     welcome: bool = False  # and has answered it
     next_clock: int = 0  # the lowest clock of ours that it lacked when it answered
+    arrived: int = 0  # the lowest clock that had not even arrived there
     settled: int = 0  # everything of ours below this clock was settled here
     version: int = 0
     term: int = 0
     work: Work = field(default=_UNKNOWN)
     push: Push | None = None  # sent or to be sent, and not known to be settled
+    pushed: bool = False  # it was sent, to this primary or to one before it
     read: Read | None = None  # sent or to be sent, and not answered
     asked_again: int = -1  # the last clock that we read for twice
     rows: ReadRows | None = None  # the same
@@ -112,10 +124,19 @@ class ClientCore:
     """One worker: member `member` in slot `slot`, before `num_shards` shards.
 
     With `skip_nonfinite`, a gradient that a shard refuses because it is not finite is replaced by a push that only
-    moves the clock on; without it, the worker leaves.
+    moves the clock on; without it, the worker leaves. With `confirms`, no Read leaves before every push of the update
+    before it has: to the shards it says just that.
     """
 
-    def __init__(self, *, slot: int, member: int, num_shards: int, skip_nonfinite: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        slot: int,
+        member: int,
+        num_shards: int,
+        skip_nonfinite: bool = False,
+        confirms: bool = False,
+    ) -> None:
         self.slot = slot
         self.member = member
         self._skip_nonfinite = skip_nonfinite
@@ -123,6 +144,8 @@ class ClientCore:
         self._view_epoch = -1
         self._clock: int | None = None  # the update we read for, compute or push; none before the first Read
         self._computing: Work | None = None
+        self._confirms = confirms
+        self._out = True  # every push has left us for good, and reads may follow
         self._left = False
 
     @property
@@ -242,6 +265,7 @@ class ClientCore:
         if work is None:
             raise ManyhandsError(f"worker {self.slot} computed something that it was not asked for")
         self._clock = work.clock + 1
+        self._out = not self._confirms
         actions: list[ClientAction] = []
         for shard in self._shards:
             shard.push = Push(
@@ -258,10 +282,21 @@ class ClientCore:
                 skip=skip,
                 rows_version=shard.rows_version,
             )
-            shard.rows_version = -1
+            shard.rows_version, shard.pushed = -1, False
             actions += self._send_push(shard)
             actions += self._ask(shard, work.clock + 1)
-        return actions
+        return [*actions, *self._flush()]
+
+    def _flush(self) -> list[ClientAction]:
+        """Ask to be called when the pushes are out, once there is none that could not be sent yet."""
+        return [] if self._out or not all(shard.pushed for shard in self._shards) else [Flush()]
+
+    def flushed(self) -> list[ClientAction]:
+        """All that was sent before the last Flush will arrive: read on."""
+        if self._left or self._out:
+            return []
+        self._out = True
+        return [action for shard in self._shards for action in self._send_read(shard)]
 
     def again(self, shard: int) -> list[ClientAction]:
         """A moment has passed since Wait: greet the primary of `shard` again, unless a view made us do so already."""
@@ -291,18 +326,31 @@ class ClientCore:
         if shard.welcome or not shard.greeted or message.next_clock < shard.settled:
             return []  # the answer to a Hello before the last one: we have gone ahead since
         shard.welcome, shard.next_clock = True, message.next_clock
+        shard.arrived = max(message.arrived, message.next_clock)
+        if self._relied_on(shard):
+            self._begin_again()
         if self._clock is None:
             return self._start() if all(place.welcome for place in self._shards) else []
-        actions = [*self._send_push(shard), *self._send_read(shard), *self._send_rows(shard)]
+        actions = [*self._send_push(shard), *self._send_read(shard), *self._send_rows(shard), *self._flush()]
         done = self._shards[LEAD].work.kind in (WorkKind.FINISHED, WorkKind.RETIRED)
         return [*actions, *self._go_on()] if done else actions
 
+    def _relied_on(self, shard: _Shard) -> bool:
+        """Whether we have read for a clock beyond what arrived at `shard`, which a server took down with it."""
+        awaited = shard.read if shard.push is None and self._confirms else None
+        return awaited is not None and shard.arrived < awaited.clock
+
+    def _begin_again(self) -> None:
+        self._clock = None
+        for shard in self._shards:
+            shard.read = None
+
     def _start(self) -> list[ClientAction]:
-        """Every shard has welcomed us: begin at the lowest clock that any of them lacks."""
-        self._clock = min(shard.next_clock for shard in self._shards)
+        """Every shard has welcomed us: begin at the lowest clock that has not arrived at one of them."""
+        self._clock = min(shard.arrived for shard in self._shards)
         actions: list[ClientAction] = []
         for shard in self._shards:
-            shard.settled = self._clock
+            shard.settled = min(self._clock, shard.next_clock)
             actions += self._ask(shard, self._clock)
         return actions
 
@@ -313,7 +361,7 @@ class ClientCore:
         return self._send_read(shard)
 
     def _send_read(self, shard: _Shard) -> list[ClientAction]:
-        if shard.read is None or not shard.welcome:
+        if shard.read is None or not shard.welcome or not self._out:
             return []
         return [Send(to=shard.primary, message=shard.read)]
 
@@ -333,6 +381,7 @@ class ClientCore:
     def _send_push(self, shard: _Shard) -> list[ClientAction]:
         if shard.push is None or not shard.welcome:
             return []
+        shard.pushed = True
         return [Send(to=shard.primary, message=shard.push)]
 
     def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:

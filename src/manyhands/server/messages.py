@@ -184,6 +184,8 @@ class Welcome:
     slot: int
     next_clock: int
     version: int
+    arrived: int = 0
+    """The lowest clock that has not even arrived, where that is a later one: the updates between do not count yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from manyhands.server.actions import Action, Discard, Keep, Load, Send
+from manyhands.server.actions import Action, Discard, Drop, Keep, Load, Send
 from manyhands.server.core import Hold, ShardConfig, ShardCore
 from manyhands.server.messages import (
     LAUNCHER,
@@ -53,6 +53,7 @@ from manyhands.server.messages import (
     Yield,
 )
 from manyhands.server.steps import Change
+from manyhands.server.unconfirmed import Unconfirmed
 
 __all__ = ["Role", "ShardReplica"]
 
@@ -95,6 +96,7 @@ class ShardReplica:
         self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
         self._hellos: dict[int, Hello] = {}  # to be answered once the slot is known, or its loss is safe
         self._held: dict[int, Read] = {}
+        self._unconfirmed = Unconfirmed(needed=config.confirms)
         self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.SHARDS: []}  # slots of held reads
         self._mark = 0  # the mark at which those that wait for others were last looked at
         self._asked: set[tuple[int, int]] = set()  # batches that are being given out
@@ -252,6 +254,7 @@ class ShardReplica:
         self._taken.clear()
         self._hellos.clear()
         self._held.clear()
+        self._unconfirmed.clear()
         for slots in self._waiting_for.values():
             slots.clear()
         self._asked.clear()
@@ -292,10 +295,13 @@ class ShardReplica:
             return self.role is Role.BACKUP and message.epoch >= self.epoch and is_next
         if self.role is not Role.PRIMARY or self.core.awaiting:
             return False
-        if message.member < self._holders.get(message.slot, 0):
-            return False
-        known = self.core.outcome_of(message.slot, message.clock) is not None
-        return not known and message.clock >= self._taken.get(message.slot, 0)
+        fenced = message.member < self._holders.get(message.slot, 0)
+        return self._is_open(message) and (not fenced or self._unconfirmed.hears(message))
+
+    def _is_open(self, push: Push) -> bool:
+        """Whether an update is neither settled nor in flight."""
+        known = self.core.outcome_of(push.slot, push.clock) is not None
+        return not known and push.clock >= self._taken.get(push.slot, 0)
 
     @property
     def awaited_member(self) -> int | None:
@@ -312,8 +318,16 @@ class ShardReplica:
         self._know(message.slot, message.member)
         holder = self._holders[message.slot]
         if message.member < holder:
-            fenced = Fenced(shard=self.config.shard, slot=message.slot, holder=holder)
-            return [Send(to=sender, message=fenced)]
+            fenced = Send(
+                to=sender, message=Fenced(shard=self.config.shard, slot=message.slot, holder=holder)
+            )
+            if isinstance(message, Push) and self._unconfirmed.hears(message) and self._is_open(message):
+                return [
+                    *self._hold(message),
+                    fenced,
+                ]  # its Read was perhaps heard elsewhere: its successor decides
+            return [fenced]
+        self._unconfirmed.meet(message.slot, message.member)
         match message:
             case Hello():
                 self._held.pop(message.slot, None)  # asked again once the greeting is answered
@@ -322,8 +336,9 @@ class ShardReplica:
             case Push():
                 return self._take_push(message)
             case Read():
+                actions = self._resolve(message)
                 self._held[message.slot] = message
-                return self._look_at(message.slot)
+                return actions + self._look_at(message.slot)
             case ReadRows(slot=slot, clock=clock):
                 values = RowValues(shard=self.config.shard, slot=slot, clock=clock, version=self.core.version)
                 return [Send(to=sender, message=values)]
@@ -342,8 +357,15 @@ class ShardReplica:
         if hello is None or next_clock is None or next_clock < hello.settled:
             return []
         del self._hellos[slot]
+        arrived = self._unconfirmed.arrived(slot)
+        if self.config.confirms:
+            arrived = max(arrived, self._taken.get(slot, 0))
         welcome = Welcome(
-            shard=self.config.shard, slot=slot, next_clock=next_clock, version=self.core.version
+            shard=self.config.shard,
+            slot=slot,
+            next_clock=next_clock,
+            version=self.core.version,
+            arrived=arrived if arrived > next_clock else 0,
         )
         return [Send(to=hello.member, message=welcome)]
 
@@ -358,12 +380,34 @@ class ShardReplica:
             return [self._ack(push, outcome)]
         if push.clock < self._taken.get(push.slot, 0):
             return []  # it is in flight, and acknowledged when it is safe
-        actions: list[Action] = [] if push.skip else [self._keep(push)]
+        if self._unconfirmed.awaits(push, self._held.get(push.slot)):
+            return self._hold(push)
+        return [*([] if push.skip else [self._keep(push)]), *self._count(push)]
+
+    def _hold(self, push: Push) -> list[Action]:
+        """Keep a push that does not count yet."""
+        before = self._unconfirmed.hold(push)
+        return [*([] if before is None else self._drop(before)), *([] if push.skip else [self._keep(push)])]
+
+    def _resolve(self, read: Read) -> list[Action]:
+        """Count what was held of a slot, if this Read lies behind it; else its worker computes that update again."""
+        push = self._unconfirmed.resolve(read.slot)
+        if push is None:
+            return []
+        counts = push.clock < read.clock and self._is_open(push)
+        return self._count(push) if counts else self._drop(push)
+
+    def _count(self, push: Push) -> list[Action]:
+        """Let a push that is kept be the next entry."""
+        actions: list[Action] = []
         known = self._next_to_take(push.slot)
         if known is not None and known < push.clock:
             actions += self._append_lost(push.slot, push.clock)
         self._taken[push.slot] = push.clock + 1
         return actions + self._append(push)
+
+    def _drop(self, push: Push) -> list[Action]:
+        return [] if push.skip else [Drop(shard=self.config.shard, slot=push.slot, clock=push.clock)]
 
     def _keep(self, push: Push) -> Keep:
         copy = self.config.policy.outlives_read
@@ -405,7 +449,9 @@ class ShardReplica:
 
     def _append_lost(self, slot: int, until: int) -> list[Action]:
         self._taken[slot] = until
-        return self._append(Lost(slot=slot, until=until))
+        held = self._unconfirmed.resolve(slot) if self._unconfirmed.arrived(slot) <= until else None
+        dropped = [] if held is None else self._drop(held)
+        return [*dropped, *self._append(Lost(slot=slot, until=until))]
 
     def _safe_sequence(self) -> int:
         """The last entry that survives as many deaths as the run promises."""

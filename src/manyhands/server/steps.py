@@ -48,6 +48,11 @@ class ShardConfig:
         return self.shard == LEAD
 
     @property
+    def confirms(self) -> bool:
+        """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
+        return self.policy.lockstep and self.num_shards > 1
+
+    @property
     def follows(self) -> bool:
         """Whether its groups are chosen by another shard."""
         return self.policy.chosen_by_lead and not self.leads

@@ -196,8 +196,8 @@ class _Simulation:
 
     # ── what processes do ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> None:
-        """Send a message from a member to a member, this many seconds from now."""
+    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
+        """Send a message from a member to a member, this many seconds from now; in how many it arrives."""
         self._observer.sends(source, to, message, self._agenda.now_s)
         num_bytes = self._payload_bytes if isinstance(message, _CARRIERS) else 0
         at_s = self._network.arrival_s(source, to, num_bytes, self._agenda.now_s + after_s)
@@ -207,6 +207,7 @@ class _Simulation:
             self._agenda.at(at_s, self._installed, message)
         elif isinstance(message, Concluded):
             self._agenda.at(at_s, self._tell, message)
+        return at_s - self._agenda.now_s
 
     def later(self, process: Process, item: Item, after_s: float) -> None:
         """Put something into the process's own inbox, this many seconds from now."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from manyhands.errors import ManyhandsError
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
-from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Wait
+from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Wait
 from manyhands.server.log import Row
 from manyhands.server.messages import (
     Forward,
@@ -34,6 +34,7 @@ __all__ = [
     "Assignment",
     "Computed",
     "Copy",
+    "Flushed",
     "LeaveShards",
     "Letter",
     "Process",
@@ -97,6 +98,13 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a worker sent has arrived, and can not be lost with it any more."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """A moment has passed: ask this shard again."""
 
@@ -104,14 +112,14 @@ class Retry:
     shard: int
 
 
-Item = Letter | Restore | LeaveShards | Assignment | Computed | Retry
+Item = Letter | Restore | LeaveShards | Assignment | Computed | Flushed | Retry
 
 
 class Surroundings(Protocol):
     """What a process can do to the world outside."""
 
-    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> None:
-        """Send a message from a member to a member, this many seconds from now."""
+    def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
+        """Send a message from a member to a member, this many seconds from now; in how many it arrives."""
 
     def later(self, process: Process, item: Item, after_s: float) -> None:
         """Put something into the process's own inbox, this many seconds from now."""
@@ -268,7 +276,12 @@ class WorkerProcess(Process):
         """Let the core decide, then do as it says, in order."""
         if isinstance(item, Assignment):
             self.member, self.slot = item.member, item.slot
-            self.core = ClientCore(slot=item.slot, member=item.member, num_shards=self._spec.shards)
+            self.core = ClientCore(
+                slot=item.slot,
+                member=item.member,
+                num_shards=self._spec.shards,
+                confirms=self._spec.policy.lockstep and self._spec.shards > 1,
+            )
             return 0.0
         core = self.core
         if core is None:
@@ -284,16 +297,23 @@ class WorkerProcess(Process):
                 self._gradients, weight = self._spec.model.gradient(self.slot, work, self._values)
                 self._world.computed(self)
                 self._do(core.computed(weight=weight))
+            case Flushed(member=member) if member == self.member:
+                self._do(core.flushed())
             case Retry(member=member, shard=shard) if member == self.member:
                 self._do(core.again(shard))
         return 0.0
 
     def _do(self, actions: list[ClientAction]) -> None:
+        arrives_s = 0.0
         for action in actions:
             match action:
                 case Send(to=to, message=message):
                     payload = self._gradients[message.shard] if isinstance(message, Push) else None
-                    self._world.post(self.member, to, message, payload, 0.0)
+                    taken_s = self._world.post(self.member, to, message, payload, 0.0)
+                    arrives_s = max(arrives_s, taken_s)
+                case Flush():
+                    # The kernel has what was sent at once; here a network has it, from which the dead may take it.
+                    self._world.later(self, Flushed(self.member), arrives_s if self._spec.faults else 0.0)
                 case Compute(work=work):
                     seconds = self._world.computes(self, work, list(self._values))
                     self._world.later(self, Computed(self.member, work), seconds)

@@ -157,7 +157,24 @@ class Witness(Observer):
                 found += self._misread(shard, run)
             if not self._at_risk:
                 found += self._incomplete(shard, store)
-        return found
+        return found + self._torn(run)
+
+    def _torn(self, run: SimulatedRun) -> list[str]:
+        """In lockstep, what an applied update is computed from is one version, the same at every shard.
+
+        Unless a server died: with a worker, it may have taken down what this worker had sent it.
+        """
+        promise = self._promise
+        if promise.bound != 0 or promise.late or any(h.what == "server killed" for h in self._happenings):
+            return []
+        applied = set.intersection(*map(_names, run.stores))
+        return [
+            f"slot {reading.slot} read {[seen.length for seen in reading.seen]} steps of the shards for update "
+            f"{reading.work.clock}"
+            for reading in self._readings
+            if (reading.slot, reading.work.clock) in applied
+            and len({seen.length for seen in reading.seen}) > 1
+        ]
 
     def _repeated(self, shard: int, store: LedgerStore) -> list[str]:
         names: set[tuple[int, int]] = set()

@@ -76,6 +76,11 @@ class Job:
         return self.strategy.consistency.lockstep
 
     @property
+    def confirms(self) -> bool:
+        """Whether a push counts only once its worker has said that every shard has it."""
+        return self.shard_config().confirms
+
+    @property
     def reads_in_place(self) -> bool:
         """Whether workers read parameters where the shards keep them, in the memory that all processes share."""
         return self.is_lockstep and self.strategy.link == "shared"

@@ -319,7 +319,8 @@ class Launcher:
                     self._began = self._began or time.monotonic()
                     self._tell_view(view)
                     payload = view_payload(view, self._addresses, self._roles())
-                    for process in [*self._servers, *self._workers.values()]:
+                    # A worker that has lost its slot is told before anybody who could speak for that slot.
+                    for process in [*self._workers.values(), *self._servers]:
                         self._tell_process(process, payload)
                 case StartServer(member=member):
                     self._server_members.add(member)

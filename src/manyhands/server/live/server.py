@@ -251,11 +251,11 @@ class _Server:
         """Those of which nobody's gradient is taken any more whose slot has been given to another.
 
         All but the ones that this server is the backup of: what the primary took before it heard is still to come.
+        Where a successor decides about what arrived before it spoke, all but the ones that this server serves, too.
         """
-        backed_up = {
-            shard for shard, replica in self._core.replicas.items() if replica.role is ReplicaRole.BACKUP
-        }
-        return [shard for shard in range(self._layout.shards) if shard not in backed_up]
+        taking = {ReplicaRole.BACKUP, *([ReplicaRole.PRIMARY] if self._job.confirms else [])}
+        taken = {shard for shard, replica in self._core.replicas.items() if replica.role in taking}
+        return [shard for shard in range(self._layout.shards) if shard not in taken]
 
     def _handle(self, member: int, message: Any, payload: memoryview) -> None:
         require_sense(message, self._peers[member], self._layout.shards)
@@ -386,7 +386,7 @@ class _Server:
             case Forward(entry=Push(skip=False) as push):
                 payload = self._gradients.forwarded(push)
             case Install(shard=shard):
-                payload = pack_install(self._store(shard).state(), self._gradients.held(shard))
+                payload = pack_install(self._store(shard).state(), self._waiting(shard))
         if to == self._member:  # after deaths, one server may have several shards
             self._to_self.append(message)
         elif to in self._hub.members() and to not in self._unsent:  # what waits for it goes first
@@ -488,11 +488,7 @@ class _Server:
                 ShardSnapshot(
                     version=core.core.version,
                     state=self._store(shard).state(),
-                    held={
-                        name: gradient
-                        for name, gradient in self._gradients.held(shard).items()
-                        if name in core.core.steps.waiting
-                    },
+                    held=self._waiting(shard),
                     core=json.dumps(core.state()),
                 ),
             )
@@ -503,6 +499,12 @@ class _Server:
                 self._note(f"no snapshot of shard {shard} at version {core.core.version}: {error}")
         self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
+
+    def _waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
+        """The gradients that are committed and in no step yet."""
+        waiting = self._core.replicas[shard].core.steps.waiting
+        held = self._gradients.held(shard)
+        return {name: gradient for name, gradient in held.items() if name in waiting}
 
     def _is_primary(self, shard: int) -> bool:
         return self._view is not None and self._view.shards[shard].primary == self._member

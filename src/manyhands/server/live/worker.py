@@ -25,7 +25,7 @@ from manyhands.memory.sign import LongWait
 from manyhands.record.events import NOBODY, EventKind
 from manyhands.record.ring import EventRing
 from manyhands.server.actions import Send
-from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
+from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
 from manyhands.server.live.coding import RangeCoding, as_tensor
@@ -173,6 +173,7 @@ class _Turn:
             member=member,
             num_shards=job.strategy.servers,
             skip_nonfinite=job.skip_nonfinite,
+            confirms=job.confirms,
         )
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
@@ -181,6 +182,7 @@ class _Turn:
         self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
         self._computing: Compute | None = None
+        self._flushing = False
         self._left: Leave | None = None
         self._pushed_ns = time.monotonic_ns()
         self._heard_ns = time.monotonic_ns()
@@ -207,14 +209,33 @@ class _Turn:
         while self._left is None:
             if self._computing is not None:
                 self._compute(self._computing)
+            elif self._flushing:
+                self._flush()
             else:
-                self._turn()
+                self._turn(_AGAIN_S if self._again else _LOOK_S)
         if self._began_ns is not None:  # the answer to the last push, which no pull follows
             last, took_ns = self._context.step - 1, time.monotonic_ns() - self._pushed_ns
             self._ring.record(EventKind.EXCHANGE, self._pushed_ns, took_ns, step=last, wire=self._wire)
         return self._left
 
-    def _turn(self) -> None:
+    def _flush(self) -> None:
+        """Wait until the kernel has every push, and hear what the launcher said before: then reads may follow.
+
+        Who was stopped between its pushes, and has lost its slot since, is told so here: its successor decides.
+        """
+        if not self._hub.flush(_LOOK_S):
+            self._turn(0.0)
+            return
+        self._flushing = False
+        self._attend()
+        self._do(self._core.flushed())
+
+    def _turn(self, wait_s: float) -> None:
+        self._attend()
+        self._listen(wait_s)
+
+    def _attend(self) -> None:
+        """Do what the launcher says."""
         unheard, self._body.unheard = self._body.unheard, []
         for told in (*unheard, *self._context.told()):
             if "view" in told:
@@ -222,10 +243,9 @@ class _Turn:
                 self._follow(*view_from(told))
         if self._context.stop_requested():
             raise Aborted("the launcher asked to stop")
-        self._listen()
 
-    def _listen(self) -> None:
-        for event in self._hub.poll(_AGAIN_S if self._again else _LOOK_S):
+    def _listen(self, wait_s: float) -> None:
+        for event in self._hub.poll(wait_s):
             match event:
                 case Received(member=member):
                     self._heard_ns = time.monotonic_ns()
@@ -303,6 +323,8 @@ class _Turn:
                     self._send(action)
                 case Compute():
                     self._computing = action
+                case Flush():
+                    self._flushing = True
                 case Wait(shard=shard):
                     self._again.append(shard)
                 case Leave():
@@ -475,7 +497,7 @@ class _Turn:
         self._wait.begin_again()
         self._do(self._core.read_rows(shards, whole))
         while self._core.awaits_rows:
-            self._turn()
+            self._turn(_AGAIN_S if self._again else _LOOK_S)
         if self._left is not None:
             raise _SlotLeft
 
