@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.link.codec import Codec
-from manyhands.link.frames import HEADER_BYTES, encode_header
-from manyhands.link.handshake import CONTROL, Claim, Credentials, Handshake
-from manyhands.link.hub import Hub, HubEvent, Joined
-from manyhands.link.settings import Settings
+from manyhands.hub.encoding import MessageCoder
+from manyhands.hub.frames import HEADER_BYTES, encode_header
+from manyhands.hub.handshake import CONTROL, Claim, Credentials, Handshake
+from manyhands.hub.hub import Hub, HubEvent, Joined
+from manyhands.hub.settings import Settings
 from manyhands.link.silence import Silence
 from manyhands.version import __version__
 
@@ -50,7 +50,7 @@ class Text:
     text: str
 
 
-CODEC = Codec({1: Number, 2: Text})
+CODEC = MessageCoder({1: Number, 2: Text})
 FAST = Settings(silence=Silence(beat_s=0.02, silence_s=0.5, handshake_s=0.5))
 
 

@@ -17,7 +17,7 @@ import torch
 
 import equality
 import manyhands as mh
-from manyhands.link.hub import Hub
+from manyhands.hub.hub import Hub
 from manyhands.server.messages import Push, Read
 
 __all__ = ["task"]

@@ -30,22 +30,22 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from manyhands.link.codec import Codec
-from manyhands.link.connection import BEFORE_HANDSHAKE
-from manyhands.link.frames import (
+from manyhands.hub.connection import BEFORE_HANDSHAKE
+from manyhands.hub.encoding import MessageCoder
+from manyhands.hub.frames import (
     HEADER_BYTES,
     IN_ARENA,
     OF_TRANSPORT,
     FrameDecoder,
-    Header,
+    FrameHeader,
     Limits,
     encode_header,
 )
-from manyhands.link.handshake import CONTROL, NO_PROOF, Credentials, Handshake, Proof, Refused
-from manyhands.link.hub import Hub, Joined, Lost, Received, Shared, TurnedAway
-from manyhands.link.message import Header as LinkHeader
+from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, Proof, Refused
+from manyhands.hub.hub import Hub, Joined, Lost, Received, Shared, TurnedAway
+from manyhands.hub.strangers import Tally
+from manyhands.link.message import FrameHeader as LinkHeader
 from manyhands.link.message import ProtocolError
-from manyhands.link.strangers import Tally
 from manyhands.server.live.job import CODEC
 from manyhands.wire.dtypes import LINKED
 
@@ -104,7 +104,7 @@ def sample(hint: Any, rng: random.Random) -> Any:
     return hint(**{field.name: sample(hints[field.name], rng) for field in fields(hint)})
 
 
-def frame(codec: Codec, message: object, flags: int, payload: bytes = b"") -> bytes:
+def frame(codec: MessageCoder, message: object, flags: int, payload: bytes = b"") -> bytes:
     kind, body = codec.encode(message)
     return encode_header(kind, flags, len(body), len(payload)) + body + payload
 
@@ -184,7 +184,7 @@ _ACCIDENTS = (_flip, _flip, _cut, _insert, _splice, _twice, _renumber, _renumber
 # ── readers of one stream ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _interpret(header: Header, body: memoryview) -> Any:
+def _interpret(header: FrameHeader, body: memoryview) -> Any:
     codec = CONTROL if header.flags & OF_TRANSPORT else CODEC
     message = codec.decode(header.kind, body)
     again = codec.decode(*codec.encode(message))  # it could have been sent

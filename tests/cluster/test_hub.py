@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import manyhands.link.handshake as handshake
+import manyhands.hub.handshake as handshake
 from descriptors import open_descriptors
 from hubs import (
     CLAIM,
@@ -34,11 +34,11 @@ from hubs import (
     read_end,
 )
 from manyhands.errors import UserError
-from manyhands.link.frames import IN_ARENA, Limits, encode_header
-from manyhands.link.handshake import NO_PROOF, Credentials, Handshake, Proof, Refusal, Welcome
-from manyhands.link.hub import Hub, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.frames import IN_ARENA, Limits, encode_header
+from manyhands.hub.handshake import NO_PROOF, Credentials, Handshake, Proof, Refusal, Welcome
+from manyhands.hub.hub import Hub, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.settings import Settings, spin_for
 from manyhands.link.message import ProtocolError
-from manyhands.link.settings import Settings, spin_for
 from manyhands.memory.segment import Segment
 
 pytestmark = pytest.mark.timeout(30)

@@ -13,15 +13,15 @@ from dataclasses import replace
 
 import pytest
 
-import manyhands.link.handshake as handshake
+import manyhands.hub.handshake as handshake
 from descriptors import open_descriptors
 from hubs import FAST, TOKEN, Clock, Number, Party, control, dial, raw, read_all, read_end
-from manyhands.link.calls import Calls
-from manyhands.link.frames import HEADER_BYTES
-from manyhands.link.handshake import CONTROL, NO_PROOF, Credentials, Handshake
-from manyhands.link.hub import Joined, Lost, Received, TurnedAway
-from manyhands.link.settings import Settings
-from manyhands.link.strangers import Newcomers, Tally
+from manyhands.hub.calls import Calls
+from manyhands.hub.frames import HEADER_BYTES
+from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
+from manyhands.hub.hub import Joined, Lost, Received, TurnedAway
+from manyhands.hub.settings import Settings
+from manyhands.hub.strangers import Newcomers, Tally
 from manyhands.version import __version__
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 import manyhands as mh
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
-from manyhands.link.arrivals import Joined, Lost, Received
+from manyhands.hub.arrivals import Joined, Lost, Received
 from manyhands.server.live.job import Job
 from manyhands.server.messages import Hello, ReadRows, RowsUnknown, RowValues
 from threaded_ps import ThreadedRun, job_for

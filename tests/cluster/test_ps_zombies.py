@@ -13,7 +13,7 @@ import torch
 
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from equality import loss as plain_loss
-from manyhands.link.hub import Hub
+from manyhands.hub.hub import Hub
 from manyhands.server.messages import Push, Read
 from threaded_ps import ThreadedRun, job_for
 

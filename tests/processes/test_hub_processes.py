@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from manyhands.link.codec import Codec
-from manyhands.link.handshake import Credentials
-from manyhands.link.hub import Hub, HubEvent, Joined, Lost, Received
-from manyhands.link.settings import Settings
+from manyhands.hub.encoding import MessageCoder
+from manyhands.hub.handshake import Credentials
+from manyhands.hub.hub import Hub, HubEvent, Joined, Lost, Received
+from manyhands.hub.settings import Settings
 from manyhands.link.silence import Silence
 
 pytestmark = pytest.mark.timeout(100)
@@ -32,15 +32,15 @@ class Number:
     value: int
 
 
-CODEC = Codec({1: Number})
+CODEC = MessageCoder({1: Number})
 
 CHILD = """
 import os, sys, time
 from dataclasses import dataclass
-from manyhands.link.codec import Codec
-from manyhands.link.handshake import Credentials
-from manyhands.link.hub import Hub, Joined, Lost, Received
-from manyhands.link.settings import Settings
+from manyhands.hub.encoding import Codec
+from manyhands.hub.handshake import Credentials
+from manyhands.hub.hub import Hub, Joined, Lost, Received
+from manyhands.hub.settings import Settings
 from manyhands.link.silence import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.link.areas import Arenas
+from manyhands.hub.areas import Arenas
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import PAGE, Segment
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.link.codec import Codec
+from manyhands.hub.encoding import MessageCoder
 from manyhands.link.message import ProtocolError
 from manyhands.server import messages
 
@@ -68,7 +68,7 @@ class Nothing:
 
 OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing, 5: Secret}
 ALL = dict(enumerate(get_args(messages.Message), 1))
-CODEC, SERVER = Codec(OWN), Codec(ALL)
+CODEC, SERVER = MessageCoder(OWN), MessageCoder(ALL)
 POINT = Point(x=-3, colour=Colour.BLUE, far=True)
 
 
@@ -234,7 +234,7 @@ class Unsendable:
 )
 def test_a_protocol_that_can_not_be_is_refused_when_it_is_made(kinds: dict[int, type], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        Codec(kinds)
+        MessageCoder(kinds)
 
 
 @pytest.mark.parametrize(

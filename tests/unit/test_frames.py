@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.link.frames import HEADER_BYTES, IN_ARENA, Frame, FrameDecoder, Header, Limits, encode_header
+from manyhands.hub.frames import (
+    HEADER_BYTES,
+    IN_ARENA,
+    FrameDecoder,
+    FrameHeader,
+    Limits,
+    WholeFrame,
+    encode_header,
+)
 from manyhands.link.message import ProtocolError
 
 LIMITS = Limits(body_bytes=200_000, payload_bytes=1 << 20)
@@ -24,9 +32,9 @@ def decoder(limits: Limits = LIMITS, place: memoryview | None = None) -> FrameDe
     )
 
 
-def feed(stream: FrameDecoder[Message], data: bytes, piece: int) -> list[Frame[Message]]:
+def feed(stream: FrameDecoder[Message], data: bytes, piece: int) -> list[WholeFrame[Message]]:
     """Give `data` in pieces, as a socket would."""
-    frames: list[Frame[Message]] = []
+    frames: list[WholeFrame[Message]] = []
     while data:
         room = stream.room()
         assert len(room) > 0
@@ -104,7 +112,10 @@ def test_a_place_of_another_size_ends_the_stream() -> None:
 def test_a_payload_in_shared_memory_is_not_in_the_stream() -> None:
     data = encode_header(1, IN_ARENA, 0, 1000, 64) + frame_bytes(2, b"", b"")
     frames = feed(decoder(), data, 1 << 20)
-    assert [frame.header for frame in frames] == [Header(1, IN_ARENA, 0, 1000, 64), Header(2, 0, 0, 0, 0)]
+    assert [frame.header for frame in frames] == [
+        FrameHeader(1, IN_ARENA, 0, 1000, 64),
+        FrameHeader(2, 0, 0, 0, 0),
+    ]
 
 
 @pytest.mark.parametrize(

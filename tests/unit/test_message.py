@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.link.message import HEADER_BYTES, Frame, Header, Message, ProtocolError
+from manyhands.link.message import HEADER_BYTES, FrameKind, Header, Message, ProtocolError
 from manyhands.wire.dtypes import CODES, LINKED
 
 LIMIT = 1 << 20
-GOOD = Header(Frame.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()
+GOOD = Header(FrameKind.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()
 
 headers = st.builds(
     lambda kind, tag, step, sequence, dtype, count: Header(
-        Frame.MESSAGE, kind, tag, step, sequence, dtype, count * dtype.itemsize if dtype else 0
+        FrameKind.MESSAGE, kind, tag, step, sequence, dtype, count * dtype.itemsize if dtype else 0
     ),
     kind=st.integers(0, 2**32 - 1),
     tag=st.integers(0, 2**32 - 1),
@@ -92,7 +92,12 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 
 def test_a_goodbye_carries_nothing() -> None:
     header = Header.decode(Header.goodbye(5).encode(), LIMIT)
-    assert (header.frame, header.sequence, header.payload_bytes, header.dtype) == (Frame.GOODBYE, 5, 0, None)
+    assert (header.frame, header.sequence, header.payload_bytes, header.dtype) == (
+        FrameKind.GOODBYE,
+        5,
+        0,
+        None,
+    )
 
 
 def test_numbers_of_types_are_those_that_the_protocol_page_lists() -> None:

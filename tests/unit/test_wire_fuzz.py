@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import manyhands.link.codec as codec
-from manyhands.link.frames import FrameDecoder
-from manyhands.link.handshake import Handshake
+import manyhands.hub.encoding as codec
+from manyhands.hub.frames import FrameDecoder
+from manyhands.hub.handshake import Handshake
 from wire_fuzz import TARGETS, Failure, fuzz
 
 SEED = 20_261_115

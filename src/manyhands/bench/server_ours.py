@@ -21,7 +21,7 @@ from manyhands.cluster.job import pack
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.errors import ManyhandsError, PeerTimeout
-from manyhands.link.hub import Hub, Lost, Received
+from manyhands.hub.hub import Hub, Lost, Received
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
 from manyhands.server.actions import Send

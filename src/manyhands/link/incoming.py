@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from manyhands.link.base import Closed, PeerDied, ReceiveOutcome, TimedOut, hand_out, room_for
-from manyhands.link.message import HEADER_BYTES, Frame, Header, ProtocolError
+from manyhands.link.message import HEADER_BYTES, FrameKind, Header, ProtocolError
 from manyhands.link.outgoing import SLICE_NS
 
 __all__ = ["Incoming", "Read"]
@@ -22,7 +22,7 @@ for no wait, looking so often before it sleeps; how many bytes are there now."""
 _LOOK_EVERY_NS: Final = 500_000
 _PART_EVERY_NS: Final = 10_000_000
 _NEVER_NS: Final = 1 << 63
-_GOODBYE: Final = Frame.GOODBYE  # looked at with every message, and enumerations are slow
+_GOODBYE: Final = FrameKind.GOODBYE  # looked at with every message, and enumerations are slow
 
 
 class Incoming:

@@ -34,7 +34,7 @@ __all__ = [
     "HEADER_BYTES",
     "MAGIC",
     "PROTOCOL_VERSION",
-    "Frame",
+    "FrameKind",
     "Header",
     "Message",
     "ProtocolError",
@@ -66,7 +66,7 @@ class ProtocolError(ManyhandsError):
         self.field = field
 
 
-class Frame(IntEnum):
+class FrameKind(IntEnum):
     """What follows a header."""
 
     MESSAGE = 1
@@ -75,8 +75,8 @@ class Frame(IntEnum):
     """Nothing, ever again: the sender closed the link after its last message."""
 
 
-_FRAMES: Final = {int(frame): frame for frame in Frame}
-_GOODBYE: Final = int(Frame.GOODBYE)
+_FRAMES: Final = {int(frame): frame for frame in FrameKind}
+_GOODBYE: Final = int(FrameKind.GOODBYE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ def _check_payload(tensor: torch.Tensor) -> None:
 class Header(NamedTuple):
     """The 64 bytes before every payload."""
 
-    frame: Frame
+    frame: FrameKind
     kind: int
     tag: int
     step: int
@@ -138,13 +138,13 @@ class Header(NamedTuple):
         """The header that announces `message` as number `sequence` of its direction."""
         kind, tag, step, payload = message.kind, message.tag, message.step, message.payload
         if payload is None:
-            return cls(Frame.MESSAGE, kind, tag, step, sequence, None, 0)
-        return cls(Frame.MESSAGE, kind, tag, step, sequence, payload.dtype, payload.nbytes)
+            return cls(FrameKind.MESSAGE, kind, tag, step, sequence, None, 0)
+        return cls(FrameKind.MESSAGE, kind, tag, step, sequence, payload.dtype, payload.nbytes)
 
     @classmethod
     def goodbye(cls, sequence: int) -> Header:
         """The header that ends a direction after `sequence` messages."""
-        return cls(Frame.GOODBYE, 0, 0, 0, sequence, None, 0)
+        return cls(FrameKind.GOODBYE, 0, 0, 0, sequence, None, 0)
 
     @property
     def items(self) -> int:

@@ -49,7 +49,7 @@ from manyhands.link.base import (
 from manyhands.link.message import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     HEADER_BYTES,
-    Frame,
+    FrameKind,
     Header,
     Message,
     ProtocolError,
@@ -289,7 +289,7 @@ class TorchLink(Link):
             raise ProtocolError(
                 "sequence", f"{self.peer} sent number {header.sequence}, number {self._sequence} was due"
             )
-        if header.frame is Frame.GOODBYE:
+        if header.frame is FrameKind.GOODBYE:
             return False
         self._sequence += 1
         payload = self._await_target(header) if header.payload_bytes else room_for(header, None, self.peer)

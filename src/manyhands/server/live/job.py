@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.link.codec import Codec
-from manyhands.link.handshake import Credentials
-from manyhands.link.hub import Hub, Settings
-from manyhands.link.settings import spin_for
+from manyhands.hub.encoding import MessageCoder
+from manyhands.hub.handshake import Credentials
+from manyhands.hub.hub import Hub, Settings
+from manyhands.hub.settings import spin_for
 from manyhands.link.silence import Silence
 from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
@@ -23,7 +23,7 @@ from manyhands.training.computing import Built, Computer, TrainingPlan
 
 __all__ = ["CODEC", "Job", "view_from", "view_payload"]
 
-CODEC = Codec(
+CODEC = MessageCoder(
     {
         1: messages.Hello,
         2: messages.Welcome,

@@ -24,7 +24,7 @@ from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
 from manyhands.errors import Aborted, ManyhandsError
-from manyhands.link.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
 from manyhands.memory.sign import LongWait

@@ -19,7 +19,7 @@ from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
-from manyhands.link.hub import Hub, Joined, Lost, Received
+from manyhands.hub.hub import Hub, Joined, Lost, Received
 from manyhands.link.message import ProtocolError
 from manyhands.memory.sign import LongWait
 from manyhands.record.events import NOBODY, EventKind

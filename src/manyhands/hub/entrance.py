@@ -8,8 +8,8 @@ import socket
 from collections.abc import Iterator
 from typing import Final, Generic
 
-from manyhands.link import doors
-from manyhands.link.strangers import K, Newcomers, Tally
+from manyhands.hub import addresses
+from manyhands.hub.strangers import K, Newcomers, Tally
 
 __all__ = ["Entrance"]
 
@@ -22,19 +22,19 @@ class Entrance(Generic[K]):
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
-        self._doors: dict[int, socket.socket] = {}
+        self._listening: dict[int, socket.socket] = {}
         self._rests = self._lacks_descriptors = False
         self.newcomers: Newcomers[K] = Newcomers()
         self.away = Tally()
 
     def __contains__(self, descriptor: object) -> bool:
-        return descriptor in self._doors
+        return descriptor in self._listening
 
     def listen(self, address: str) -> str:
         """Listen; the address where others reach it."""
-        door, reached_at = doors.listen(address)
-        self._doors[door.fileno()] = door
-        self._epoll.register(door, select.EPOLLIN)
+        listening, reached_at = addresses.listen(address)
+        self._listening[listening.fileno()] = listening
+        self._epoll.register(listening, select.EPOLLIN)
         return reached_at
 
     def accept(self, descriptor: int, now_s: float) -> Iterator[socket.socket]:
@@ -47,13 +47,13 @@ class Entrance(Generic[K]):
                 self._watch(0)
                 return
             try:
-                end, _ = self._doors[descriptor].accept()
+                end, _ = self._listening[descriptor].accept()
             except OSError as error:  # nobody else, or nobody any more
                 if error.errno in _NO_DESCRIPTORS:
                     self._watch(0)
                     self._lacks_descriptors = True
                 return
-            if doors.same_user(end):
+            if addresses.same_user(end):
                 end.setblocking(False)
                 yield end
             else:
@@ -70,11 +70,11 @@ class Entrance(Generic[K]):
 
     def close(self) -> None:
         """Let nobody in any more; idempotent."""
-        for door in self._doors.values():
-            door.close()
-        self._doors.clear()
+        for listening in self._listening.values():
+            listening.close()
+        self._listening.clear()
 
     def _watch(self, mask: int) -> None:
         self._rests = mask == 0
-        for door in self._doors.values():
-            self._epoll.modify(door, mask)
+        for listening in self._listening.values():
+            self._epoll.modify(listening, mask)

@@ -27,16 +27,15 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 from manyhands.errors import OutOfSharedMemory, UserError, printable
-from manyhands.link import doors
-from manyhands.link.areas import Arenas
-from manyhands.link.arrivals import HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
-from manyhands.link.calls import Calls
-from manyhands.link.codec import Codec
-from manyhands.link.connection import Connection
-from manyhands.link.entrance import Entrance
-from manyhands.link.forks import forget_in_children
-from manyhands.link.frames import IN_ARENA, OF_TRANSPORT, Frame, Header
-from manyhands.link.handshake import (
+from manyhands.hub import addresses
+from manyhands.hub.areas import Arenas
+from manyhands.hub.arrivals import HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.calls import Calls
+from manyhands.hub.connection import Connection
+from manyhands.hub.encoding import MessageCoder
+from manyhands.hub.entrance import Entrance
+from manyhands.hub.frames import IN_ARENA, OF_TRANSPORT, FrameHeader, WholeFrame
+from manyhands.hub.handshake import (
     CONTROL,
     NO_PROOF,
     Credentials,
@@ -49,9 +48,10 @@ from manyhands.link.handshake import (
     Refused,
     ShareSegment,
 )
-from manyhands.link.heart import Heart
+from manyhands.hub.heart import Heart
+from manyhands.hub.settings import Settings
+from manyhands.link.forks import forget_in_children
 from manyhands.link.message import ProtocolError
-from manyhands.link.settings import Settings
 from manyhands.link.silence import Vigil
 from manyhands.memory.segment import Segment
 
@@ -86,7 +86,7 @@ class Hub:
     def __init__(
         self,
         credentials: Credentials,
-        codec: Codec,
+        codec: MessageCoder,
         *,
         destination: Destination | None = None,
         settings: Settings | None = None,
@@ -123,7 +123,7 @@ class Hub:
 
         Lost means that it refused this end by name, or could not be reached for `connect_s`.
         """
-        doors.check(address)
+        addresses.check(address)
         if member in self._members or member in self._calls:
             raise UserError(f"member {member} is connected, or about to be")
         self._calls.begin(member, address, self._clock())
@@ -319,7 +319,7 @@ class Hub:
         now_s = self._clock()
         for member, address in self._calls.due(now_s):
             try:
-                end = doors.dial(address)
+                end = addresses.dial(address)
             except OSError as error:
                 self._failed(member, f"nobody can be reached at {address}: {error}")
                 continue
@@ -378,7 +378,7 @@ class Hub:
             self._drop(connection, "it had not proved who it is when too many others came")
 
     def _new(self, end: socket.socket, expected: int | None) -> Connection:
-        doors.tune(end, _PATIENCE * self.settings.silence.silence_s)
+        addresses.tune(end, _PATIENCE * self.settings.silence.silence_s)
         epoll, descriptor = self._epoll, end.fileno()
         connection = Connection(
             end,
@@ -420,7 +420,7 @@ class Hub:
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _interpret(self, header: Header, body: memoryview) -> Any:
+    def _interpret(self, header: FrameHeader, body: memoryview) -> Any:
         if not header.flags & OF_TRANSPORT:
             return self._codec.decode(header.kind, body)
         if header.payload_bytes:
@@ -432,7 +432,7 @@ class Hub:
             return None
         return self._destination(connection.member, message, num_bytes)
 
-    def _take(self, connection: Connection, frame: Frame[Any]) -> None:
+    def _take(self, connection: Connection, frame: WholeFrame[Any]) -> None:
         header, message, payload = frame
         if header.flags & OF_TRANSPORT:
             self._control(connection, message)

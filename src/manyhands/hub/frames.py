@@ -35,11 +35,11 @@ __all__ = [
     "NO_PAYLOAD",
     "OF_TRANSPORT",
     "VERSION",
-    "Frame",
     "FrameDecoder",
-    "Header",
+    "FrameHeader",
     "Limits",
     "Place",
+    "WholeFrame",
     "encode_header",
     "fresh_bytes",
 ]
@@ -77,7 +77,7 @@ class Limits:
             raise UserError(f"payload_bytes={self.payload_bytes}: must not be negative")
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """The 32 bytes before every body, as far as they vary."""
 
     kind: int
@@ -87,10 +87,10 @@ class Header(NamedTuple):
     position: int
 
 
-class Frame(NamedTuple, Generic[T]):
+class WholeFrame(NamedTuple, Generic[T]):
     """A frame that is here; `payload` is empty where it has none, or has it in shared memory."""
 
-    header: Header
+    header: FrameHeader
     message: T
     payload: memoryview
 
@@ -100,7 +100,7 @@ def encode_header(kind: int, flags: int, body_bytes: int, payload_bytes: int, po
     return _LAYOUT.pack(_MAGIC, VERSION, kind, flags, 0, body_bytes, payload_bytes, position)
 
 
-def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> Header:
+def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> FrameHeader:
     """Read a header; ProtocolError names the first field that is not allowed."""
     magic, version, kind, flags, reserved, body, payload, position = _LAYOUT.unpack_from(data, offset)
     if magic != _MAGIC:
@@ -125,7 +125,7 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
         )
     if position and not flags & IN_ARENA:
         raise ProtocolError("position", "is for payloads in shared memory")
-    return Header(kind, flags, body, payload, position)
+    return FrameHeader(kind, flags, body, payload, position)
 
 
 class FrameDecoder(Generic[T]):
@@ -135,13 +135,15 @@ class FrameDecoder(Generic[T]):
     read. Either may raise ProtocolError, after which the stream is of no further use.
     """
 
-    def __init__(self, limits: Limits, interpret: Callable[[Header, memoryview], T], place: Place[T]) -> None:
+    def __init__(
+        self, limits: Limits, interpret: Callable[[FrameHeader, memoryview], T], place: Place[T]
+    ) -> None:
         self.limits = limits
         self._interpret = interpret
         self._place = place
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._begin = self._end = 0  # what has arrived and is not understood yet
-        self._header: Header | None = None  # of a body or payload that is being filled
+        self._header: FrameHeader | None = None  # of a body or payload that is being filled
         self._message: T | None = None  # once the body is whole
         self._target = NO_PAYLOAD
         self._filled = 0
@@ -170,7 +172,7 @@ class FrameDecoder(Generic[T]):
         else:
             self._filled += num_bytes
 
-    def next_frame(self) -> Frame[T] | None:
+    def next_frame(self) -> WholeFrame[T] | None:
         """The next frame that is whole, or None until more has been received."""
         if self._header is not None:
             return self._filled_frame()
@@ -187,12 +189,12 @@ class FrameDecoder(Generic[T]):
             self._fill(header, fresh_bytes(header.body_bytes))
         return None
 
-    def _understood(self, header: Header, body: memoryview) -> Frame[T] | None:
+    def _understood(self, header: FrameHeader, body: memoryview) -> WholeFrame[T] | None:
         """The body is whole: make the message, and take the payload or begin to fill it."""
         message = self._interpret(header, body)
         num_bytes = header.payload_bytes
         if num_bytes == 0 or header.flags & IN_ARENA:
-            return Frame(header, message, NO_PAYLOAD)
+            return WholeFrame(header, message, NO_PAYLOAD)
         target = self._place(message, num_bytes)
         if target is None:
             target = fresh_bytes(num_bytes)
@@ -204,14 +206,14 @@ class FrameDecoder(Generic[T]):
         self._fill(header, target.cast("B"))
         return self._filled_frame()
 
-    def _fill(self, header: Header, target: memoryview) -> None:
+    def _fill(self, header: FrameHeader, target: memoryview) -> None:
         """Begin to fill `target`, first with what has arrived of it."""
         here = min(self._end - self._begin, len(target))
         target[:here] = self._view[self._begin : self._begin + here]
         self._begin += here
         self._header, self._target, self._filled = header, target, here
 
-    def _filled_frame(self) -> Frame[T] | None:
+    def _filled_frame(self) -> WholeFrame[T] | None:
         """The frame whose body or payload is being filled, if that is whole now."""
         header, message, target = self._header, self._message, self._target
         if header is None or self._filled < len(target):
@@ -219,7 +221,7 @@ class FrameDecoder(Generic[T]):
         self._header, self._message, self._target = None, None, NO_PAYLOAD
         if message is None:
             return self._understood(header, target)
-        return Frame(header, message, target)
+        return WholeFrame(header, message, target)
 
 
 def fresh_bytes(num_bytes: int) -> memoryview:

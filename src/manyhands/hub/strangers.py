@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import Final, Generic, TypeVar
 
 from manyhands.errors import printable
-from manyhands.link.arrivals import TurnedAway
+from manyhands.hub.arrivals import TurnedAway
 
 __all__ = ["Newcomers", "Tally"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from manyhands.errors import UserError
-from manyhands.link.frames import Limits
+from manyhands.hub.frames import Limits
 from manyhands.link.silence import Silence
 
 __all__ = ["Settings", "spin_for"]

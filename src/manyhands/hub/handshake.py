@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from manyhands.errors import UserError, printable
-from manyhands.link.codec import Codec
+from manyhands.hub.encoding import MessageCoder
 from manyhands.link.message import ProtocolError
 from manyhands.version import __version__
 
@@ -144,7 +144,7 @@ class ShareSegment:
 
 
 # Numbers are part of the protocol: never reuse one (1 to 4 were the handshake of version 1).
-CONTROL: Final = Codec(
+CONTROL: Final = MessageCoder(
     {
         5: Refusal,
         6: Heartbeat,
@@ -290,4 +290,4 @@ def _bytes_of(claim: Claim) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-_CLAIMS: Final = Codec({1: Claim})
+_CLAIMS: Final = MessageCoder({1: Claim})

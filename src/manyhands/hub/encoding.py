@@ -25,7 +25,7 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 from manyhands.errors import UserError
 from manyhands.link.message import ProtocolError
 
-__all__ = ["MAX_KIND", "Codec"]
+__all__ = ["MAX_KIND", "MessageCoder"]
 
 MAX_KIND: Final = (1 << 16) - 1
 _INT_LIMIT: Final = 1 << 63
@@ -41,7 +41,7 @@ _Unpack = Callable[[Any, str], Any]
 """What `json.loads` gave, checked, as a value; the text names the field in errors."""
 
 
-class Codec:
+class MessageCoder:
     """The messages of one protocol; `kinds` gives each class its number, which never changes its meaning."""
 
     def __init__(self, kinds: Mapping[int, type]) -> None:

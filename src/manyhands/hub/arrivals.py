@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from manyhands.link.areas import ArenaReader
-from manyhands.link.frames import NO_PAYLOAD
+from manyhands.hub.areas import ArenaReader
+from manyhands.hub.frames import NO_PAYLOAD
 from manyhands.memory.segment import Segment
 
 __all__ = ["HubEvent", "Joined", "Lost", "Ready", "Received", "Shared", "TurnedAway"]

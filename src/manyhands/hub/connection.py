@@ -10,21 +10,21 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.link.areas import ArenaReader, Arenas
-from manyhands.link.frames import (
+from manyhands.hub.areas import ArenaReader, Arenas
+from manyhands.hub.frames import (
     HEADER_BYTES,
     IN_ARENA,
     OF_TRANSPORT,
-    Frame,
     FrameDecoder,
-    Header,
+    FrameHeader,
     Limits,
     Place,
+    WholeFrame,
     encode_header,
 )
-from manyhands.link.handshake import CONTROL, Handshake
+from manyhands.hub.handshake import CONTROL, Handshake
+from manyhands.hub.outbox import Outbox
 from manyhands.link.message import ProtocolError
-from manyhands.link.outbox import Outbox
 from manyhands.memory.segment import Segment
 
 __all__ = ["BEFORE_HANDSHAKE", "Connection"]
@@ -48,7 +48,7 @@ class Connection:
         end: socket.socket,
         handshake: Handshake,
         *,
-        interpret: Callable[[Header, memoryview], Any],
+        interpret: Callable[[FrameHeader, memoryview], Any],
         place: Place[Any],
         queue_bytes: int,
         on_pending: Callable[[bool], None],
@@ -113,7 +113,7 @@ class Connection:
         head = encode_header(kind, 0, len(body), num_bytes) + body
         return self.outbox.offer([head, *parts], len(head) + num_bytes, later=later)
 
-    def receive(self, take: Callable[[Connection, Frame[Any]], None]) -> bool:
+    def receive(self, take: Callable[[Connection, WholeFrame[Any]], None]) -> bool:
         """Read what has arrived, up to a share that is fair to others, and `take` each frame; False at the end.
 
         Raises ProtocolError for what the peer must not send, OSError when the connection broke.
@@ -152,7 +152,7 @@ class Connection:
         """Send payloads through `segment`, which this object now owns, as its end 0 or 1."""
         self._arenas = Arenas(segment, end)
 
-    def payload_in_arena(self, header: Header) -> tuple[memoryview, ArenaReader]:
+    def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
         """The payload that `header` announces, and whom to give it back to."""
         if self._arenas is None:
             raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from manyhands.link.connection import Connection
-from manyhands.link.handshake import Heartbeat
+from manyhands.hub.connection import Connection
+from manyhands.hub.handshake import Heartbeat
 
 __all__ = ["Heart"]
 

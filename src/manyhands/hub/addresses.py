@@ -29,25 +29,25 @@ def listen(address: str) -> tuple[socket.socket, str]:
     how, _, place = address.partition(":")
     if how == "unix":
         name = place or f"manyhands-{secrets.token_hex(16)}"
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         target: str | tuple[str, int] = f"\0{name}"
     elif how == "tcp":
         host, port = _loopback(place or "127.0.0.1:0", address)
-        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         target = (host, port)
     else:
         raise _no_address(address)
     try:
-        door.setblocking(False)
-        door.bind(target)
-        door.listen(_BACKLOG)
+        listening.setblocking(False)
+        listening.bind(target)
+        listening.listen(_BACKLOG)
     except OSError as error:
-        door.close()
+        listening.close()
         raise UserError(f"address {address!r}: cannot listen there: {error}") from error
     if how == "unix":
-        return door, f"unix:{name}"
-    host, port = door.getsockname()
-    return door, f"tcp:{host}:{port}"
+        return listening, f"unix:{name}"
+    host, port = listening.getsockname()
+    return listening, f"tcp:{host}:{port}"
 
 
 def dial(address: str) -> socket.socket:
