@@ -245,6 +245,28 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_bounded(party: Party, how: 
     assert one.members() == (2,)
 
 
+def test_what_a_kernel_has_taken_arrives_once_the_other_end_has_room_for_it(party: Party) -> None:
+    one, two = party.pair("tcp")
+    assert two.arrives(1)
+    count = 0
+    while two.arrives(1):  # into the window of the end that does not read
+        assert two.send(1, Number(value=count), [bytes(1 << 15)])
+        count += 1
+        assert count < 10_000
+    assert two.sent(1), "all of it has left this process"
+    party.until(lambda: len(party.of(1, Received)) == count)
+    party.until(lambda: two.arrives(1))
+    assert one.members() == (2,)
+    assert two.arrives(3), "who is not there lacks nothing"
+
+
+def test_what_a_unix_socket_has_taken_has_arrived(party: Party) -> None:
+    _, two = party.pair("unix")
+    while two.sent(1):
+        two.send(1, Number(value=0), [bytes(1 << 11)])
+        assert two.arrives(1) == two.sent(1)
+
+
 @both
 def test_an_empty_queue_takes_a_message_of_any_size_and_two_may_flush_to_each_other(
     party: Party, how: str

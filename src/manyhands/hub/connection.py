@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +35,7 @@ BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
 _READ_PER_TURN_BYTES: Final = 4 << 20  # then the other connections have theirs
 _DESCRIPTORS_AT_ONCE: Final = 4
 _ARENA_FROM_BYTES: Final = 4096  # less is copied faster by the kernel, along with its header
+_SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h: how much of what was written has never been sent
 _INT_BYTES: Final = array("i").itemsize
 # As plain numbers: these are looked at with every message, and enumerations are slow.
 _SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
@@ -74,6 +77,16 @@ class Connection:
     def local(self) -> bool:
         """Whether descriptors can be passed: the peer is at the other end of a Unix socket."""
         return self._local
+
+    def untransmitted_bytes(self) -> int:
+        """What the kernel has taken and may still lose with this process.
+
+        A Unix socket puts it into the peer's queue at once. TCP drops what it has not transmitted if the process ends
+        with something unread, a heartbeat, say.
+        """
+        if self._local:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
 
     def is_call_to(self, member: int) -> bool:
         """Whether this is a connection to `member` that is not made yet."""

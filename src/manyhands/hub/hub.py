@@ -220,6 +220,11 @@ class Hub:
         connection = self._members.get(member)
         return connection is None or connection.outbox.pending_bytes == 0
 
+    def arrives(self, member: int) -> bool:
+        """Whether what was sent to a member reaches it even if this process is killed now; or it is not there."""
+        connection = self._members.get(member)
+        return connection is None or connection.outbox.pending_bytes + connection.untransmitted_bytes() == 0
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything for everyone has left; False at the deadline.
 

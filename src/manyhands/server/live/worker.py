@@ -52,6 +52,7 @@ __all__ = ["work"]
 
 _LOOK_S = 0.2
 _AGAIN_S = 0.01
+_MOMENT_S = 0.001
 
 
 def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
@@ -219,12 +220,15 @@ class _Turn:
         return self._left
 
     def _flush(self) -> None:
-        """Wait until the kernel has every push, and hear what the launcher said before: then reads may follow.
+        """Wait until every push will arrive, and hear what the launcher said before: then reads may follow.
 
         Who was stopped between its pushes, and has lost its slot since, is told so here: its successor decides.
         """
         if not self._hub.flush(_LOOK_S):
             self._turn(0.0)
+            return
+        if not all(map(self._hub.arrives, self._hub.members())):
+            self._turn(_MOMENT_S)  # a server reads what fills its end of the line
             return
         self._flushing = False
         self._attend()
