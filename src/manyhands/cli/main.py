@@ -16,9 +16,9 @@ from manyhands.cli.audit import audit_command
 from manyhands.cli.bench import bench_app
 from manyhands.cli.compare import compare_app
 from manyhands.cli.explain import explain_command
-from manyhands.cli.glove import add_train_glove, glove_app
+from manyhands.cli.glove import add_glove, glove_app
 from manyhands.cli.launch import launch_command
-from manyhands.cli.regression import add_train_logreg, predict_command
+from manyhands.cli.regression import add_logreg, predict_command
 from manyhands.cli.replay import replay_command
 from manyhands.cli.tensorboard import tensorboard_command
 from manyhands.cli.timeline import timeline_command
@@ -36,8 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-add_train_glove(train_app)
-add_train_logreg(train_app)
+add_glove(train_app, compare_app)
+add_logreg(train_app, compare_app)
 app.add_typer(train_app, name="train")
 app.add_typer(glove_app, name="glove")
 app.add_typer(bench_app, name="bench")
