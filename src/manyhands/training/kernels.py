@@ -1,8 +1,9 @@
 """One worker's training of a task whose step is compiled: the loop that every strategy runs, in a thread or a process.
 
 A step of the run is a portion of the records, large enough that what Python does around it costs nothing. Who takes
-which is the `Order` of the strategy. Workers meet where the run saves, and at the end; there everything is quiet, so
-that a checkpoint after step s has seen exactly the first s portions.
+which is the `Order` of the strategy. Workers meet after each pass over the records and where the run saves; there
+everything is quiet, so that a pass sees all that the one before it did, and a checkpoint after step s has seen exactly
+the first s portions.
 """
 
 from __future__ import annotations
@@ -113,13 +114,12 @@ class KernelTrainer:
         self._reporter.begin(first)
         step, stopped, model = first, False, self._kernel.model
         while step < self._plan.steps and not stopped:
-            step, end = self._until_met(step)
+            step, stopped = self._until_met(step)
             if self._control.bad.get():
                 self._refuse(self._control.bad.get() - 1)
                 return self._trained(step, stopped=True)
-            stopped = step < end
+            stopped = stopped and step < self._plan.steps
             self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
-            self._group.take_stats()
         self._kernel.gather()
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
@@ -134,27 +134,24 @@ class KernelTrainer:
         self._kernel.gather()
         return {} if self.rank == 0 else None
 
-    def _until_met(self, step: int) -> tuple[int, int]:
-        """Train from `step` on until all meet; where they are then, and where they wanted to be."""
-        end, order = self._reporter.next_due(step), self._control.order
+    def _until_met(self, step: int) -> tuple[int, bool]:
+        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
+        order, per_pass = self._control.order, self._task.passes.steps
+        end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
         self._meet(step)  # whoever reads what the last round ended with has done so
         order.begin(step, end)
         self._meet(step)
-        per_pass = self._task.passes.steps
-        last = step
         while (mine := order.claim()) is not None:
-            over = mine // per_pass > last // per_pass  # who looks on is told of a pass when it is over
-            self._reporter.send(now=over)
             self._step(mine)
-            self._reporter.send(now=(mine + 1) % per_pass == 0)
-            last = mine
+            self._reporter.send()
         self._reporter.send(now=True)
         self._around.mark(end, State.WAITING)
         self._meet(end)
-        loss, weight = self.total(self._since_met).tolist()
+        stop = torch.tensor([float(self._around.stop_requested())], dtype=torch.float64)
+        loss, weight, stops = self.total(torch.cat([self._since_met, stop])).tolist()
         self._since_met.zero_()
         self._reporter.loss = loss / weight if weight else math.nan
-        return order.done(), end
+        return order.done(), bool(stops)
 
     def _meet(self, step: int) -> None:
         begin = time.monotonic_ns()
