@@ -137,6 +137,37 @@ def test_an_interrupted_run_is_resumed_to_the_bytes_of_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize(
+    "strategies",
+    [
+        "hogwild; tensor",
+        pytest.param("hogwild; allreduce; tensor; ps consistency=async", marks=pytest.mark.soak),
+    ],
+)
+def test_compare_ends_with_its_report(
+    strategies: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "compared"
+    status = run_command(
+        monkeypatch, "compare", "glove", "--corpus", corpus, "--dim", "4", "--passes", "2", "--repeats", "1",
+        "--strategies", strategies, "--out", out,
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert "pass_loss" in printed.out
+    assert (out / "report.html").exists()
+    figures = json.loads((out / "figures.json").read_text())
+    assert figures["target"]["metric"] == "pass_loss"
+    for row in figures["strategies"]:
+        assert (row["runs"], row["reached"]) == (1, 1)
+        assert row["samples_per_s"]["median"] > 0
+    assert not list(tmp_path.glob(".tmp-*")), "the records go with the comparison"
+
+
+@pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["--corpus", "missing.txt"], ["missing.txt", "No such file"]),

@@ -227,6 +227,24 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
         assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
 
 
+@pytest.mark.soak
+def test_compare_ends_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = small_file(tmp_path), tmp_path / "compared"
+    arguments = ["--train", path, "--passes", "2", "--repeats", "1", "--out", out]
+    assert run_command(monkeypatch, "compare", "logreg", *arguments) == 0, capfd.readouterr().err
+    figures = json.loads((out / "figures.json").read_text())
+    assert [row["strategy"] for row in figures["strategies"]] == [
+        "single",
+        "hogwild",
+        "allreduce",
+        "ps consistency=async",
+    ]
+    assert all(row["reached"] == 1 for row in figures["strategies"])
+    assert (out / "report.html").exists()
+
+
 @needs_data
 @pytest.mark.soak
 @pytest.mark.parametrize(
