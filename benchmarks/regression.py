@@ -35,12 +35,14 @@ from sklearn.linear_model import SGDClassifier
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.rows import Rows
+from manyhands.fitting import fit
 from manyhands.regression.examples import Labelled
 from manyhands.regression.labels import Labels
 from manyhands.regression.metrics import measure
 from manyhands.regression.model import LogregModel
-from manyhands.regression.online import OnlineLearner
 from manyhands.regression.options import LogregOptions
+from manyhands.regression.parsed import ParsedBlocks
+from manyhands.regression.task import LogregTask
 from manyhands.regression.training import train_logreg
 
 ROOT = Path(__file__).resolve().parent
@@ -136,10 +138,9 @@ def our_cases(work: Work) -> list[Case]:
     total = PASSES * len(work.train)
 
     def learn(learner: str) -> LogregModel:
-        with OnlineLearner(LogregOptions(learner=learner), "free", 1) as online:
-            for _ in range(PASSES):
-                online.learn([block], lambda _count: None)
-            return LogregModel(table=online.weights(work.train.size), labels=labels)
+        task = LogregTask.of(ParsedBlocks([block]), LogregOptions(learner=learner, passes=PASSES))
+        run = fit(task, "single")
+        return LogregModel(table=run.model.state_dict()["rows"][:, 0].clone().numpy(), labels=labels)
 
     def margins(model: LogregModel) -> Any:
         return model.margins(work.test)

@@ -20,6 +20,7 @@ from manyhands.cluster.template import expect
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, NonFinite, UserError
 from manyhands.footprint import cost_of, sizes_of
+from manyhands.kernel import AnyTask
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
 from manyhands.store.atomic import WriteFailed
@@ -28,7 +29,7 @@ from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import Backlog
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
-from manyhands.task import Task
+from manyhands.training.passes import PassLosses
 from manyhands.training.request import Options, Request, View
 from manyhands.training.training import Result, Stage, Training, training_class
 
@@ -38,7 +39,7 @@ _log = logging.getLogger("manyhands")
 
 
 def fit(
-    task: Task,
+    task: AnyTask,
     strategy: str | Strategy = "allreduce",
     *,
     workers: int = 1,
@@ -73,11 +74,12 @@ def fit(
         expect()
     with preserved(), ExitStack() as stack:
         seed_all(seed)
-        model = task.model()
+        model = request.plan.task.model()
         require_room_for(request, model)
         _advise(request, model)
-        training = training_class(request.strategy)(request, model)
-        directory, done = _open_directory(training, request.config(model), out, resume)
+        compiled = request.plan.task.compiled
+        training = training_class(request.strategy, compiled=compiled)(request, model)
+        directory, done = _open_directory(training, request, model, out, resume)
         if directory is not None:
             stack.callback(_close, directory)
         return _Session(request, directory, done).train(training)
@@ -96,28 +98,30 @@ def require_room_for(request: Request, model: nn.Module) -> None:
     if request.options.allow_overload or request.strategy.most_workers == 1:
         return
     sizes = sizes_of(request.plan.task, model, on_host=request.plan.device == "cpu")
-    cost = cost_of(request.strategy, sizes, threads=threads_per_role(request.workers))
+    threads = threads_per_role(request.workers)
+    cost = cost_of(request.strategy, sizes, threads=threads, compiled=request.plan.task.compiled)
     require_room(cost, request.workers)
 
 
 def _advise(request: Request, model: nn.Module) -> None:
     """Say it where a strategy is used for what it is not made for."""
-    sparse = bool(request.plan.task.sparse) or any(
-        getattr(m, "sparse", False) is True for m in model.modules()
-    )
+    task = request.plan.task
+    sparse = bool(task.sparse) or task.compiled  # what is compiled moves a record's rows alone
+    sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
     advice = request.strategy.advice(request.workers, sparse=sparse)
     if advice:
         warnings.warn(advice, stacklevel=3)
 
 
 def _open_directory(
-    training: Training, config: Mapping[str, Any], out: str | Path | None, resume: bool
+    training: Training, request: Request, model: nn.Module, out: str | Path | None, resume: bool
 ) -> tuple[RunDirectory | None, int | None]:
     """The run's directory, where it has one, and the number of steps that it goes on from."""
     if out is None:
         return None, None
+    config = request.config(model)
     if not resume:
-        return RunDirectory.create(out, config), None
+        return RunDirectory.create(out, config, request.options.own_files), None
     directory = RunDirectory.open(out)
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
@@ -139,6 +143,8 @@ class _Session:
         self._directory = directory
         self._resumed_from = done
         self._history = History(directory.metrics.read() if directory is not None else ())
+        passes = request.plan.task.passes
+        self._passes = PassLosses(passes, self._history) if passes is not None else None
         self._notes: list[str] = []
         self._clock = _TrainingClock()
         if directory is not None:
@@ -188,10 +194,14 @@ class _Session:
 
     def _take_rows(self, rows: list[dict[str, Any]]) -> None:
         self._clock.heard(rows)
+        if self._passes is not None:
+            rows = self._passes.add(rows)
         self._history.extend(rows)
         if self._directory is not None:
             for row in rows:
                 self._keep(self._metrics, row)
+        if self._request.options.on_rows is not None:
+            self._request.options.on_rows(rows)
 
     def _keep(self, log: Backlog[Any], record: Any) -> None:
         sentence = log.add(record)
@@ -242,7 +252,7 @@ class _Session:
         final = {"loss": self._history.loss[-1]} if self._history.loss else {}
         if self._history.evaluations:
             final |= self._history.evaluations[-1]["metrics"]
-        seconds = result.seconds
+        seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
         return {
             "task": request.plan.task.name,
             "strategy": str(request.strategy),
@@ -254,8 +264,8 @@ class _Session:
             "device": request.plan.device,
             "seconds": seconds,
             "startup_s": max(0.0, wall_s - seconds),
-            "samples": result.samples,
-            "samples_per_s": result.samples / seconds if seconds else 0.0,
+            "samples": samples,
+            "samples_per_s": samples / seconds if seconds else 0.0,
             "final": final,
             "bytes_sent": result.bytes_sent,
             "messages_sent": result.messages_sent,

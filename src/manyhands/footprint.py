@@ -24,6 +24,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from manyhands.cluster.capacity import Amount, Cost, of_processes
 from manyhands.facts import Truth
+from manyhands.kernel import KernelTask
 from manyhands.link.shared import DEFAULT_CAPACITY_BYTES
 from manyhands.strategy import Strategy
 from manyhands.task import Task
@@ -49,11 +50,13 @@ class Sizes:
     data: int = 0
 
 
-def sizes_of(task: Task, model: nn.Module, *, on_host: bool = True) -> Sizes:
+def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True) -> Sizes:
     """What is known of a task without computing anything; `model` is one that it has built.
 
-    What a device of its own holds takes nothing of the host.
+    What a device of its own holds takes nothing of the host. What is compiled keeps all its state in the model.
     """
+    if isinstance(task, KernelTask):
+        return Sizes(parameters=_bytes_of(model.parameters()), gradients=0)
     data = _data_bytes(task.data) + _data_bytes(task.evaluation)
     if not on_host:
         return Sizes(parameters=0, gradients=0, data=data)
@@ -67,8 +70,10 @@ def sizes_of(task: Task, model: nn.Module, *, on_host: bool = True) -> Sizes:
     )
 
 
-def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int) -> Cost:
+def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = False) -> Cost:
     """What a `fit` by `strategy` takes, for any number of workers; `single` starts none and costs nothing here."""
+    if compiled and strategy.in_threads:
+        return Cost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
     data = Amount(memory_bytes=sizes.data)
     model = sizes.parameters + sizes.buffers
     once, others = Amount(), 1  # the template that all are forked from

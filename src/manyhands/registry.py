@@ -15,18 +15,21 @@ __all__ = ["STRATEGIES", "Home"]
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a strategy lives: `module:name` of its value's class and of its training's, inside the package."""
+    """Where a strategy lives: `module:name` of its value's class and of its trainings', inside the package."""
 
     value: str
     training: str
+    kernel: str = ""
+    """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
 
     def load_value(self) -> Any:
         """The class of the value."""
         return _load(self.value)
 
-    def load_training(self) -> Any:
-        """The class that trains by it."""
-        return _load(self.training)
+    def load_training(self, *, compiled: bool = False) -> Any:
+        """The class that trains by it; of compiled tasks, None where it has none."""
+        home = self.kernel if compiled else self.training
+        return _load(home) if home else None
 
 
 def _load(home: str) -> Any:
@@ -35,12 +38,22 @@ def _load(home: str) -> Any:
 
 
 STRATEGIES: Final[dict[str, Home]] = {
-    "single": Home("single.strategy:Single", "single.training:SingleTraining"),
-    "mirrored": Home("allreduce.strategy:Mirrored", "allreduce.training:AllReduceTraining"),
-    "allreduce": Home("allreduce.strategy:AllReduce", "allreduce.training:AllReduceTraining"),
+    "single": Home("single.strategy:Single", "single.training:SingleTraining", "single.kernel:SingleKernels"),
+    "mirrored": Home(
+        "allreduce.strategy:Mirrored",
+        "allreduce.training:AllReduceTraining",
+        "allreduce.kernel:AllReduceKernels",
+    ),
+    "allreduce": Home(
+        "allreduce.strategy:AllReduce",
+        "allreduce.training:AllReduceTraining",
+        "allreduce.kernel:AllReduceKernels",
+    ),
     "central": Home("central.strategy:Central", "central.training:CentralTraining"),
     "ps": Home("server.strategy:Ps", "server.training:PsTraining"),
-    "hogwild": Home("hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining"),
+    "hogwild": Home(
+        "hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining", "hogwild.kernel:HogwildKernels"
+    ),
     "local": Home("local.strategy:Local", "local.training:LocalTraining"),
-    "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining"),
+    "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining", "tensor.kernel:TensorKernels"),
 }

@@ -89,6 +89,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def trains_compiled(self) -> bool:
+        """Whether it trains tasks whose step is compiled; else it moves gradients."""
+        return bool(STRATEGIES[self.word].kernel)
+
+    @property
     def meets_to_evaluate(self) -> bool:
         """Whether nobody takes a step while somebody evaluates."""
         return True
@@ -124,9 +129,13 @@ class Strategy(ABC):
         """How many processes of which kind it starts for so many workers."""
         return {"worker": workers}
 
-    def check(self, workers: int, device: str) -> None:
-        """Raise the UserError that says why `fit` cannot train by it with so many workers on such a device."""
-        del device
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """Raise the UserError that says why `fit` cannot train by it with so many workers on such a device.
+
+        `compiled` says whether the task's step is compiled, as that of a `KernelTask`.
+        """
+        if compiled and device != "cpu":
+            raise UserError(f"device={device}: compiled steps train in the host's memory; use device=cpu")
         if self.most_workers is not None and workers > self.most_workers:
             raise UserError(f"workers={workers}: {self.word} is one process; use strategy=allreduce for more")
 

@@ -6,9 +6,10 @@ may be closures, and may live in a notebook or in a script's `__main__`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -17,13 +18,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
+from manyhands.strategy import Strategy
 
-__all__ = ["Metric", "RowsOf", "Task"]
+__all__ = ["Metric", "Passes", "RowsOf", "Task"]
 
 _RESERVED_METRICS = ("loss", "evaluation_loss")
 
 Metric: TypeAlias = Callable[[nn.Module, Any], Tensor | float]
 RowsOf: TypeAlias = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """How the steps of a run make passes over the data, each of which has a mean loss in the history: `pass_loss`.
+
+    It is the sum of the losses of its steps, each times what it weighs, over `total` (None: over those weights). A row
+    that has a `weight` of its own weighs that.
+    """
+
+    steps: int
+    """Of one pass."""
+    weight: float = 1.0
+    last_weight: float = 1.0
+    """Of the last step of a pass, which may be short."""
+    total: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +76,30 @@ class Task:
     """What run directories and reports call it."""
     options: Mapping[str, Any] | None = None
     """What a built-in task was made of, kept with a run so that a replay can make it again; None for any other."""
+    passes: Passes | None = None
+    """Where the run's history is to tell the mean loss of each pass over the data."""
+
+    records_each: float = 1.0
+    """How many records of the user's one sample of `data` stands for, on average, where speed is told."""
+
+    compiled: ClassVar[bool] = False
+    """Whether its step is compiled: see `KernelTask`."""
+    epochs: ClassVar[int] = 1
+    """How often `fit` goes through the data unless told."""
+
+    @property
+    def samples(self) -> int:
+        """Of one epoch."""
+        return len(BatchSource(self.data, self.collate))
+
+    def checkpoint_every(self, steps: int) -> int:
+        """How many steps between checkpoints, unless told: ten times a run."""
+        return max(1, math.ceil(steps / 10))
+
+    def for_strategy(self, strategy: Strategy, workers: int) -> Task:
+        """The task as it is trained by `strategy`: itself, whatever that is."""
+        del strategy, workers
+        return self
 
     def __post_init__(self) -> None:
         _check_builder(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from manyhands.words.glove import GloveOptions, train_glove
-from manyhands.words.glove_passes import Work
-from manyhands.words.glove_server import GloveTables, glove_task
+from manyhands.words.glove_server import GloveTables, glove_tables
+from manyhands.words.glove_task import GloveTask
 from manyhands.words.records import RECORD
 from threaded_ps import ThreadedRun, job_for
 
@@ -31,8 +31,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("strategy", "servers"), [("ps", (1,)), ("ps servers=2", (1, 2))])
 def test_two_workers_in_step_equal_one_process(path: Path, strategy: str, servers: tuple[int, ...]) -> None:
-    work = Work(path=path, num_records=COUNT, vocabulary_size=SIZE, options=OPTIONS, workers=2)
-    with ThreadedRun(job_for(glove_task(work), strategy, steps=8, workers=2)) as run:
+    task = glove_tables(GloveTask.of(path, SIZE, OPTIONS), workers=2)
+    with ThreadedRun(job_for(task, strategy, steps=8, workers=2)) as run:
         run.start_workers()
         run.await_said("joined", 2 + len(servers))
         run.publish(1, servers)

@@ -17,8 +17,8 @@ from torch import Tensor, nn, optim
 import manyhands as mh
 from equality import Silent, distance, make_task, same_bits, train_plainly
 from manyhands.errors import NonFinite, PeerTimeout, UserError
+from manyhands.group.gate import Gate
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
-from manyhands.hogwild.gate import Gate
 from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.training.computing import Computer, TrainingPlan

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import signal
 from functools import partial
@@ -21,6 +22,8 @@ from manyhands.words.vectors import Vectors
 from manyhands.words.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.timeout(300)
+RUN = ["checkpoints", "config.json", "events", "metrics.jsonl", "report.html", "run.lock", "summary.json"]
+"""What every run leaves in its directory."""
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def test_train_writes_what_people_have_and_a_summary(
     printed = capfd.readouterr()
     assert status == 0, printed.err
     assert printed.err == "", "quiet when not on a terminal"
-    assert sorted(os.listdir(out)) == ["cooccurrence.bin", "vectors.txt", "vocab.txt"]
+    assert sorted(os.listdir(out)) == sorted([*RUN, "cooccurrence.bin", "vectors.txt", "vocab.txt"])
     vocabulary = Vocabulary.load(out / "vocab.txt")
     assert sorted(vocabulary.words) == ["cat", "cow", "dog", "friday", "hen", "monday", "sunday"]
     records = open_records(out / "cooccurrence.bin")
@@ -74,7 +77,7 @@ def test_hogwild_without_keeping_counts_and_only_left_contexts(
         "--memory", "1MiB", "--max-vocab", "4", "--workers", "2", "--out", out,
     )  # fmt: skip
     assert status == 0, capfd.readouterr().err
-    assert sorted(os.listdir(out)) == ["vectors.txt", "vocab.txt"]
+    assert sorted(os.listdir(out)) == sorted([*RUN, "vectors.txt", "vocab.txt"])
     assert len(Vectors.load(out / "vectors.txt")) == 4
 
 
@@ -90,30 +93,78 @@ def test_without_a_corpus_it_learns_from_this_python(
     assert f"runs/{folder.name}/vectors.txt" in printed
 
 
-def test_ctrl_c_keeps_the_vectors_of_the_last_pass(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_an_interrupted_run_is_resumed_to_the_bytes_of_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train, kept = learning.train_glove, []
+    """And everything that looks at runs looks at it."""
+    draw, train = random.Random(2), learning.train_glove
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(" ".join(f"w{draw.randrange(3000)}" for _ in range(60_000)))
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
-        def press(number: int, cost: float) -> None:
-            if number == 3:
-                signal.raise_signal(signal.SIGINT)
+        return train(*arguments, **options | {"after_pass": lambda *_: signal.raise_signal(signal.SIGINT)})
 
-        options["after_pass"] = press
-        kept.append(train(*arguments, **options))
-        return kept[-1]
+    out, whole = tmp_path / "out", tmp_path / "whole"
+
+    def command(passes: int, where: Path, *more: str) -> int:
+        return run_command(
+            monkeypatch, "train", "glove", "--corpus", corpus, "--dim", "4", "--passes", str(passes),
+            "--workers", "1", "--strategy", "single", "--out", where, *more,
+        )  # fmt: skip
 
     monkeypatch.setattr(learning, "train_glove", interrupted)
-    out = tmp_path / "out"
+    assert command(10**7, out) == 130
+    told = capfd.readouterr().err
+    found = re.search(
+        r"holds the vectors after (\d+) of 10000000 passes; go on with: .* --resume$", told.strip()
+    )
+    assert found is not None, told
+    assert (out / "shuffled.bin").exists(), "what to go on with"
+    monkeypatch.setattr(learning, "train_glove", train)
+    passes = int(found[1]) + 3
+    assert command(passes, out) == 2, "there is a run already"
+    assert command(passes, out, "--resume") == 0, capfd.readouterr().err
+    assert command(passes, whole) == 0
+    assert (out / "vectors.txt").read_bytes() == (whole / "vectors.txt").read_bytes()
+    assert sorted(os.listdir(whole)) == sorted([*RUN, "vectors.txt", "vocab.txt"])
+    for looks in (
+        ["explain", out],
+        ["timeline", out, "--out", tmp_path / "trace.json"],
+        ["tensorboard", out],
+    ):
+        capfd.readouterr()
+        assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        "hogwild; tensor",
+        pytest.param("hogwild; allreduce; tensor; ps consistency=async", marks=pytest.mark.soak),
+    ],
+)
+def test_compare_ends_with_its_report(
+    strategies: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "compared"
     status = run_command(
-        monkeypatch, "train", "glove", "--corpus", corpus, "--dim", "4", "--passes", "500", "--workers", "1",
-        "--strategy", "single", "--out", out,
+        monkeypatch, "compare", "glove", "--corpus", corpus, "--dim", "4", "--passes", "2", "--repeats", "1",
+        "--strategies", strategies, "--out", out,
     )  # fmt: skip
-    assert status == 130
-    assert "pass 3 of 500" in capfd.readouterr().err
-    assert sorted(os.listdir(out)) == ["vectors.txt", "vocab.txt"]
-    assert np.array_equal(Vectors.load(out / "vectors.txt").matrix, kept[0].vectors())
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert "pass_loss" in printed.out
+    assert (out / "report.html").exists()
+    figures = json.loads((out / "figures.json").read_text())
+    assert figures["target"]["metric"] == "pass_loss"
+    for row in figures["strategies"]:
+        assert (row["runs"], row["reached"]) == (1, 1)
+        assert row["samples_per_s"]["median"] > 0
+    assert not list(tmp_path.glob(".tmp-*")), "the records go with the comparison"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +184,7 @@ def test_ctrl_c_keeps_the_vectors_of_the_last_pass(
         (["--corpus", "good.txt", "--memory", "1kB"], ["memory=1000 B", "at least"]),
         (["--corpus", "good.txt", "--json", "no/folder/s.json"], ["no/folder"]),
         (["--corpus", "lines.txt"], ["lines.txt", "longer lines"]),
-        (["--corpus", "good.txt", "--out", "good.txt"], ["good.txt", "folder"]),
+        (["--corpus", "good.txt", "--out", "good.txt"], ["good.txt", "directory"]),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(

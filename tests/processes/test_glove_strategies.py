@@ -68,8 +68,10 @@ def test_processes_on_one_memory(path: Path, order: str) -> None:
 
 @pytest.mark.soak
 def test_what_a_worker_finds_in_the_file_is_the_callers_error(tmp_path: Path) -> None:
-    np.array([(1, 9, 1.0)] * 200, RECORD).tofile(tmp_path / "records.bin")
-    with pytest.raises(DataError, match=r"record 0 is .*ids must be from 1 to 3"):
+    records = np.array([(1, 2, 1.0)] * 200, RECORD)
+    records[123] = (1, 9, 1.0)
+    records.tofile(tmp_path / "records.bin")
+    with pytest.raises(DataError, match=r"record 123 is .*ids must be from 1 to 3"):
         train_glove(
             tmp_path / "records.bin", 3, GloveOptions(dim=4), strategy="hogwild hands=processes", workers=2
         )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -19,15 +16,15 @@ import pytest
 from commands import run_command
 from manyhands.data.plan import permutation
 from manyhands.data.row_files import RowFile
-from manyhands.draw.bars import Bars
-from manyhands.regression.batches import learn_in_batches
-from manyhands.regression.crew import learn_in_processes
+from manyhands.fitting import Options, fit
+from manyhands.regression.batches import logreg_task, table_of
 from manyhands.regression.examples import Examples
 from manyhands.regression.model import LogregModel
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.spool import Spool, SpooledRows
-from manyhands.regression.training import train_logreg
-from manyhands.strategy import Strategy
+from manyhands.regression.training import parse_examples, train_logreg
+from manyhands.run import Run
+from manyhands.training.kept import Keeping
 
 pytestmark = pytest.mark.timeout(300)
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -48,11 +45,12 @@ def small_file(folder: Path, rows: int = 600) -> Path:
     return path
 
 
-def spooled(spool: Spool, path: Path) -> SpooledRows:
-    for stretch in Examples(RowFile(path), 0, 1).stretches():
-        for block in stretch:
-            spool.add(block)
-    return spool.finish()
+def in_batches(path: Path, options: LogregOptions) -> Run:
+    """The batches of one process."""
+    with Spool() as spool:
+        rows = parse_examples(Examples(RowFile(path)), 0, spool)
+        assert isinstance(rows, SpooledRows)
+        return fit(logreg_task(rows, options), "single", epochs=options.passes, seed=options.seed)
 
 
 @needs_data
@@ -144,18 +142,22 @@ def test_processes_by_turns_give_the_bits_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_interrupted_processes_leave_the_last_whole_pass(tmp_path: Path) -> None:
-    def stop(_loss: float) -> None:
+@pytest.mark.parametrize("strategy", ["hogwild hands=processes order=turns", "allreduce", "ps servers=2"])
+def test_interrupted_processes_leave_what_they_kept(tmp_path: Path, strategy: str) -> None:
+    def stop(_number: int, _loss: float) -> None:
         raise KeyboardInterrupt
 
-    path = small_file(tmp_path)
-    with Spool() as spool:
-        rows = spooled(spool, path)
-        options = LogregOptions(passes=100_000)
-        found = learn_in_processes(rows, options, "turns", 2, bars=Bars(), on_pass=stop)
+    path = small_file(tmp_path, 9_000)
+    found = train_logreg(
+        path,
+        LogregOptions(passes=100_000),
+        strategy=strategy,
+        workers=2,
+        after_pass=stop,
+        keep=Keeping(out=tmp_path / "run", options=Options(resume_command="", checkpoint_every=10)),
+    )
     assert found.interrupted
-    assert np.abs(found.table).max() > 0.1
-    assert not spool.folder.exists()
+    assert np.abs(found.model.table).max() > 0.1
 
 
 @pytest.mark.soak
@@ -165,13 +167,10 @@ def test_interrupted_processes_leave_the_last_whole_pass(tmp_path: Path) -> None
 def test_batches_on_two_workers_are_those_of_one(tmp_path: Path, strategy: str, learner: str) -> None:
     path = small_file(tmp_path)
     options = LogregOptions(learner=learner, batch=64, passes=2, l2=1e-3, seed=3)
-    losses: list[float] = []
-    with Spool() as spool:
-        rows = spooled(spool, path)
-        single = Strategy.parse("single")
-        alone = learn_in_batches(rows, options, single, 1, bars=Bars(), on_pass=losses.append)
+    alone = in_batches(path, options)
+    losses = [row["metrics"]["pass_loss"] for row in alone.history.evaluations]
     together = train_logreg(path, options, strategy=strategy, workers=2)
-    np.testing.assert_allclose(together.model.table, alone.table, atol=2e-5)
+    np.testing.assert_allclose(together.model.table, table_of(alone.model.state_dict()), atol=2e-5)
     assert together.progressive == pytest.approx(losses, rel=1e-5)
 
 
@@ -180,16 +179,10 @@ def test_batches_of_one_follow_the_rule_of_one_example(tmp_path: Path, learner: 
     """Torch's optimizers on one example at a time are what the compiled rules do, in the order that `fit` draws."""
     path = small_file(tmp_path, 150)
     options = LogregOptions(learner=learner, batch=1, passes=1, l2=1e-3)
-    with Spool() as spool:
-        rows = spooled(spool, path)
-        batches = learn_in_batches(
-            rows, options, Strategy.parse("single"), 1, bars=Bars(), on_pass=lambda _loss: None
-        )
+    batches = table_of(in_batches(path, options).model.state_dict())
     lines = path.read_text().splitlines()
     (tmp_path / "drawn").write_text("\n".join(lines[i] for i in permutation(150, 0, 0)) + "\n")
-    np.testing.assert_allclose(
-        train_logreg(tmp_path / "drawn", options).model.table, batches.table, atol=1e-5
-    )
+    np.testing.assert_allclose(train_logreg(tmp_path / "drawn", options).model.table, batches, atol=1e-5)
 
 
 def await_or_fail(process: subprocess.Popen[bytes], condition: Any) -> None:
@@ -200,89 +193,56 @@ def await_or_fail(process: subprocess.Popen[bytes], condition: Any) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_keeps_the_last_pass(tmp_path: Path) -> None:
-    path = small_file(tmp_path, 2000)
-    main_end, child_end = pty.openpty()
+def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = small_file(tmp_path, 9_000), tmp_path / "m"
     process = subprocess.Popen(
-        [
-            *COMMAND,
-            str(path),
-            "--passes",
-            "100000000",
-            "--out",
-            str(tmp_path / "m"),
-            "--json",
-            str(tmp_path / "s.json"),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=child_end,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(child_end)
-    seen = b""
-
-    def third_pass() -> bool:
-        nonlocal seen
-        seen += os.read(main_end, 65536)
-        counts = [int(count.replace(b",", b"")) for count in re.findall(rb"([\d,]+) examples", seen)]
-        return max(counts, default=0) > 4000
-
-    try:
-        await_or_fail(process, third_pass)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                seen += os.read(main_end, 65536)
-            except OSError:  # the other end is closed
-                break
-        assert process.wait(60) == 130
-    finally:
-        process.kill()
-        process.wait()
-        os.close(main_end)
-    summary = json.loads((tmp_path / "s.json").read_text())
-    assert summary["interrupted"]
-    assert summary["passes"] >= 2
-    assert f"the model is that after pass {summary['passes']} of 100000000".encode() in seen.replace(
-        b"\r\n", b""
-    )
-    assert LogregModel.load(tmp_path / "m").weight.size == 41
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("strategy", ["allreduce", "ps servers=2"])
-def test_ctrl_c_keeps_the_last_pass_of_batches(tmp_path: Path, strategy: str) -> None:
-    path = small_file(tmp_path)
-    spools = tmp_path / "spools"
-    spools.mkdir()
-    process = subprocess.Popen(
-        [
-            *COMMAND,
-            str(path),
-            "--passes",
-            "100000",
-            "--strategy",
-            strategy,
-            "--workers",
-            "2",
-            "--out",
-            str(tmp_path / "m"),
-        ],
+        [*COMMAND, str(path), "--passes", "100000000", "--out", str(out), "--json", str(tmp_path / "s.json")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(spools)},
     )
     try:
-        await_or_fail(process, lambda: any(spools.glob("**/step-*/**/*.json")))
+        await_or_fail(process, lambda: (out / "metrics.jsonl").exists())
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 130, error
-    assert b"ended by SIGINT; the model is that after pass" in error
-    assert LogregModel.load(tmp_path / "m").weight.any()
-    assert not list(spools.glob("manyhands-*")), "nothing is left behind"
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["interrupted"]
+    told = f"ended by SIGINT; the model is that after {summary['passes']} of 100000000 passes; go on with: "
+    assert told in error.decode()
+    assert LogregModel.load(out).weight.size == 41
+    passes = str(summary["passes"] + 2)
+    again = ["train", "logreg", "--train", path, "--passes", passes, "--out", out]
+    assert run_command(monkeypatch, *again) == 2
+    assert "already holds a run of 'logreg'" in capfd.readouterr().err
+    assert run_command(monkeypatch, *again, "--resume") == 0, capfd.readouterr().err
+    whole = train_logreg(path, LogregOptions(passes=int(passes)))
+    np.testing.assert_array_equal(LogregModel.load(out).table, whole.model.table)
+    for looks in (["explain", out], ["timeline", out], ["tensorboard", out]):
+        capfd.readouterr()
+        assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
+
+
+@pytest.mark.soak
+def test_compare_ends_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = small_file(tmp_path), tmp_path / "compared"
+    arguments = ["--train", path, "--passes", "2", "--repeats", "1", "--out", out]
+    assert run_command(monkeypatch, "compare", "logreg", *arguments) == 0, capfd.readouterr().err
+    figures = json.loads((out / "figures.json").read_text())
+    assert [row["strategy"] for row in figures["strategies"]] == [
+        "single",
+        "hogwild",
+        "allreduce",
+        "ps consistency=async",
+    ]
+    assert all(row["reached"] == 1 for row in figures["strategies"])
+    assert (out / "report.html").exists()
 
 
 @needs_data

@@ -23,7 +23,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.record.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
 from manyhands.record.files import _HEADER, EventFileWriter, read_events
 from manyhands.record.plain import number, text, whole
-from manyhands.regression import online
+from manyhands.regression import room, training
 from manyhands.regression.labels import Labels
 from manyhands.regression.model import LogregModel
 from manyhands.regression.training import train_logreg
@@ -222,7 +222,7 @@ def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
     path.write_bytes(b"1 1000000000:1\n-1 1:1")
     assert path.stat().st_size == 21
     # Room for the table alone, as on a machine of 16 GiB: the copies of it would not fit.
-    monkeypatch.setattr(online, "available_bytes", lambda: 17 << 30)
+    monkeypatch.setattr(room, "available_bytes", lambda: 17 << 30)
     workers = 1 if strategy == "single" else 2
     with (
         at_most(200 << 20),
@@ -241,9 +241,7 @@ def test_what_the_learner_counts_is_what_it_takes(
     path.write_bytes(b"1 %d:1\n-1 1:1\n" % (size - 1))
     options = LogregOptions(learner=learner, passes=2)
     asked: list[int] = []
-    monkeypatch.setattr(
-        online, "require_room", lambda size, row_bytes, _held=0: asked.append(size * row_bytes)
-    )
+    monkeypatch.setattr(training, "require_room", lambda size, row_bytes: asked.append(size * row_bytes))
     train_logreg(path, options)  # whatever is compiled or imported is there from now on
     tracemalloc.start()
     try:

@@ -16,11 +16,10 @@ from manyhands.errors import UserError
 from manyhands.fitting import fit
 from manyhands.group.shared import SharedGroup
 from manyhands.words.glove import train_glove
-from manyhands.words.glove_batches import AllReduceStep, TensorStep, run_pass
+from manyhands.words.glove_batches import AllReduceStep, TensorStep
 from manyhands.words.glove_model import GloveModel, GloveOptions, Snapshot
-from manyhands.words.glove_passes import Work
-from manyhands.words.glove_reader import RecordReader
-from manyhands.words.glove_server import GloveTables, glove_task
+from manyhands.words.glove_server import GloveTables, glove_tables
+from manyhands.words.glove_task import GloveTask
 from manyhands.words.records import RECORD
 
 SIZE = 120
@@ -79,30 +78,31 @@ def reference(path: Path) -> tuple[Snapshot, list[float]]:
     return kept, result.costs
 
 
-def work_of(path: Path, workers: int) -> Work:
-    return Work(path=path, num_records=1_000, vocabulary_size=SIZE, options=OPTIONS, workers=workers)
+def task_of(path: Path) -> GloveTask:
+    return GloveTask.of(path, SIZE, OPTIONS)
 
 
 def in_threads(
-    work: Work, kind: Callable[[Work, SharedGroup], AllReduceStep | TensorStep]
+    task: GloveTask, workers: int, kind: Callable[[GloveTask, SharedGroup, int], AllReduceStep | TensorStep]
 ) -> tuple[list[Snapshot], list[float]]:
     """The models of all ranks at the end, and the costs of both passes."""
-    with SharedGroup.create(work.workers) as files:
+    with SharedGroup.create(workers) as files:
 
         def run(rank: int) -> tuple[Snapshot, list[float]]:
             control, arena = os.dup(files.control), os.dup(files.arena)
             with (
-                SharedGroup(
-                    control=control, arena=arena, rank=rank, world=work.workers, timeout_s=30
-                ) as group,
-                closing(kind(work, group)) as step,
-                RecordReader(work.path, step.part, SIZE) as reader,
+                SharedGroup(control=control, arena=arena, rank=rank, world=workers, timeout_s=30) as group,
+                closing(kind(task, group, 0)) as step,
             ):
-                costs = [run_pass(step, reader, lambda _count: None) for _ in range(OPTIONS.passes)]
-                return step.model.snapshot(), costs
+                step.fill()
+                per_pass = task.passes.steps
+                losses = [step.take(task.portion(number)).loss for number in range(2 * per_pass)]
+                step.gather()
+                assert isinstance(step.model, GloveModel)
+                return step.model.snapshot(), [sum(losses[:per_pass]), sum(losses[per_pass:])]
 
-        with ThreadPoolExecutor(work.workers) as pool:
-            ended = list(pool.map(run, range(work.workers)))
+        with ThreadPoolExecutor(workers) as pool:
+            ended = list(pool.map(run, range(workers)))
     return [snapshot for snapshot, _ in ended], np.sum([costs for _, costs in ended], axis=0).tolist()
 
 
@@ -122,21 +122,15 @@ def test_one_thread_is_numpys_sum_by_row_and_one_step_per_row(path: Path) -> Non
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_dimensions_over_workers_equal_one_process(path: Path, workers: int) -> None:
     expected, costs = reference(path)
-    parts, found_costs = in_threads(work_of(path, workers), TensorStep)
-    whole = Snapshot(
-        word=np.concatenate([part.word for part in parts], axis=1),
-        context=np.concatenate([part.context for part in parts], axis=1),
-        word_bias=parts[0].word_bias,
-        context_bias=parts[0].context_bias,
-    )
-    assert_equal(whole, expected)
+    wholes, found_costs = in_threads(task_of(path), workers, TensorStep)
+    assert_equal(wholes[0], expected)
     np.testing.assert_allclose(np.divide(found_costs, 1_000), costs, rtol=1e-11)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_records_over_workers_equal_one_process_on_every_replica(path: Path, workers: int) -> None:
     expected, costs = reference(path)
-    replicas, found_costs = in_threads(work_of(path, workers), AllReduceStep)
+    replicas, found_costs = in_threads(task_of(path), workers, AllReduceStep)
     for replica in replicas:
         assert_equal(replica, expected)
         np.testing.assert_array_equal(replica.word, replicas[0].word)
@@ -146,7 +140,7 @@ def test_records_over_workers_equal_one_process_on_every_replica(path: Path, wor
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, about its sparse gradients
 def test_the_task_of_the_servers_is_the_same_rule(path: Path) -> None:
     expected, costs = reference(path)
-    run = fit(glove_task(work_of(path, 3)), "single", steps=2 * 16, seed=OPTIONS.seed)
+    run = fit(glove_tables(task_of(path), 3), "single", steps=2 * 16, seed=OPTIONS.seed)
     assert isinstance(run.model, GloveTables)
     assert_equal(run.model.snapshot(), expected)
     losses = np.array(run.history.loss).reshape(2, 16).sum(1) * OPTIONS.batch / 1_000

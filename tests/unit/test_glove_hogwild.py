@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.cluster.signals import ending
 from manyhands.errors import DataError
-from manyhands.words.glove import GloveOptions, train_glove
+from manyhands.words.glove import GloveOptions, Keeping, train_glove
 from manyhands.words.records import RECORD
 
 SIZE = 2_000
@@ -58,19 +58,36 @@ def test_any_order_reaches_the_cost_of_one_thread_within_a_hundredth(path: Path,
         ("hogwild", signal.SIGTERM),
     ],
 )
-def test_an_interruption_keeps_the_last_whole_pass(path: Path, strategy: str, number: signal.Signals) -> None:
-    first = train_glove(path, SIZE, replace(OPTIONS, passes=1), strategy=strategy)
-
+def test_an_interrupted_run_goes_on_to_the_bytes_of_an_uninterrupted_one(
+    path: Path, tmp_path: Path, strategy: str, number: signal.Signals
+) -> None:
     def interrupt(_number: int, _cost: float) -> None:
         signal.raise_signal(number)
 
+    endless = replace(OPTIONS, passes=10**6)
+    out = tmp_path / "run"
     with ending() as end:
-        found = train_glove(path, SIZE, OPTIONS, strategy=strategy, after_pass=interrupt)
+        found = train_glove(
+            path, SIZE, endless, strategy=strategy, after_pass=interrupt, keep=Keeping(out=out)
+        )
     assert end.signal == number
     assert found.interrupted
-    assert found.costs == first.costs
-    np.testing.assert_array_equal(found.word, first.word)
-    assert not first.interrupted
+    options = replace(OPTIONS, passes=len(found.costs) + 2)
+    whole = train_glove(path, SIZE, options, strategy=strategy)
+    resumed = train_glove(path, SIZE, options, strategy=strategy, keep=Keeping(out=out, resume=True))
+    assert resumed.summary["resumed_from_step"] > 0
+    for name in ("word", "context", "word_bias", "context_bias"):
+        np.testing.assert_array_equal(getattr(resumed, name), getattr(whole, name), err_msg=name)
+    assert resumed.costs == whole.costs
+    assert resumed.costs[: len(found.costs)] == found.costs
+
+
+def test_without_a_directory_an_interruption_is_raised(path: Path) -> None:
+    def interrupt(_number: int, _cost: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_glove(path, SIZE, replace(OPTIONS, passes=10**6), after_pass=interrupt)
 
 
 def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
@@ -79,4 +96,4 @@ def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
     records.tofile(tmp_path / "records.bin")
     with pytest.raises(DataError, match="record 4321 is"):
         train_glove(tmp_path / "records.bin", 3, OPTIONS, strategy="hogwild order=locked", workers=3)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("glove-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]

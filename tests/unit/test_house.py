@@ -15,7 +15,6 @@ CLASSES = {home.value.partition(":")[2]: home.value.partition(".")[0] for home i
 """The package of each strategy's class."""
 
 WORKLOADS = {
-    "words/glove_server.py": "Ps",
     "bench/server_memory.py": "Ps",
     "bench/server_ours.py": "Ps",
     "bench/server_worker.py": "Ps",

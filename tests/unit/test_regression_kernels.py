@@ -12,9 +12,11 @@ import pytest
 
 from manyhands.data.rows import Rows
 from manyhands.errors import NonFinite, UserError
+from manyhands.fitting import fit
 from manyhands.regression.examples import Labelled
-from manyhands.regression.online import CHUNK, OnlineLearner, mean_loss, shares
 from manyhands.regression.options import LogregOptions
+from manyhands.regression.parsed import ParsedBlocks
+from manyhands.regression.task import LogregTask
 
 FEATURES = 50
 
@@ -80,86 +82,67 @@ def plain(learner: str, block: Labelled, passes: int, rate: float, l1: float, l2
     return w, mean
 
 
+def trained(
+    blocks: list[Labelled], strategy: str = "single", workers: int = 1, dtype: str = "float32", **options: Any
+) -> tuple[Any, list[float]]:
+    """The bias and the weights, and the progressive loss of each pass."""
+    task = LogregTask.of(ParsedBlocks(blocks), LogregOptions(**options), dtype)
+    run = fit(task, strategy, workers=workers)
+    losses = [row["metrics"]["pass_loss"] for row in run.history.evaluations]
+    return run.model.state_dict()["rows"][:, 0].numpy(), losses
+
+
 @pytest.mark.parametrize("learner", ["sgd", "adagrad", "ftrl"])
 @pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.01, 0.02)])
 def test_double_precision_follows_the_published_rules(learner: str, l1: float, l2: float) -> None:
     block = draw(400)
-    options = LogregOptions(learner=learner, rate=0.3, l1=l1, l2=l2, passes=2)
-    with OnlineLearner(options, "free", 1, dtype=np.float64) as online:
-        for _ in range(2):
-            sums = online.learn([block], lambda _count: None)
-        weights = online.table(FEATURES)
+    weights, losses = trained([block], dtype="float64", learner=learner, rate=0.3, l1=l1, l2=l2, passes=2)
     expected, loss = plain(learner, block, 2, 0.3, l1, l2)
     np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-10)
-    assert mean_loss(sums, 2) == pytest.approx(loss, abs=1e-10)
+    assert losses[1] == pytest.approx(loss, abs=1e-10)
 
 
 def test_l1_of_ftrl_leaves_weights_at_exactly_zero() -> None:
-    with OnlineLearner(LogregOptions(learner="ftrl", l1=20.0), "free", 1) as online:
-        online.learn([draw(400)], lambda _count: None)
-        weights = online.weights(FEATURES)
+    weights, _ = trained([draw(400)], learner="ftrl", l1=20.0, passes=1)
     assert 0 < (weights[1:] == 0).sum() < FEATURES
-
-
-def trained(learner: str, order: str, workers: int, blocks: list[Labelled]) -> tuple[Any, Any]:
-    done: list[int] = []
-    with OnlineLearner(LogregOptions(learner=learner), order, workers) as online:
-        for _ in range(2):
-            sums = online.learn(blocks, done.append)
-        assert sum(done) == 2 * sum(len(block.rows) for block in blocks)
-        return online.weights(FEATURES), sums
 
 
 @pytest.mark.parametrize("learner", ["sgd", "adagrad", "ftrl"])
 def test_turns_give_the_bits_of_one_worker(learner: str) -> None:
-    blocks = [draw(CHUNK + 700, 1), draw(7, 2), draw(500, 3)]
-    alone, _ = trained(learner, "free", 1, blocks)
-    by_turns, _ = trained(learner, "turns", 3, blocks)
+    blocks = [draw(4_096 * 3 + 700, 1), draw(7, 2), draw(500, 3)]
+    alone, alone_losses = trained(blocks, learner=learner, passes=2)
+    by_turns, losses = trained(blocks, "hogwild order=turns", 3, learner=learner, passes=2)
     np.testing.assert_array_equal(by_turns, alone)
+    assert losses == alone_losses
 
 
 @pytest.mark.parametrize("order", ["free", "locked"])
 def test_threads_learn_what_one_learns(order: str) -> None:
-    blocks = [draw(2 * CHUNK, seed) for seed in range(4)]
-    _, alone = trained("adagrad", "free", 1, blocks)
-    _, together = trained("adagrad", order, 3, blocks)
-    assert mean_loss(together, 1) == pytest.approx(mean_loss(alone, 1), rel=0.02)
+    blocks = [draw(4_096, seed) for seed in range(4)]
+    _, alone = trained(blocks, passes=2)
+    _, together = trained(blocks, f"hogwild order={order}", 3, passes=2)
+    assert together[1] == pytest.approx(alone[1], rel=0.02)
 
 
-def test_a_thread_that_fails_ends_all() -> None:
-    blocks = [draw(CHUNK, seed) for seed in range(4)]
-    calls: list[int] = []
-
-    def fail(count: int) -> None:
-        calls.append(count)
-        if len(calls) == 2:  # one of them only: the others wait for its turn, or go on
-            raise RuntimeError("no")
-
-    for order in ("free", "locked", "turns"):
-        with OnlineLearner(LogregOptions(), order, 3) as online:
-            calls.clear()
-            with pytest.raises(RuntimeError, match="no"):
-                online.learn(blocks, fail)
-            online.learn([draw(10)], lambda _count: None)
-
-
-@pytest.mark.parametrize(("workers", "seen"), [(1, 0), (3, 0), (3, 5), (7, 100)])
-def test_turns_share_out_every_example_once(workers: int, seen: int) -> None:
-    lengths = [CHUNK + 3, 1, 2 * CHUNK]
-    taken = [
-        (block, row, rank)
-        for rank in range(workers)
-        for block, span, _ in shares(lengths, seen, True, rank, workers)
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (3, 10), (9, 13), (0, 22), (10, 10)])
+def test_pieces_of_blocks_are_every_example_once_in_order(begin: int, end: int) -> None:
+    blocks = [draw(10, 1), draw(2, 2), draw(10, 3)]
+    parsed = ParsedBlocks(blocks)
+    found = [
+        (before + row, targets is blocks[number].targets)
+        for _, targets, span, before in parsed.pieces(begin, end)
+        for number in [parsed.ends.index(before + len(targets))]
         for row in range(*span)
     ]
-    assert len(taken) == sum(lengths)
-    before = {0: seen, 1: seen + lengths[0], 2: seen + lengths[0] + 1}
-    assert all((before[block] + row) % workers == rank for block, row, rank in taken)
+    assert found == [(example, True) for example in range(begin, end)]
 
 
-def test_a_loss_that_breaks_is_named() -> None:
-    with pytest.raises(NonFinite, match="the loss is nan in pass 2; use a smaller rate"):
-        mean_loss(np.array([np.nan, 3.0]), 2)
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("hogwild", 2), ("hogwild order=turns", 2)])
+def test_a_loss_that_breaks_is_named(strategy: str, workers: int) -> None:
+    block = draw(9_000)
+    block.rows.values[-1] = np.inf
+    with pytest.raises(NonFinite, match="the loss is not finite; use a smaller rate"):
+        trained([block], strategy, workers, rate=0.1)
 
 
 @pytest.mark.parametrize(

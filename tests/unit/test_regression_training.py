@@ -6,6 +6,7 @@ import gzip
 import io
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import pytest
 import safetensors.numpy
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
-from manyhands.cluster.signals import as_exception
+from manyhands.cluster.signals import ending
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.errors import DataError, UserError
-from manyhands.regression import online
+from manyhands.regression import room
 from manyhands.regression.labels import Labels, labels_of
 from manyhands.regression.metrics import Metrics, measure
 from manyhands.regression.model import MODEL_FILE, LogregModel
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.training import LogregResult, train_logreg
+from manyhands.training.kept import Keeping
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ../shared/data")
@@ -134,7 +136,9 @@ def test_memory_does_not_change_the_result(tmp_path: Path, strategy: str) -> Non
     assert read_again.examples == kept.examples == 400
 
 
-def test_stdin_is_kept_or_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_is_read_once_and_kept_in_memory_or_in_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = gzip.compress(small_file(tmp_path).read_bytes())
 
     def give() -> None:
@@ -147,14 +151,14 @@ def test_stdin_is_kept_or_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     once = train_logreg("-", LogregOptions(passes=1), memory_bytes=10)
     np.testing.assert_array_equal(once.model.table, train(tmp_path / "small", passes=1).model.table)
     give()
-    with pytest.raises(UserError, match="once only, not in passes=5; give a file, more memory or one pass"):
-        train_logreg("-", memory_bytes=10)
+    spooled = train_logreg("-", memory_bytes=10)
+    np.testing.assert_array_equal(spooled.model.table, kept.model.table)
 
 
 def test_an_absurd_index_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(online, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(room, "available_bytes", lambda: 10**9)
     (tmp_path / "absurd").write_text("1 1:1\n-1 2000000000:1\n")
     for strategy, workers in (("single", 1), ("ps", 2)):
         with pytest.raises(UserError, match=r"up to 2000000000 takes .* only 953.7 MiB is available; hash"):
@@ -185,50 +189,44 @@ def test_features_that_come_late_make_the_table_grow(tmp_path: Path) -> None:
     assert result.model.evaluate(RowFile(tmp_path / "grows")).accuracy == 1.0
 
 
-@pytest.mark.parametrize(
-    "stopped", [KeyboardInterrupt(), as_exception(signal.SIGTERM)], ids=["SIGINT", "SIGTERM"]
-)
-@pytest.mark.parametrize("strategy", ["single", "hogwild order=turns"])
-def test_an_interrupted_training_has_the_last_whole_pass(
-    tmp_path: Path, strategy: str, stopped: BaseException
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("hogwild order=turns", 2)])
+def test_an_interrupted_training_goes_on_to_the_bits_of_an_uninterrupted_one(
+    tmp_path: Path, strategy: str, workers: int, number: signal.Signals
 ) -> None:
-    path = small_file(tmp_path)
+    path, keep = small_file(tmp_path, rows=9_000), Keeping(out=tmp_path / "run")
 
-    class Stop:
-        """Raises in the middle of the second pass."""
+    def stop(_number: int, _loss: float) -> None:
+        signal.raise_signal(number)
 
-        def __init__(self) -> None:
-            self.examples = 0
-
-        def __call__(self, count: int, total: float | None) -> None:
-            self.examples += count
-            if self.examples > 500:
-                raise stopped
-
-    stop = Stop()
-
-    class Phase:
-        advance = staticmethod(stop)
-
-        def __enter__(self) -> Phase:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-    class Bars:
-        def phase(self, name: str, total: float | None, unit: str) -> Phase:
-            return Phase()
-
-    workers = 1 if strategy == "single" else 2
-    rows = Reading(block_bytes=1000)
-    options: dict[str, Any] = {"strategy": strategy, "workers": workers, "reading": rows, "memory_bytes": 0}
-    found = train_logreg(path, LogregOptions(rate=0.2), bars=Bars(), **options)  # type: ignore[arg-type]
+    with ending() as end:
+        found = train_logreg(
+            path,
+            LogregOptions(passes=10**6),
+            strategy=strategy,
+            workers=workers,
+            after_pass=stop,
+            keep=keep,
+        )
+    assert end.signal == number
     assert found.interrupted
-    assert len(found.progressive) == 1
-    np.testing.assert_array_equal(found.model.table, train(path, passes=1, rate=0.2).model.table)
-    stop.examples = 450
-    with pytest.raises(type(stopped)):
-        train_logreg(path, bars=Bars(), **options)  # type: ignore[arg-type]
+    assert np.abs(found.model.table).max() > 0.01
+    passes = len(found.progressive) + 2
+    options = LogregOptions(passes=passes)
+    whole = train_logreg(path, options, strategy=strategy, workers=workers)
+    resumed = train_logreg(path, options, strategy=strategy, workers=workers, keep=replace(keep, resume=True))
+    np.testing.assert_array_equal(resumed.model.table, whole.model.table)
+    assert resumed.progressive == pytest.approx(whole.progressive, rel=1e-12)
+    with pytest.raises(UserError, match=r"rate is 0\.5, but the run was started with"):
+        train_logreg(path, LogregOptions(rate=0.5), keep=replace(keep, resume=True))
+
+
+def test_without_a_directory_an_interruption_is_raised(tmp_path: Path) -> None:
+    def stop(_number: int, _loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_logreg(small_file(tmp_path), LogregOptions(passes=10**6), after_pass=stop)
 
 
 def test_a_model_comes_back_as_it_was_saved(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,8 +30,9 @@ from manyhands.tasks.builtin import BuiltinTask
 if TYPE_CHECKING:
     from manyhands.compare.narrate import Conditions
     from manyhands.compare.run import Comparison, Tell
+    from manyhands.kernel import AnyTask
 
-__all__ = ["compare_app"]
+__all__ = ["Compared", "compare_app", "run_comparison"]
 
 compare_app = typer.Typer(
     help="Train a built-in task under several strategies, side by side.",
@@ -44,18 +45,13 @@ _WIDTH = 100  # of the tables in a file or a pipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
-    """The options that every task has."""
+class Compared:
+    """The options that every comparison has."""
 
     strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
         DEFAULT_STRATEGIES
     )
     workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2
-    steps: Annotated[int | None, typer.Option(help="Global batches of each run.")] = None
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data, instead of --steps.", show_default="half of train's"),
-    ] = None
     repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved.")] = 2
     target: Annotated[
         str | None,
@@ -80,7 +76,40 @@ class _Common:
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Common(Compared):
+    """Those that every built-in task has besides."""
+
+    steps: Annotated[int | None, typer.Option(help="Global batches of each run.")] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data, instead of --steps.", show_default="half of train's"),
+    ] = None
+
+
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+    common = _Common(**shared)
+    steps, epochs = common.steps, common.epochs
+    if steps is None and epochs is None:
+        steps, epochs = _half(entry.steps), _half(entry.epochs)
+
+    @contextmanager
+    def build(_out: Path) -> Iterator[AnyTask]:
+        yield entry.build(**task_options)
+
+    run_comparison(entry.name, build, common, (steps, epochs))
+
+
+def run_comparison(
+    name: str,
+    build: Callable[[Path], AbstractContextManager[AnyTask]],
+    common: Compared,
+    length: tuple[int | None, int | None] = (None, None),
+) -> None:
+    """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
+
+    `length` is in steps or in epochs; neither: as the task says.
+    """
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
     from manyhands.compare.bandwidth import Rate, enter, inside
@@ -88,13 +117,10 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     from manyhands.compare.run import Settings, compare
     from manyhands.slowdown import Slowdown
 
-    common = _Common(**shared)
     check_writable(common.json)
     parse_strategies(common.strategies)
     rate = Rate.parse(common.bandwidth) if common.bandwidth is not None else None
-    steps, epochs = common.steps, common.epochs
-    if steps is None and epochs is None:
-        steps, epochs = _half(entry.steps), _half(entry.epochs)
+    steps, epochs = length
     settings = Settings(
         workers=common.workers,
         steps=steps,
@@ -107,11 +133,11 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     )
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
-    out = common.out or fresh_directory(f"compare-{entry.name}")
-    with ending() as end, _told() as tell:
-        found = compare(entry.build(**task_options), common.strategies, out=out, settings=settings, tell=tell)
+    out = common.out or fresh_directory(f"compare-{name}")
+    with ending() as end, build(out) as task, _told() as tell:
+        found = compare(task, common.strategies, out=out, settings=settings, tell=tell)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
-    _leave(found, conditions, entry.name, out, common.json)
+    _leave(found, conditions, name, out, common.json)
     if found.interrupted:
         print(
             f"manyhands: ended by {end.name}, interrupted; the figures are those of the runs that had ended; a "

@@ -1,12 +1,14 @@
-"""`manyhands train glove` and `manyhands glove eval|neighbours|analogy`: word vectors from text, and what they know."""
+"""`manyhands train glove`, `compare glove` and `glove eval|neighbours|analogy`: word vectors, and what they know."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,12 +19,29 @@ from manyhands.cli.commands import (
     AllowOverload,
     add_command,
     check_writable,
+    command_to_resume,
     fresh_directory,
     own_command,
     write_json,
 )
+from manyhands.cli.compare import Compared, run_comparison
+from manyhands.cli.runs import (
+    CheckpointEvery,
+    Dashboard,
+    DashboardPort,
+    Resume,
+    Tensorboard,
+    Watchdog,
+    leave_report,
+    live_page,
+    live_tensorboard,
+)
 
-__all__ = ["add_train_glove", "glove_app"]
+if TYPE_CHECKING:
+    from manyhands.words.glove_task import GloveTask
+    from manyhands.words.learning import Learning
+
+__all__ = ["add_glove", "glove_app"]
 
 glove_app = typer.Typer(help="Ask trained word vectors.", no_args_is_help=True)
 
@@ -34,8 +53,8 @@ _JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainGlove:
-    """The options of `train glove`, one field each."""
+class _Vectors:
+    """What is learned from what, one option each."""
 
     corpus: Annotated[
         list[Path] | None,
@@ -50,10 +69,17 @@ class _TrainGlove:
     window: Annotated[int, typer.Option(help="Words on each side that count as context.")] = 15
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Left context only.")] = False
     dim: Annotated[int, typer.Option(help="Numbers in a vector.")] = 50
-    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 15
     x_max: Annotated[float, typer.Option(help="Count from which on a record has full weight.")] = 100.0
     alpha: Annotated[float, typer.Option(help="Power of the weight of smaller counts.")] = 0.75
     rate: Annotated[float, typer.Option(help="Learning rate of AdaGrad.")] = 0.05
+    memory: Annotated[str, typer.Option(help="Limit for counting and shuffling; more goes to disk.")] = "2GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainGlove(_Vectors):
+    """The options of `train glove`."""
+
+    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 15
     batch: Annotated[
         int | None,
         typer.Option(
@@ -67,7 +93,6 @@ class _TrainGlove:
     workers: Annotated[
         int | None, typer.Option(help="Threads that count and workers that train.", show_default="one a core")
     ] = None
-    memory: Annotated[str, typer.Option(help="Limit for counting and shuffling; more goes to disk.")] = "2GiB"
     seed: Annotated[int, typer.Option(help="Fixes first values and the order of records.")] = 0
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the files go.", show_default="runs/glove-TIME")
@@ -75,13 +100,76 @@ class _TrainGlove:
     keep_counts: Annotated[
         bool, typer.Option("--keep-counts", help="Keep the co-occurrence records as cooccurrence.bin.")
     ] = False
+    resume: Resume = False
+    checkpoint_every: CheckpointEvery = None
+    watchdog: Watchdog = 60.0
+    dashboard: Dashboard = False
+    dashboard_port: DashboardPort = 0
+    tensorboard: Tensorboard = None
     allow_overload: AllowOverload = False
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
 
 
-def add_train_glove(train_app: typer.Typer) -> None:
-    """Offer `train glove`."""
+@dataclass(frozen=True, kw_only=True)
+class _CompareGlove(_Vectors, Compared):
+    """The options of `compare glove`."""
+
+    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 7
+    strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
+        "single; hogwild; allreduce; tensor; ps consistency=async"
+    )
+
+
+def add_glove(train_app: typer.Typer, compare_app: typer.Typer) -> None:
+    """Offer `train glove` and `compare glove`."""
     add_command(train_app, "glove", _TrainGlove, _train)
+    add_command(compare_app, "glove", _CompareGlove, _compare)
+
+
+def _compare(asked: _CompareGlove) -> None:
+    """Compare strategies on word vectors: GloVe."""
+
+    @contextmanager
+    def build(out: Path) -> Iterator[GloveTask]:
+        from manyhands.draw.bars import Bars
+        from manyhands.words.corpus import Corpus
+        from manyhands.words.demo import demo_corpus
+        from manyhands.words.glove import GloveOptions
+        from manyhands.words.glove_task import GloveTask
+        from manyhands.words.learning import Learning, shuffled_records
+        from manyhands.words.records import temporary_folder
+
+        options = GloveOptions(
+            dim=asked.dim,
+            passes=asked.passes,
+            x_max=asked.x_max,
+            alpha=asked.alpha,
+            rate=asked.rate,
+            seed=asked.seed,
+            allow_overload=asked.allow_overload,
+        )
+        learning = Learning(strategy="single", glove=options, **_counting(asked, asked.workers))
+        corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
+        with temporary_folder(out) as folder:
+            with Bars() as bars:
+                vocabulary, records = shuffled_records(corpus, folder, learning, bars)
+            yield GloveTask.of(records, len(vocabulary), options, any_batch=True)
+
+    run_comparison("glove", build, asked)
+
+
+def _counting(asked: _Vectors, workers: int) -> dict[str, Any]:
+    """The settings of counting."""
+    from manyhands.settings import parse_size
+
+    return {
+        "min_count": asked.min_count,
+        "max_vocab": asked.max_vocab,
+        "window": asked.window,
+        "symmetric": not asked.asymmetric,
+        "memory_bytes": parse_size(asked.memory),
+        "workers": workers,
+    }
 
 
 def _train(asked: _TrainGlove) -> None:
@@ -89,19 +177,58 @@ def _train(asked: _TrainGlove) -> None:
     # Imported here so that help texts do not wait for torch and compiled code.
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.bars import Bars
-    from manyhands.settings import parse_size
+    from manyhands.errors import UserError
+    from manyhands.fitting import Options
+    from manyhands.store.rundir import RunDirectory
     from manyhands.words.corpus import Corpus
     from manyhands.words.demo import demo_corpus
-    from manyhands.words.glove import GloveOptions
-    from manyhands.words.learning import Learning, learn_vectors, usual_batch
+    from manyhands.words.learning import learn_vectors
 
-    learning = Learning(
-        min_count=asked.min_count,
-        max_vocab=asked.max_vocab,
-        window=asked.window,
-        symmetric=not asked.asymmetric,
-        memory_bytes=parse_size(asked.memory),
-        workers=len(os.sched_getaffinity(0)) if asked.workers is None else asked.workers,
+    if asked.resume and asked.out is None:
+        raise UserError("--resume needs --out, the directory of the run to go on with")
+    learning = _learning(asked)
+    check_writable(asked.json_file)
+    out = asked.out or fresh_directory("glove")
+    corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
+    options = Options(checkpoint_every=asked.checkpoint_every, watchdog_s=asked.watchdog, resume_command="")
+    go_on = f"go on with: {command_to_resume(sys.argv, out)}"
+    page = live_page(asked.dashboard, out, "glove", asked.strategy, asked.dashboard_port)
+    try:
+        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
+            learnt = learn_vectors(corpus, out, learning, bars=bars, resume=asked.resume, options=options)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
+        how = go_on if RunDirectory.is_one(out) else f"start again with: {own_command(sys.argv)}"
+        print(
+            f"manyhands: ended by {end.name} before anything was kept; there are no vectors; {how}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status) from None
+    write_json(asked.json_file, learnt.summary)
+    _print_summary(learnt.summary, out)
+    if learnt.interrupted:
+        print(
+            f"manyhands: ended by {end.name}; {out / 'vectors.txt'} holds the vectors after "
+            f"{len(learnt.summary['costs'])} of {asked.passes} passes; {go_on}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(end.status)
+    leave_report(out)
+    if not asked.corpus:
+        _print_neighbours(
+            {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}
+        )
+
+
+def _learning(asked: _TrainGlove) -> Learning:
+    from manyhands.words.glove import GloveOptions
+    from manyhands.words.glove_task import usual_batch
+    from manyhands.words.learning import Learning
+
+    workers = len(os.sched_getaffinity(0)) if asked.workers is None else asked.workers
+    return Learning(
+        **_counting(asked, workers),
         strategy=asked.strategy,
         keep_counts=asked.keep_counts,
         glove=GloveOptions(
@@ -115,34 +242,6 @@ def _train(asked: _TrainGlove) -> None:
             allow_overload=asked.allow_overload,
         ),
     )
-    check_writable(asked.json_file)
-    out = asked.out or fresh_directory("glove")
-    corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
-    again = f"start again with: {own_command(sys.argv)}"
-    try:
-        with ending() as end, Bars() as bars:
-            learnt = learn_vectors(corpus, out, learning, bars=bars)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
-        print(
-            f"manyhands: ended by {end.name} before the first pass was over; there are no vectors; {again}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status) from None
-    write_json(asked.json_file, learnt.summary)
-    _print_summary(learnt.summary, out)
-    if learnt.interrupted:
-        print(
-            f"manyhands: ended by {end.name}; {out / 'vectors.txt'} holds the vectors of pass "
-            f"{len(learnt.summary['costs'])} of {asked.passes}; a training of vectors cannot be resumed, {again}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status)
-    if not asked.corpus:
-        _print_neighbours(
-            {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}
-        )
 
 
 @glove_app.command("eval")
@@ -226,10 +325,11 @@ def _print_summary(summary: dict[str, Any], out: Path) -> None:
     phases = ("vocabulary", "counting", "shuffling", "training")
     console.print("  ".join(f"{name} {seconds[name]:.1f} s" for name in phases))
     costs = summary["costs"]
-    console.print(
-        f"cost {costs[0]:.4f} after pass 1, {costs[-1]:.4f} after pass {len(costs)} · "
-        f"{summary['records_per_s']:,.0f} records/s"
-    )
+    if costs:
+        console.print(
+            f"cost {costs[0]:.4f} after pass 1, {costs[-1]:.4f} after pass {len(costs)} · "
+            f"{summary['records_per_s']:,.0f} records/s"
+        )
     console.print(f"vectors  {out / 'vectors.txt'}")
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "glove": Later(home="manyhands.cli.glove:glove_app", help="Ask trained word vectors."),
     "bench": Later(home="manyhands.cli.bench:bench_app", help="Measure, side by side with peers."),
     "compare": Later(
-        home="manyhands.cli.compare:compare_app",
+        home="manyhands.cli.trainable:compare_app",
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),

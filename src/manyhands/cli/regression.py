@@ -1,9 +1,11 @@
-"""`manyhands train logreg` and `manyhands predict`: a logistic regression of sparse examples, and its use."""
+"""`manyhands train logreg`, `compare logreg` and `predict`: a logistic regression of sparse examples, and its use."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -15,34 +17,47 @@ from manyhands.cli.commands import (
     AllowOverload,
     add_command,
     check_writable,
+    command_to_resume,
     fresh_directory,
     own_command,
     write_json,
+)
+from manyhands.cli.compare import Compared, run_comparison
+from manyhands.cli.runs import (
+    CheckpointEvery,
+    Dashboard,
+    DashboardPort,
+    Resume,
+    Tensorboard,
+    Watchdog,
+    leave_report,
+    live_page,
+    live_tensorboard,
 )
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
     from manyhands.draw.bars import Bars
     from manyhands.regression.metrics import Metrics
+    from manyhands.regression.options import LogregOptions
+    from manyhands.regression.task import LogregTask
     from manyhands.regression.training import LogregResult
+    from manyhands.training.kept import Keeping
 
-__all__ = ["add_train_logreg", "predict_command"]
+__all__ = ["add_logreg", "predict_command"]
 
 _Format = Annotated[str, typer.Option("--format", help="libsvm or vw; auto looks at the first line.")]
 _SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that are wrong and count them.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainLogreg:
-    """The options of `train logreg`, one field each."""
+class _Learning:
+    """What is learned from what, one option each."""
 
     train: Annotated[
         str,
         typer.Option(metavar="FILE", help="Examples, LIBSVM or Vowpal Wabbit, plain or gzip; - is stdin."),
     ]
-    test: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Examples to measure the model on, read likewise.")
-    ] = None
     file_format: _Format = "auto"
     bits: Annotated[
         int | None,
@@ -67,27 +82,76 @@ class _TrainLogreg:
     batch: Annotated[int, typer.Option(help="Examples in a step of allreduce, mirrored, central and ps.")] = (
         256
     )
+    skip_bad: _SkipBad = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainLogreg(_Learning):
+    """The options of `train logreg`."""
+
+    test: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Examples to measure the model on, read likewise.")
+    ] = None
     strategy: Annotated[
         str,
-        typer.Option(help="How: single, hogwild, allreduce, mirrored, central or ps, with settings."),
+        typer.Option(help="How: single, hogwild, allreduce, mirrored, central, local or ps, with settings."),
     ] = "single"
     workers: Annotated[
         int | None, typer.Option(help="Threads or processes.", show_default="1 for single, else one a core")
     ] = None
-    memory: Annotated[str, typer.Option(help="Keep parsed examples up to this; else read again.")] = "2GiB"
+    memory: Annotated[
+        str, typer.Option(help="Keep parsed examples in memory up to this; else in temporary files.")
+    ] = "2GiB"
     seed: Annotated[int, typer.Option(help="Fixes the order of examples where batches are drawn.")] = 0
-    skip_bad: _SkipBad = False
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the model goes.", show_default="runs/logreg-TIME"),
     ] = None
+    resume: Resume = False
+    checkpoint_every: CheckpointEvery = None
+    watchdog: Watchdog = 60.0
+    dashboard: Dashboard = False
+    dashboard_port: DashboardPort = 0
+    tensorboard: Tensorboard = None
     allow_overload: AllowOverload = False
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
 
 
-def add_train_logreg(train_app: typer.Typer) -> None:
-    """Offer `train logreg`."""
+@dataclass(frozen=True, kw_only=True)
+class _CompareLogreg(_Learning, Compared):
+    """The options of `compare logreg`."""
+
+    strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
+        "single; hogwild; allreduce; ps consistency=async"
+    )
+
+
+def add_logreg(train_app: typer.Typer, compare_app: typer.Typer) -> None:
+    """Offer `train logreg` and `compare logreg`."""
     add_command(train_app, "logreg", _TrainLogreg, _train)
+    add_command(compare_app, "logreg", _CompareLogreg, _compare)
+
+
+def _compare(asked: _CompareLogreg) -> None:
+    """Compare strategies on a sparse logistic regression."""
+
+    @contextmanager
+    def build(_out: Path) -> Iterator[LogregTask]:
+        from manyhands.data.row_files import RowFile
+        from manyhands.draw.bars import Bars
+        from manyhands.regression.examples import Examples
+        from manyhands.regression.spool import Spool
+        from manyhands.regression.task import LogregTask
+        from manyhands.regression.training import parse_examples
+
+        options = _options(asked, asked.seed, asked.allow_overload)
+        with Spool() as spool:
+            with Bars() as bars, bars.phase("reading", None, "bytes") as phase:
+                examples = Examples(RowFile(asked.train, _reading(asked)))
+                parsed = parse_examples(examples, 0, spool, phase.advance)
+            yield LogregTask.of(parsed, options)
+
+    run_comparison("logreg", build, asked)
 
 
 def predict_command(
@@ -134,42 +198,27 @@ def predict_command(
 def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
     from manyhands.cluster.signals import ending, signal_of
-    from manyhands.data.row_files import Reading
-    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
     from manyhands.regression.model import MODEL_FILE
-    from manyhands.regression.options import LogregOptions
     from manyhands.regression.training import train_logreg
     from manyhands.settings import parse_size
     from manyhands.store.atomic import write_json as write_file
+    from manyhands.store.rundir import RunDirectory
     from manyhands.strategy import Strategy
 
     strategy = Strategy.parse(asked.strategy)
     usual = min(_cores(), strategy.most_workers or _cores())
     workers = usual if asked.workers is None else asked.workers
-    reading = Reading(
-        format=asked.file_format,
-        bits=asked.bits,
-        hash=asked.hash_names,
-        skip_bad=asked.skip_bad,
-        threads=_cores(),
-    )
-    options = LogregOptions(
-        learner=asked.learner,
-        passes=asked.passes,
-        rate=asked.rate,
-        l1=asked.l1,
-        l2=asked.l2,
-        batch=asked.batch,
-        seed=asked.seed,
-        allow_overload=asked.allow_overload,
-    )
+    reading, options = _reading(asked), _options(asked, asked.seed, asked.allow_overload)
     out = asked.out or fresh_directory("logreg")
     check_writable(asked.json_file)
     if asked.test is not None and asked.test != "-" and not Path(asked.test).is_file():
         raise UserError(f"--test {asked.test}: there is no such file")
+    keep = _keeping(asked, out)
+    go_on = f"go on with: {command_to_resume(sys.argv, out)}"
+    page = live_page(asked.dashboard, out, "logreg", asked.strategy, asked.dashboard_port)
     try:
-        with ending() as end, Bars() as bars:
+        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
             result = train_logreg(
                 asked.train,
                 options,
@@ -178,35 +227,88 @@ def _train(asked: _TrainLogreg) -> None:
                 reading=reading,
                 memory_bytes=parse_size(asked.memory),
                 bars=bars,
+                keep=keep,
             )
-            _make_folder(out)
             result.model.save(out / MODEL_FILE)
             metrics, bad_lines = _measure(result, asked.test, reading, bars)
     except (KeyboardInterrupt, SystemExit) as stop:
         if signal_of(stop) is None:
             raise
         kept = f"the model is in {out / MODEL_FILE}" if (out / MODEL_FILE).exists() else "there is no model"
-        print(
-            f"manyhands: ended by {end.name}; {kept}; start again with: {own_command(sys.argv)}",
-            file=sys.stderr,
-        )
+        how = go_on if RunDirectory.is_one(out) else f"start again with: {own_command(sys.argv)}"
+        print(f"manyhands: ended by {end.name}; {kept}; {how}", file=sys.stderr)
         raise typer.Exit(end.status) from None
-    summary = _summary(result, options, metrics) | {
+    summary = {
+        **result.summary,
+        **_summary(result, options, metrics),
         "strategy": str(strategy),
         "workers": workers,
         "test_bad_lines": bad_lines,
         "model": str(out / MODEL_FILE),
     }
-    write_file(out / "summary.json", summary)
+    if not result.interrupted:
+        write_file(out / "summary.json", summary)
     write_json(asked.json_file, summary)
     _print(summary)
     if result.interrupted:
         print(
-            f"manyhands: ended by {end.name}; the model is that after pass {summary['passes']} of {asked.passes}; a "
-            f"regression cannot be resumed, start again with: {own_command(sys.argv)}",
+            f"manyhands: ended by {end.name}; the model is that after {summary['passes']} of {asked.passes} passes; "
+            f"{go_on}",
             file=sys.stderr,
         )
         raise typer.Exit(end.status)
+    leave_report(out)
+
+
+def _reading(asked: _Learning) -> Reading:
+    from manyhands.data.row_files import Reading
+
+    return Reading(
+        format=asked.file_format,
+        bits=asked.bits,
+        hash=asked.hash_names,
+        skip_bad=asked.skip_bad,
+        threads=_cores(),
+    )
+
+
+def _options(asked: _Learning, seed: int, allow_overload: bool) -> LogregOptions:
+    from manyhands.regression.options import LogregOptions
+
+    return LogregOptions(
+        learner=asked.learner,
+        passes=asked.passes,
+        rate=asked.rate,
+        l1=asked.l1,
+        l2=asked.l2,
+        batch=asked.batch,
+        seed=seed,
+        allow_overload=allow_overload,
+    )
+
+
+def _keeping(asked: _TrainLogreg, out: Path) -> Keeping:
+    """Where the run is kept; UserError where it cannot be, before anything is read."""
+    from manyhands.errors import UserError
+    from manyhands.fitting import Options
+    from manyhands.regression.model import MODEL_FILE
+    from manyhands.store.rundir import RunDirectory, require_free
+    from manyhands.training.kept import Keeping
+
+    own_files = frozenset({MODEL_FILE})
+    if asked.resume:
+        if asked.out is None:
+            raise UserError("--resume needs --out, the directory of the run to go on with")
+        RunDirectory.open(out, lock=False)
+    else:
+        require_free(out, own_files)
+    options = Options(
+        checkpoint_every=asked.checkpoint_every,
+        watchdog_s=asked.watchdog,
+        resume_command="",
+        own_files=own_files,
+    )
+    return Keeping(out=out, resume=asked.resume, options=options)
 
 
 def _measure(
@@ -265,15 +367,6 @@ def _print(summary: dict[str, Any]) -> None:
         if summary[what]:
             where = "of the test file " if what.startswith("test") else ""
             print(f"manyhands: {summary[what]} bad lines {where}were left out", file=sys.stderr)
-
-
-def _make_folder(path: Path) -> None:
-    from manyhands.errors import UserError
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {path} cannot be made: {error.strerror}") from error
 
 
 def _cores() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,17 @@ from manyhands.cli.commands import (
     write_json,
 )
 from manyhands.cli.environment import tell_ignored_variables
+from manyhands.cli.runs import (
+    CheckpointEvery,
+    Dashboard,
+    DashboardPort,
+    Resume,
+    Tensorboard,
+    Watchdog,
+    leave_report,
+    live_page,
+    live_tensorboard,
+)
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -48,22 +58,14 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")],
         None,
     ),
-    "resume": (Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")], False),
+    "resume": (Resume, False),
     "device": (Annotated[str, typer.Option(help="cpu, or cuda: one GPU per worker in turn.")], "cpu"),
     "autocast": (Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where safe.")], False),
     "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
     "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
-    "checkpoint_every": (Annotated[int | None, typer.Option(help="Steps between checkpoints.")], None),
+    "checkpoint_every": (CheckpointEvery, None),
     "allow_overload": (AllowOverload, False),
-    "watchdog": (
-        Annotated[
-            float,
-            typer.Option(
-                help="Seconds without progress after which the worker that holds up the run is named; 0: never."
-            ),
-        ],
-        60.0,
-    ),
+    "watchdog": (Watchdog, 60.0),
     "slow": (
         Annotated[
             str | None,
@@ -71,22 +73,13 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
-    "dashboard": (
-        Annotated[bool, typer.Option("--dashboard", help="Show the run as a live page while it goes on.")],
-        False,
-    ),
-    "dashboard_port": (
-        Annotated[int, typer.Option(help="Port of the live page on 127.0.0.1; 0 takes a free one.")],
-        0,
-    ),
+    "dashboard": (Dashboard, False),
+    "dashboard_port": (DashboardPort, 0),
     "json_file": (
         Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
         None,
     ),
-    "tensorboard": (
-        Annotated[Path | None, typer.Option(help="Write event files for TensorBoard to this directory.")],
-        None,
-    ),
+    "tensorboard": (Tensorboard, None),
 }
 
 
@@ -160,7 +153,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         ),
     )
     try:
-        with ending(), _live_page(common, entry.name, out), _tensorboard(common, out):
+        page = live_page(common.dashboard, out, entry.name, common.strategy, common.dashboard_port)
+        with ending(), page, live_tensorboard(out, common.tensorboard):
             run = fit_here()
     except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
         number = signal_of(stop)
@@ -170,12 +164,12 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     except UserError:
         raise
     except ManyhandsError:
-        _report(out)  # it shows what went wrong, and to whom
+        leave_report(out)  # it shows what went wrong, and to whom
         raise
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
-    _report(out)
+    leave_report(out)
     write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
@@ -184,25 +178,6 @@ def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int |
     if common.steps is None and common.epochs is None:
         return entry.steps, entry.epochs
     return common.steps, common.epochs
-
-
-def _live_page(common: _Common, task: str, out: Path) -> AbstractContextManager[object]:
-    """The run's page while it goes on, where one is asked for."""
-    if not common.dashboard:
-        return nullcontext()
-    from manyhands.analyse.source import ComingRun
-    from manyhands.cli.watch import serving
-    from manyhands.serve.dashboard import LOOPBACK
-
-    farewell = f"The run has ended; manyhands watch {out} opens this page again."
-    return serving(ComingRun(out, task, common.strategy).poll, LOOPBACK, common.dashboard_port, farewell)
-
-
-def _tensorboard(common: _Common, out: Path) -> AbstractContextManager[object]:
-    """The event files for TensorBoard, where they are asked for."""
-    from manyhands.draw.tensorboard import LiveTensorboard
-
-    return LiveTensorboard(out, common.tensorboard) if common.tensorboard is not None else nullcontext()
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
@@ -223,17 +198,6 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
             highlight=False,
         )
     out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
-
-
-def _report(out: Path) -> None:
-    """The run's report, as the last line; a disk that does not take it fails no run that has ended well."""
-    from manyhands.draw.report import write_report
-    from manyhands.errors import ManyhandsError
-
-    try:
-        print(f"report  {write_report(out)}")
-    except ManyhandsError as error:
-        print(f"manyhands: there is no report: {error}", file=sys.stderr)
 
 
 _PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]

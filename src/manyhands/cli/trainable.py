@@ -1,12 +1,13 @@
-"""Everything that `manyhands train` can train: the built-in tasks, and those with a command of their own."""
+"""What `manyhands train` and `manyhands compare` can train: built-in tasks, and those with commands of their own."""
 
 from __future__ import annotations
 
-from manyhands.cli.glove import add_train_glove
-from manyhands.cli.regression import add_train_logreg
+from manyhands.cli.compare import compare_app
+from manyhands.cli.glove import add_glove
+from manyhands.cli.regression import add_logreg
 from manyhands.cli.train import train_app
 
-__all__ = ["train_app"]
+__all__ = ["compare_app", "train_app"]
 
-add_train_glove(train_app)
-add_train_logreg(train_app)
+add_glove(train_app, compare_app)
+add_logreg(train_app, compare_app)

@@ -16,10 +16,11 @@ from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.fitting import fit, require_room_for
+from manyhands.kernel import AnyTask
 from manyhands.randomness import preserved
 from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
-from manyhands.task import Task
+from manyhands.training.passes import PASS_LOSS
 from manyhands.training.request import Options, Request
 
 __all__ = ["Comparison", "Progress", "Settings", "Tell", "compare"]
@@ -74,7 +75,7 @@ class Comparison:
 
 
 def compare(
-    task: Task,
+    task: AnyTask,
     strategies: str,
     *,
     out: Path | str,
@@ -109,33 +110,37 @@ def compare(
     return Comparison(figures=found, interrupted=interrupted, notes=tuple(dict.fromkeys(notes)))
 
 
-def _checked(task: Task, strategies: Sequence[Strategy], settings: Settings) -> list[Request]:
+def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: Settings) -> list[Request]:
     """What each strategy is asked for, complete; UserError for the first that makes no sense."""
     if settings.target is not None:
-        settings.target.require_known([] if task.evaluation is None else ["evaluation_loss", *task.metrics])
+        measured = [] if task.evaluation is None else ["evaluation_loss", *task.metrics]
+        settings.target.require_known([*measured, *([PASS_LOSS] if task.passes is not None else [])])
     if settings.slow is not None and settings.slow.worker >= settings.workers:
         raise UserError(
             f"slow: there is no worker {settings.slow.worker} among {settings.workers}; they count from 0"
         )
-    steps = _request(task, strategies[0], settings, Options()).plan.steps
-    every = settings.evaluate_every or math.ceil(steps / _EVALUATIONS)
+    requests = [_whole_request(task, strategy, settings) for strategy in strategies]
+    with preserved():
+        for request in requests:
+            require_room_for(request, request.plan.task.model())
+    return requests
+
+
+def _whole_request(task: AnyTask, strategy: Strategy, settings: Settings) -> Request:
+    """One strategy's, whose steps may be of another size than those of the others."""
+    steps = _request(task, strategy, settings, Options()).plan.steps
     # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
     options = Options(
-        evaluate_every=every,
+        evaluate_every=settings.evaluate_every or math.ceil(steps / _EVALUATIONS),
         checkpoint_every=steps,
         keep_checkpoints=1,
         allow_overload=settings.allow_overload,
         resume_command="",  # a comparison is not resumed
     )
-    requests = [_request(task, strategy, settings, options) for strategy in strategies]
-    with preserved():
-        model = task.model()
-        for request in requests:
-            require_room_for(request, model)
-    return requests
+    return _request(task, strategy, settings, options)
 
 
-def _request(task: Task, strategy: Strategy, settings: Settings, options: Options) -> Request:
+def _request(task: AnyTask, strategy: Strategy, settings: Settings, options: Options) -> Request:
     workers = workers_of(strategy, settings.workers)
     slow = settings.slow if settings.slow is not None and settings.slow.worker < workers else None
     options = replace(options, slow=slow)

@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-__all__ = ["Bars", "Phase", "following", "show_rate"]
+from manyhands.analyse.totals import Snapshot
+
+__all__ = ["Bars", "Phase", "bar_view", "following", "show_rate"]
 
 _LOOK_EVERY_S = 0.25
 
@@ -111,6 +113,15 @@ def following(done: Callable[[], float], advance: Callable[[float], None]) -> It
         over.set()
         thread.join()
     look()
+
+
+@contextmanager
+def bar_view(
+    phase: Phase, samples: Callable[[int], float], steps: int, snapshot: Callable[[], Snapshot]
+) -> Iterator[None]:
+    """Move a bar along with a run, as `fit` asks a view to; `samples` says how many so many steps take."""
+    with phase, following(lambda: samples(min(snapshot().step, steps)), phase.advance):
+        yield
 
 
 class _Words(ProgressColumn):

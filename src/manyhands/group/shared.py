@@ -205,6 +205,11 @@ class SharedGroup:
             raise UserError(f"timeout_s={timeout_s}: must be more than 0 seconds and less than 1e9")
         self._state[progress.GROUP_TIMEOUT_NS] = int(timeout_s * 1e9)
 
+    @property
+    def abort_address(self) -> int:
+        """Where compiled code sees that every wait is to end: a word that is zero while all is well."""
+        return self._control.address + progress.ABORT_OFFSET
+
     def share(self, num_bytes: int, purpose: str) -> Segment:
         """Collective, once, before `allocate`: zeroed memory that all ranks see as one, and the caller closes.
 

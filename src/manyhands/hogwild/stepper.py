@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.group.gate import Gate
 from manyhands.group.shared import SharedGroup
-from manyhands.hogwild.gate import Gate
 from manyhands.hogwild.home import SharedHome, Slot
 from manyhands.server.layout import FlatLayout, Table
 from manyhands.server.live.worker_tables import WorkerTables

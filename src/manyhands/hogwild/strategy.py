@@ -67,10 +67,10 @@ class Hogwild(Strategy):
         """Its workers share one model."""
         return "give mh.fit a Task for hogwild"
 
-    def check(self, workers: int, device: str) -> None:
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Python's steps need processes, and memory that all of them write."""
-        super().check(workers, device)
-        if self.hands == "threads":
+        super().check(workers, device, compiled=compiled)
+        if self.hands == "threads" and not compiled:
             raise UserError(
                 "hogwild hands=threads: only glove and logreg, whose steps are compiled, can use threads; leave hands "
                 "out"

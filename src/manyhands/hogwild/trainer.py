@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from manyhands.cluster.board import State
 from manyhands.errors import NonFinite
+from manyhands.group.order import ORDERS, Order
 from manyhands.group.shared import SharedGroup
-from manyhands.hogwild.order import ORDERS, Order
 from manyhands.hogwild.stepper import SharedStepper
 from manyhands.memory.counters import Counter
 from manyhands.memory.heap import keep_freed_memory
@@ -59,7 +59,7 @@ class HogwildTrainer:
         self._group = group
         self._around = around
         self._computer = Computer(plan, group.rank)
-        self._reporter = Reporter(self._computer, self, around, checkpoints)
+        self._reporter = Reporter(plan, self, around, checkpoints, self._computer.evaluate)
         self._samples = 0
         self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
         self._stepper: SharedStepper | None = None
@@ -116,7 +116,7 @@ class HogwildTrainer:
 
     def _attach(self, built: Built, first: int) -> _Loop:
         """Collective: into the memory of all."""
-        group, task = self._group, self._plan.task
+        group, task = self._group, self._computer.task
         stepper = SharedStepper(group, built.model, built.optimizer, task.sparse, _CONTROL_BYTES)
         self._stepper = stepper
         count = max(_SMALLEST_TOTALS, 2 + len(task.metrics))

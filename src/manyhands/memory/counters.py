@@ -20,7 +20,7 @@ class Counter:
 
     def __init__(self, address: int, holder: object) -> None:
         self._holder = holder
-        self._address = address
+        self.address = address
 
     @classmethod
     def within(cls, segment: Segment, offset: int) -> Counter:
@@ -29,15 +29,15 @@ class Counter:
 
     def get(self) -> int:
         """The number, and with it all that was written before it was set."""
-        return int(_load(self._address))
+        return int(_load(self.address))
 
     def set(self, value: int) -> None:
         """Replace it."""
-        _store(self._address, value)
+        _store(self.address, value)
 
     def add(self, value: int = 1) -> int:
         """Add to it; what it was before."""
-        return int(_add(self._address, value))
+        return int(_add(self.address, value))
 
 
 @njit("int64(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]

@@ -8,9 +8,8 @@ travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,21 +21,15 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from manyhands.cluster.signals import signal_of
-from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
-from manyhands.fitting import Options, fit
 from manyhands.optim import FTRL
-from manyhands.regression.crew import Learned
-from manyhands.regression.kept import bar_view, last_kept
 from manyhands.regression.kernels import BETA
-from manyhands.regression.online import mean_loss
 from manyhands.regression.options import LogregOptions
+from manyhands.regression.parsed import Parsed
 from manyhands.regression.spool import SpooledRows
-from manyhands.strategy import Strategy
-from manyhands.task import Task
+from manyhands.task import Passes, Task
 
-__all__ = ["Bag", "CsrDataset", "learn_in_batches", "logreg_task"]
+__all__ = ["Bag", "CsrDataset", "logreg_task", "table_of"]
 
 _TABLE = "table.weight"
 
@@ -89,14 +82,17 @@ class Bag(nn.Module):
         return self.bias.expand(examples).index_add(0, of, weights * values), weights
 
 
-def logreg_task(rows: SpooledRows, options: LogregOptions) -> Task:
+def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     """The whole problem; UserError for a penalty that batches do not have."""
+    assert isinstance(rows, SpooledRows), "worker processes map them"
     options = options.settled(rows.scale)
     if options.l1 and options.learner != "ftrl":
         raise UserError(
             f"l1={options.l1:g}: learner {options.learner} has no l1 in strategies that work on batches; use "
             "learner=ftrl, or strategy single or hogwild"
         )
+    steps = -(-rows.examples // options.batch)
+    last = rows.examples - options.batch * (steps - 1)
     scheduler = partial(_by_examples, batch=options.batch) if options.learner == "sgd" else None
     return Task(
         model=partial(Bag, rows.size),
@@ -108,62 +104,14 @@ def logreg_task(rows: SpooledRows, options: LogregOptions) -> Task:
         scheduler=scheduler,
         sparse={_TABLE: _rows_of},
         name="logreg",
+        passes=Passes(steps=steps, weight=options.batch, last_weight=last, total=rows.examples),
     )
 
 
-def learn_in_batches(
-    rows: SpooledRows,
-    options: LogregOptions,
-    strategy: Strategy,
-    workers: int,
-    *,
-    bars: Bars,
-    on_pass: Callable[[float], None],
-) -> Learned:
-    """Learn through `fit`; `on_pass` is called at the end with the progressive loss of each pass.
-
-    The run leaves a checkpoint after each pass beside the spooled rows, to go with them. After Ctrl-C the table is
-    that of the last one; before the first, KeyboardInterrupt is raised.
-    """
-    task = logreg_task(rows, options)
-    steps = -(-rows.examples // options.batch)
-    folder = Path(rows.folder) / "run"
-    try:
-        run = fit(
-            task,
-            strategy,
-            workers=workers,
-            epochs=options.passes,
-            seed=options.seed,
-            out=folder,
-            options=Options(
-                view=partial(bar_view, bars, options.batch),
-                checkpoint_every=steps,
-                allow_overload=options.allow_overload,
-                resume_command="",  # its folder is a temporary one
-            ),
-        )
-        values: Mapping[str, Tensor] = run.model.state_dict()
-        losses, interrupted = run.history.loss, False
-    except (KeyboardInterrupt, SystemExit) as stop:
-        kept = last_kept(folder, task, strategy) if signal_of(stop) is not None else None
-        if kept is None or kept.steps < steps:
-            raise
-        values, losses, interrupted = kept.values, kept.losses, True
-    for number, loss in enumerate(_by_pass(losses, rows.examples, options.batch), 1):
-        on_pass(mean_loss(loss, number))
-    table = torch.cat([values["bias"], values[_TABLE].reshape(-1)]).numpy()
-    return Learned(table=table, interrupted=interrupted)
-
-
-def _by_pass(losses: Sequence[float], examples: int, batch: int) -> list[NDArray[np.float64]]:
-    """The sums of loss and weight of every whole pass, from the mean loss of every step."""
-    steps = -(-examples // batch)
-    sizes = np.full(steps, batch, np.float64)
-    sizes[-1] = examples - batch * (steps - 1)
-    passes = len(losses) // steps
-    parts = np.array(losses[: passes * steps]).reshape(passes, steps)
-    return [np.array([(part * sizes).sum(), sizes.sum()]) for part in parts]
+def table_of(values: Mapping[str, Tensor]) -> NDArray[np.float32]:
+    """The bias and then the weight of every feature, of the task's parameters by name."""
+    table: NDArray[np.float32] = torch.cat([values["bias"], values[_TABLE].reshape(-1)]).numpy()
+    return table
 
 
 def _loss(model: nn.Module, batch: Batch, l2: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The examples of one file, pass after pass: parsed once and kept where they fit in memory, else read again."""
+"""The examples of one file, parsed a block at a time, with the labels that they have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.row_files import RowFile
 from manyhands.data.rows import Rows
-from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.errors import DataError
 from manyhands.regression.labels import Labels, labels_of
 
 __all__ = ["Examples", "Labelled", "scale_of"]
@@ -43,51 +43,18 @@ def scale_of(rows: Rows) -> float:
 
 
 class Examples:
-    """Examples of `file`, of which up to `memory_bytes` are kept from one pass to the next.
+    """Examples of `file`, gone through once.
 
     The labels are found on the way: blocks are held back only as long as they have label 1 alone, which is yes beside
     0 or -1 and no beside 2.
     """
 
-    def __init__(self, file: RowFile, memory_bytes: int, passes: int) -> None:
+    def __init__(self, file: RowFile) -> None:
         self.file = file
         self.labels: Labels | None = None
-        self.count = 0
-        """Of one pass; known after the first."""
-        self._memory_bytes = memory_bytes
-        self._passes = passes
-        self._kept: list[Labelled] | None = None
 
-    def stretches(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[list[Labelled]]:
-        """One pass: as one stretch where everything is kept, else a block at a time.
-
-        `on_bytes` is told of text as it is read.
-        """
-        if self._kept is not None:
-            yield self._kept
-            return
-        kept: list[Labelled] | None = []
-        kept_bytes = count = 0
-        for block in self._labelled(on_bytes):
-            count += len(block.rows)
-            kept_bytes += block.nbytes
-            if kept_bytes > self._memory_bytes:
-                self._require_rereadable()
-                kept = None
-            if kept is not None:
-                kept.append(block)
-            yield [block]
-        self.count = count
-        self._kept = kept
-
-    def _require_rereadable(self) -> None:
-        if self._passes > 1 and not self.file.rereadable:
-            raise UserError(
-                f"the examples of stdin take more than memory={format_bytes(self._memory_bytes)}, so they can be seen "
-                f"once only, not in passes={self._passes}; give a file, more memory or one pass"
-            )
-
-    def _labelled(self, on_bytes: Callable[[int], None] | None) -> Iterator[Labelled]:
+    def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Labelled]:
+        """All of them; `on_bytes` is told of text as it is read."""
         held: list[Rows] = []
         for rows in self.file.blocks(on_bytes):
             if self.labels is None:

@@ -2,9 +2,8 @@
 
 A feature is one row of a table, a few numbers in one piece of memory, so that looking a feature up costs one line of
 cache whatever the learner keeps; the first row is the bias, and feature i is row i + 1. Whoever trains on a table holds
-it alone (`FREE` with one worker), shares it without any order (`FREE`, HOGWILD!: Recht et al., 2011), takes a lock for
-every example (`LOCKED`), or waits for its turn (`TURNS`: example k is the work of worker k mod n, and the result that
-of one worker).
+it alone, shares it without any order (HOGWILD!: Niu et al., 2011), or goes through a gate for every example: see
+`manyhands.group.gate`.
 """
 
 from __future__ import annotations
@@ -12,39 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import int32, njit, types, uint32, uint64
+from numba import njit, uint64
 
-from manyhands.memory.atomics import (
-    clock_ns,
-    compare_swap_u32,
-    fence,
-    load_i64,
-    load_u32,
-    pause,
-    store_i64,
-    store_u32,
-)
+from manyhands.group.gate import FREE, enter, leave
+from manyhands.memory.atomics import fence
+from manyhands.memory.waiting import REACHED
 
-__all__ = [
-    "ADAGRAD",
-    "BETA",
-    "DONE",
-    "FREE",
-    "FTRL",
-    "LEFT",
-    "LOCKED",
-    "LOSS",
-    "ORDERS",
-    "PATIENCE_S",
-    "RULES",
-    "SGD",
-    "TIMED_OUT",
-    "TURNS",
-    "WEIGHT",
-    "WIDTHS",
-    "margins",
-    "train",
-]
+__all__ = ["ADAGRAD", "BETA", "FTRL", "LOSS", "RULES", "SGD", "WEIGHT", "WIDTHS", "margins", "train"]
 
 SGD, ADAGRAD, FTRL = 0, 1, 2
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "ftrl": FTRL}
@@ -53,41 +26,11 @@ BETA = 0.1
 WIDTHS = {"sgd": 1, "adagrad": 2, "ftrl": 4}
 """Numbers of a row: the weight; then Σg² (adagrad); or √Σg², z and one to fill the line (ftrl)."""
 
-FREE, LOCKED, TURNS = 0, 1, 2
-ORDERS = {"free": FREE, "locked": LOCKED, "turns": TURNS}
-
 LOSS, WEIGHT = 0, 1
 """Places of what `train` adds up: weight times loss before the update, and weight."""
 
-DONE, LEFT, TIMED_OUT = 0, 1, 2
-"""How `train` ended."""
-
-PATIENCE_S = 120
-"""How long one worker waits for another's example: it takes microseconds, but the machine may be busy."""
-
-_PATIENCE_NS = PATIENCE_S * 1_000_000_000
-_SPINS = 200
 _FACTORS = 64  # of at most 2 each
 _MATH = {"reassoc", "contract", "nsz", "arcp"}  # NaN stays NaN, so that a run that breaks shows it
-_sched_yield = types.ExternalFunction("sched_yield", int32())
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _wait(count: int, deadline: int) -> Any:
-    """Wait a moment, the `count`-th: whoever is waited for may need this very core.
-
-    The next count, -1 when the deadline is past, and that deadline, which is set when pausing has not helped.
-    """
-    if count < _SPINS:
-        pause()
-        return count + 1, deadline
-    now = clock_ns()
-    if count == _SPINS:
-        deadline = now + _PATIENCE_NS
-    elif now > deadline:
-        return np.int64(-1), deadline
-    _sched_yield()
-    return count + 1, deadline
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -168,41 +111,27 @@ def train(
     span: Any,
     rule: int,
     settings: Any,
-    order: int,
-    word: int,
+    turn: Any,
     seen: int,
     sums: Any,
 ) -> int:
-    """Learn from rows `span[0]`, `span[0] + span[2]`, ... below `span[1]`; add their loss before each update to `sums`.
+    """Learn from rows `span[0]` to `span[1]`; add their loss before each update to `sums`, and say how waiting ended.
 
     `rows` are starts, indices, values and weights of a `Rows`, `targets` its labels as 0 and 1. `settings` are rate,
-    l1, l2 and beta in the table's own type. `seen` examples came before row 0. `word` is the address of what the
-    workers share, two words of 8 bytes (0 where there is one worker): a lock (0: free) or whose turn it is, counted
-    as `seen` is; and, unless it is 0, a request to leave that ends every wait, with the work left undone. Returns LEFT
-    then, TIMED_OUT where a wait took longer than PATIENCE_S, and DONE otherwise.
+    l1, l2 and beta in the table's own type. `seen` examples came before row 0. `turn` is that of a `Gate`, at which an
+    example has the number of those before it. Returns REACHED, or how a wait ended that others did not let end well.
     """
     starts, indices, values, weights = rows
     width = 1 if rule == SGD else 2 if rule == ADAGRAD else 4
     one = settings[0] / settings[0]
     loss, total, product, factors = 0.0, 0.0, 1.0, 0
-    deadline = np.int64(0)
-    for row in range(span[0], span[1], span[2]):
+    number = np.int64(0)
+    for row in range(span[0], span[1]):
         mine, given = indices[starts[row] : starts[row + 1]], values[starts[row] : starts[row + 1]]
-        waits = np.int64(0)
-        if order == LOCKED:
-            while load_u32(word) != 0 or not compare_swap_u32(word, uint32(0), uint32(1)):
-                if load_u32(word + 8) != 0:
-                    return LEFT
-                waits, deadline = _wait(waits, deadline)
-                if waits < 0:
-                    return TIMED_OUT
-        elif order == TURNS:
-            while load_i64(word) != seen + row:
-                if load_u32(word + 8) != 0:
-                    return LEFT
-                waits, deadline = _wait(waits, deadline)
-                if waits < 0:
-                    return TIMED_OUT
+        if turn[0] != FREE:
+            number, status = enter(turn, seen + row)
+            if status != REACHED:
+                return status  # type: ignore[no-any-return]
         margin = _margin(table, width, mine, given)
         away = -margin if targets[row] else margin
         small = np.exp(-abs(margin))
@@ -212,10 +141,8 @@ def train(
         if rule == SGD:
             rate /= np.sqrt(one * np.float32(seen + row + 1))
         _step(rule, table, mine, given, slope, rate, settings)
-        if order == LOCKED:
-            store_u32(word, uint32(0))
-        elif order == TURNS:
-            store_i64(word, seen + row + 1)
+        if turn[0] != FREE:
+            leave(turn, number)
         if weights[row] == 1:  # one logarithm for many examples: of the product of what it would be taken of
             product *= 1.0 + np.float64(small)
             factors += 1
@@ -229,7 +156,7 @@ def train(
     fence()
     sums[LOSS] += loss + np.log(product)
     sums[WEIGHT] += total
-    return DONE
+    return REACHED
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError
 from manyhands.regression.examples import Labelled, scale_of
+from manyhands.regression.parsed import Opened, Parsed, Piece
 
 __all__ = ["Spool", "SpooledRows"]
 
@@ -27,16 +29,19 @@ _KINDS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpooledRows:
+@dataclass(frozen=True, kw_only=True)
+class SpooledRows(Parsed):
     """Where the examples lie; may be pickled, and is good as long as the spool that made it."""
 
     folder: str
     examples: int
+    entries: int
     size: int
-    """One more than the largest feature."""
     scale: float
-    """The size of the values, as of `scale_of`."""
+
+    def opened(self) -> Opened:
+        """Mapped."""
+        return _Mapped(self.open())
 
     def open(self) -> dict[str, NDArray[Any]]:
         """The arrays by name: starts, indices, values, weights and targets. What is written to them is lost."""
@@ -49,22 +54,40 @@ class SpooledRows:
         return np.asarray(np.memmap(path, kind, mode="c"))
 
 
+class _Mapped:
+    """All examples in one piece."""
+
+    def __init__(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self._rows = tuple(arrays[name] for name in ("starts", "indices", "values", "weights"))
+        self._targets = arrays["targets"]
+
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """One."""
+        yield self._rows, self._targets, (begin, end), 0
+
+
 class Spool:
-    """A temporary folder that takes blocks of examples; a context manager that removes it in any case."""
+    """A temporary folder that takes blocks of examples; a context manager that removes it in any case.
+
+    It is made for the first block.
+    """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        self.folder: Path | None = None
+        self._examples = self._entries = self._size = 0
+        self._scale = 1.0
+        return self
+
+    def _open(self) -> None:
         with ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-logreg-")))
             self._files: dict[str, BinaryIO] = {
                 name: stack.enter_context((self.folder / name).open("wb")) for name in _KINDS
             }
             self._stack = stack.pop_all()
-        self._examples = self._entries = self._size = 0
-        self._scale = 1.0
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -74,6 +97,8 @@ class Spool:
     def add(self, block: Labelled) -> None:
         """Append examples; ManyhandsError says when the disk is full."""
         rows = block.rows
+        if self.folder is None:
+            self._open()
         if not self._examples:
             self._scale = scale_of(rows)
         starts = rows.starts + self._entries
@@ -101,7 +126,11 @@ class Spool:
         except OSError as error:
             raise self._full(error) from error
         return SpooledRows(
-            folder=str(self.folder), examples=self._examples, size=self._size, scale=self._scale
+            folder=str(self.folder),
+            examples=self._examples,
+            entries=self._entries,
+            size=self._size,
+            scale=self._scale,
         )
 
     def _full(self, error: OSError) -> ManyhandsError:

@@ -99,7 +99,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """What a worker sent has arrived, and can not be lost with it any more."""
+    """What a worker sent has arrived, and cannot be lost with it any more."""
 
     member: int
 

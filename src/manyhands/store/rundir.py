@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,7 @@ from manyhands.store.lines import LineFile
 from manyhands.store.lock import RunLock
 from manyhands.store.metrics import MetricsLog
 
-__all__ = ["RunDirectory"]
+__all__ = ["RunDirectory", "require_free"]
 
 _log = logging.getLogger("manyhands")
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
@@ -64,14 +64,17 @@ class RunDirectory:
         self._members = LineFile(path / _MEMBERS)
 
     @classmethod
-    def create(cls, path: Path | str, config: Mapping[str, Any]) -> RunDirectory:
+    def create(
+        cls, path: Path | str, config: Mapping[str, Any], own_files: Collection[str] = ()
+    ) -> RunDirectory:
         """Start a run in a new or empty directory, locked; UserError where something else is there already.
 
-        `config` is any JSON; `fingerprint` says which fields it must have.
+        `config` is any JSON; `fingerprint` says which fields it must have. `own_files` may be there: they are the
+        caller's.
         """
         path = Path(path)
         fingerprint(config)
-        _require_free(path)
+        require_free(path, own_files)
         try:
             make_directory(path)
         except OSError as error:
@@ -79,7 +82,7 @@ class RunDirectory:
         lock = RunLock(path / _LOCK)
         lock.acquire()
         try:
-            _require_free(path)  # again, now that nobody else can be creating it
+            require_free(path, own_files)  # again, now that nobody else can be creating it
             _write_config(path, config)
             return cls(path, _read_config(path), lock)._with_folders()
         except BaseException:
@@ -106,6 +109,11 @@ class RunDirectory:
         if config != self.config:
             _write_config(self.path, config)
             self.config = _read_config(self.path)
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether there is a run at `path`."""
+        return (path / _CONFIG).exists()
 
     @property
     def events_path(self) -> Path:
@@ -207,10 +215,10 @@ class RunDirectory:
         return self
 
 
-def _require_free(path: Path) -> None:
-    """UserError unless a run may start at `path`; nothing is touched."""
+def require_free(path: Path, own_files: Collection[str] = ()) -> None:
+    """UserError unless a run may start at `path`; nothing is touched, and files with these names may be there."""
     try:
-        others = sorted({entry.name for entry in path.iterdir()} - _UNFINISHED)
+        others = sorted({entry.name for entry in path.iterdir()} - _UNFINISHED - set(own_files))
     except FileNotFoundError:
         return
     except OSError as error:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Answer, Promise, Promises, Split, Truth
+from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.strategy import Strategy
 
 __all__ = ["Tensor"]
@@ -32,18 +31,16 @@ class Tensor(Strategy):
         """A loop's model is whole."""
         return "run manyhands train glove for tensor"
 
-    def check(self, workers: int, device: str) -> None:
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """A network's layers cannot be split yet."""
-        del workers, device
+        super().check(workers, device, compiled=compiled)
+        if compiled:
+            return
         raise UserError(
             "strategy tensor: only glove can split dimensions today: manyhands train glove --strategy tensor"
         )
 
     @property
     def promises(self) -> Promises:
-        """All workers take every step together, so all are needed; glove keeps no checkpoints to resume from."""
-        return dataclasses.replace(
-            IN_STEP,
-            worker_dies=Promise(answer=Answer.NO, words="the run ends with an error that names it"),
-            workers_join=Promise(answer=Answer.NO, words="a run keeps its workers"),
-        )
+        """All workers take every step together, so all are needed."""
+        return IN_STEP

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.device import NumberReader, device_of, moved
+from manyhands.kernel import AnyTask
 from manyhands.randomness import mix, seed_all
 from manyhands.slowdown import Slowdown
 from manyhands.task import Task
@@ -33,7 +34,7 @@ __all__ = ["Built", "Computed", "Computer", "TrainingPlan"]
 class TrainingPlan:
     """Everything that decides what is computed; the same value on every worker."""
 
-    task: Task
+    task: AnyTask
     steps: int
     seed: int
     evaluate_every: int
@@ -81,9 +82,10 @@ class Computer:
         self.plan = plan
         self.device = device_of(plan.device, worker_rank)
         self._rank = worker_rank
-        self._task = plan.task
-        self._source = BatchSource(plan.task.data, plan.task.collate)
-        self._batches = BatchPlan(len(self._source), plan.task.batch_size, plan.seed)
+        assert isinstance(plan.task, Task), "a compiled task computes its own steps"
+        self._task = task = plan.task
+        self._source = BatchSource(task.data, task.collate)
+        self._batches = BatchPlan(len(self._source), task.batch_size, plan.seed)
         self._reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0) -> Built:
@@ -97,6 +99,11 @@ class Computer:
             for _ in range(first_step):
                 scheduler.step()
         return Built(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self._task
 
     def batch_samples(self, step: int) -> int:
         """The number of samples in global batch `step`."""

@@ -14,3 +14,4 @@ from manyhands.registry import STRATEGIES
 for _home in STRATEGIES.values():
     _home.load_value()
     _home.load_training()
+    _home.load_training(compiled=True)

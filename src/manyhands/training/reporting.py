@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +14,17 @@ from manyhands.cluster.board import State
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
-from manyhands.training.computing import Computer
+from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Post
 
 __all__ = ["Peers", "Reporter", "Surroundings", "first_bad", "is_due", "record_posts"]
 
 _ROWS_EVERY_S = 0.1
+
+Evaluate = Callable[
+    [nn.Module, int, int, Callable[[torch.Tensor], torch.Tensor]], tuple[dict[str, float], int] | None
+]
+"""(model, part, parts, total) -> means over the evaluation data and the number of samples."""
 
 
 class Surroundings(Protocol):
@@ -72,14 +77,20 @@ class Peers(Protocol):
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
 
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate` is
+    `Computer.evaluate`, where the task has evaluation data.
     """
 
     def __init__(
-        self, computer: Computer, peers: Peers, around: Surroundings, checkpoints: CheckpointStore | None
+        self,
+        plan: TrainingPlan,
+        peers: Peers,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None,
+        evaluate: Evaluate | None = None,
     ) -> None:
-        self._computer = computer
-        self._plan = computer.plan
+        self._evaluate = evaluate
+        self._plan = plan
         self._peers = peers
         self._around = around
         self._checkpoints = checkpoints
@@ -124,11 +135,11 @@ class Reporter:
     def evaluate(self, step: int, called: nn.Module) -> None:
         """Collective: every worker evaluates its share of the evaluation batches; all learn the means."""
         peers = self._peers
-        if self._plan.task.evaluation is None:
+        if self._plan.task.evaluation is None or self._evaluate is None:
             return
         self._around.mark(step, State.EVALUATING)
         begin = time.monotonic_ns()
-        evaluated = self._computer.evaluate(called, peers.rank, peers.world, peers.total)
+        evaluated = self._evaluate(called, peers.rank, peers.world, peers.total)
         assert evaluated is not None, "there is evaluation data"
         self._evaluated, samples = evaluated
         self._around.record(

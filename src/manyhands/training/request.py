@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import queue
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,12 @@ from torch import nn
 
 from manyhands.analyse.totals import Snapshot
 from manyhands.cluster.watchdog import check_watchdog_s
-from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError
+from manyhands.kernel import AnyTask
 from manyhands.slowdown import Slowdown
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
-from manyhands.task import Task
 from manyhands.training.commands import Command
 from manyhands.training.computing import TrainingPlan
 from manyhands.version import __version__
@@ -41,7 +39,8 @@ class Options:
     """Evaluate after every so many steps (None: after each epoch), and at the end."""
 
     checkpoint_every: int | None = None
-    """Save after every so many steps (None: ten times a run), and at the end; needs `out`."""
+    """Save after every so many steps (None: ten times a run, more seldom where that costs much), and at the end; needs
+    `out`."""
 
     keep_checkpoints: int = 3
     """How many of the last checkpoints to keep; the best one is kept besides."""
@@ -76,6 +75,12 @@ class Options:
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
 
+    own_files: frozenset[str] = frozenset()
+    """Names of files in `out` that are the caller's, and may be there before the run is."""
+
+    on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
+    """Hears rows of the history as they come, in the thread of `fit`."""
+
     view: View | None = None
     """Shows the run while it goes on; the command line's progress bar is one."""
 
@@ -106,7 +111,7 @@ class Request:
     @classmethod
     def make(
         cls,
-        task: Task,
+        task: AnyTask,
         strategy: Strategy,
         workers: int,
         length: tuple[int | None, int | None],
@@ -117,29 +122,30 @@ class Request:
         """Check what was asked for and fill in the rest; `length` is in steps or in epochs."""
         if not isinstance(workers, int) or workers < 1:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-        strategy.check(workers, device)
+        task = task.for_strategy(strategy, workers)
+        strategy.check(workers, device, compiled=task.compiled)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
             )
-        samples = len(BatchSource(task.data, task.collate))
+        samples = task.samples
         batches = BatchPlan(samples, task.batch_size, seed)
         smallest = min(task.batch_size, samples)
-        if workers > smallest and strategy.splits_batches:
+        if workers > smallest and strategy.splits_batches and not task.compiled:
             warnings.warn(
                 f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
                 "to do in each step",
                 stacklevel=3,
             )
-        steps = _number_of_steps(length, batches.batches_per_epoch)
+        steps = _number_of_steps(length, batches.batches_per_epoch, task.epochs)
         plan = TrainingPlan(
             task=task,
             steps=steps,
             seed=seed,
             evaluate_every=options.evaluate_every or batches.batches_per_epoch,
-            checkpoint_every=options.checkpoint_every or max(1, math.ceil(steps / 10)),
+            checkpoint_every=options.checkpoint_every or task.checkpoint_every(steps),
             slow=options.slow,
             device=device,
             autocast=options.autocast,
@@ -171,11 +177,11 @@ class Request:
         }
 
 
-def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int) -> int:
+def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int, usual_epochs: int) -> int:
     steps, epochs = length
     if steps is not None and epochs is not None:
         raise UserError(f"steps={steps} and epochs={epochs} say the same thing twice; give one of them")
     for name, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"{name}={value!r} must be a whole number of at least 1")
-    return steps if steps is not None else (epochs or 1) * batches_per_epoch
+    return steps if steps is not None else (epochs or usual_epochs) * batches_per_epoch

@@ -19,12 +19,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from manyhands.analyse.collect import Collector
+from manyhands.errors import UserError
 from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
-from manyhands.task import Task
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
 
@@ -129,7 +129,7 @@ class Training(ABC):
             return 0
 
     @classmethod
-    def kept(cls, directory: RunDirectory, task: Task, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
+    def kept(cls, directory: RunDirectory, task: Any, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
         """The newest weights in a run's directory, and the steps they have seen; None where none were kept."""
         del task, strategy
         try:
@@ -148,6 +148,9 @@ class Training(ABC):
         """Train to the end; when it returns or raises, no process, memory or file of it is left."""
 
 
-def training_class(strategy: Strategy) -> type[Training]:
-    """The class that trains by `strategy`."""
-    return cast(type[Training], STRATEGIES[strategy.word].load_training())
+def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:
+    """The class that trains by `strategy`; of tasks whose step is compiled, UserError where there is none."""
+    found = STRATEGIES[strategy.word].load_training(compiled=compiled)
+    if found is None:
+        raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")
+    return cast(type[Training], found)

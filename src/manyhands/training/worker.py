@@ -55,7 +55,7 @@ class Trainer:
         self._exchange = exchange
         self._around = around
         self._computer = Computer(plan, exchange.rank)
-        self._reporter = Reporter(self._computer, exchange, around, checkpoints)
+        self._reporter = Reporter(plan, exchange, around, checkpoints, self._computer.evaluate)
         self._samples = 0
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet

@@ -1,20 +1,13 @@
-"""`train_glove`: from shuffled co-occurrence records to word vectors, by the strategy that you name.
-
-* `single`: one thread, the published rule record by record; with `batch` above 1 the reference of the three below.
-* `hogwild`: threads or processes that all do the same on one memory, without locks; `order=locked` and `order=turns`
-  are there to compare with.
-* `allreduce`, `mirrored`: every worker holds the model and takes its part of each batch; rows touched travel.
-* `tensor`: every worker holds some dimensions of every vector and takes all records; scalars travel.
-* `ps`: parameter servers hold the rows; workers pull those of their part of a batch, and push what moves them.
-"""
+"""`train_glove`: from shuffled co-occurrence records to word vectors, by the strategy that you name."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +15,24 @@ from numpy.typing import NDArray
 from manyhands.cluster.capacity import Amount, Cost, of_processes
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
-from manyhands.draw.bars import Bars
-from manyhands.errors import UserError
-from manyhands.facts import Split, Truth
+from manyhands.draw.bars import Bars, bar_view
+from manyhands.fitting import Options, fit
+from manyhands.run import Run
 from manyhands.strategy import Strategy
-from manyhands.words.glove_hogwild import train_in_processes, train_in_threads
-from manyhands.words.glove_kernels import train_block
+from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.passes import PASS_LOSS
 from manyhands.words.glove_model import GloveModel, GloveOptions
-from manyhands.words.glove_passes import AfterPass, Passes, Work
-from manyhands.words.glove_reader import RecordReader, count_records
+from manyhands.words.glove_server import GloveTables
+from manyhands.words.glove_task import GloveTask, check_together
 
-__all__ = ["GloveOptions", "GloveResult", "check_glove", "train_glove"]
+__all__ = ["AfterPass", "GloveOptions", "GloveResult", "Keeping", "check_glove", "train_glove"]
 
-_BLOCK = 1 << 16  # records read at once: a megabyte
+AfterPass = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GloveResult:
-    """What came out: parameters after the last finished pass, of words and of contexts, row by row."""
+    """What came out: the parameters at the end, of words and of contexts, row by row."""
 
     costs: list[float]
     """After each finished pass, the mean of f d^2 / 2 over all records, each taken before its own update."""
@@ -53,7 +46,10 @@ class GloveResult:
 
     records_per_s: float
     interrupted: bool
-    """Whether Ctrl-C ended it before the last pass was over."""
+    """Whether Ctrl-C ended it before the last pass was over; the parameters are those that were kept."""
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """That of `fit`; of an interrupted run there is none."""
 
     @property
     def biases(self) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -75,78 +71,92 @@ def train_glove(
     workers: int = 1,
     bars: Bars | None = None,
     after_pass: AfterPass | None = None,
+    keep: Keeping | None = None,
 ) -> GloveResult:
     """Train on a file of shuffled records, in its order in every pass.
 
-    `after_pass(number, mean_cost)` is called in this thread after each pass. Ctrl-C keeps what the last whole pass
-    gave (`interrupted`); before the first is over it is raised. Raises UserError for what makes no sense, DataError
-    for a bad file, NonFinite when training breaks, WorkerFailed naming the first worker that failed.
+    `after_pass(number, mean_cost)` is called in this thread after each pass. With `keep`, the run has a directory:
+    Ctrl-C then keeps what is done (`interrupted`) and the run can be resumed; without one, or before anything is kept,
+    it is raised. Raises UserError for what makes no sense, DataError for a bad file, NonFinite when training breaks,
+    WorkerFailed naming the first worker that failed.
     """
     chosen = Strategy.parse(strategy)
-    train = _trainer(chosen, options, workers)
-    if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-        raise UserError(f"vocabulary_size={vocabulary_size!r} must be a whole number of at least 1")
-    work = Work(
-        path=Path(records).absolute(),
-        num_records=count_records(Path(records)),
-        vocabulary_size=vocabulary_size,
-        options=options,
-        workers=workers,
-    )
-    interrupted, began = False, time.monotonic()
-    with Passes(work, bars, after_pass) as passes:
-        try:
-            train(work, passes)
-        except (KeyboardInterrupt, SystemExit) as stop:
-            if passes.kept is None or signal_of(stop) is None:
-                raise
-            interrupted = True
+    work = GloveTask.of(records, vocabulary_size, options)
+    task = work.for_strategy(chosen, workers)
+    per_step = work.batch_size if task.compiled else options.batch
+    heard = _Heard(work.num_records, per_step, after_pass)
+    asked = keep.options if keep is not None else Options(resume_command="")
+    if bars is not None:
+        phase = bars.phase("training", work.num_records * options.passes, "records")
+        asked = replace(asked, view=partial(bar_view, phase, heard.records_after))
+    run: Run | None = None
+    began = time.monotonic()
+    try:
+        run = fit(
+            task,
+            chosen,
+            workers=workers,
+            epochs=task.epochs,
+            seed=options.seed,
+            out=keep.out if keep is not None else None,
+            resume=keep is not None and keep.resume,
+            options=replace(asked, on_rows=heard.rows, allow_overload=options.allow_overload),
+        )
+        model, rows = run.model, list(run.history)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        is_kept = keep is not None and signal_of(stop) is not None
+        kept = last_kept(keep.out, task, chosen) if keep is not None and is_kept else None
+        if kept is None:
+            raise
+        model, rows = task.model(), kept.rows
+        model.load_state_dict(kept.values)
     seconds = time.monotonic() - began
-    assert passes.kept is not None
+    assert isinstance(model, GloveModel | GloveTables), "what the task builds"
+    found = model.snapshot()
     return GloveResult(
-        costs=passes.costs,
-        word=passes.kept.word,
-        context=passes.kept.context,
-        word_bias=passes.kept.word_bias,
-        context_bias=passes.kept.context_bias,
+        costs=[row["metrics"][PASS_LOSS] for row in rows if PASS_LOSS in row.get("metrics", {})],
+        word=found.word,
+        context=found.context,
+        word_bias=found.word_bias,
+        context_bias=found.context_bias,
         seconds=seconds,
-        records_per_s=work.num_records * len(passes.costs) / seconds,
-        interrupted=interrupted,
+        records_per_s=heard.records / seconds,
+        interrupted=run is None,
+        summary=run.summary if run is not None else {},
     )
 
 
-_Train = Callable[[Work, Passes], None]
+class _Heard:
+    """What is heard of a run while it goes on: how many records, and whose passes are over."""
+
+    def __init__(self, num_records: int, per_step: int, after_pass: AfterPass | None) -> None:
+        self.records = 0
+        self._num_records = num_records
+        self._per_step = per_step
+        self._per_pass = -(-num_records // per_step)
+        self._after_pass = after_pass
+
+    def records_after(self, step: int) -> int:
+        """How many records so many steps visit; the last of a pass may be short."""
+        whole, more = divmod(step, self._per_pass)
+        return whole * self._num_records + min(more * self._per_step, self._num_records)
+
+    def rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of the history."""
+        for row in rows:
+            step = row["step"]
+            if PASS_LOSS not in row.get("metrics", {}):
+                self.records += self.records_after(step) - self.records_after(step - 1)
+            elif self._after_pass is not None:
+                self._after_pass(step // self._per_pass, row["metrics"][PASS_LOSS])
 
 
 def check_glove(strategy: str | Strategy, options: GloveOptions, workers: int) -> None:
     """Raise the UserError that `train_glove` would, before hours of counting."""
-    _trainer(Strategy.parse(strategy), options, workers)
-
-
-def _trainer(strategy: Strategy, options: GloveOptions, workers: int) -> _Train:
-    """The function that trains, if strategy, batch and workers go together."""
-    if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-    alone = strategy.most_workers == 1
-    if alone and workers > 1:
-        raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")
-    if not alone:
-        require_room(_cost(strategy), workers, allow_overload=options.allow_overload)
-    order = strategy.record_order
-    if order is not None and not alone:
-        if options.batch > 1:
-            raise UserError(
-                f"batch={options.batch}: {strategy.word} takes record after record; leave batch at 1"
-            )
-        train = train_in_threads if strategy.in_threads else train_in_processes
-        return lambda work, passes: train(work, passes, order)
-    if alone and options.batch == 1:
-        return _train_single
-    if strategy.split is Split.DIMENSIONS and workers > options.dim:
-        raise UserError(
-            f"workers={workers}: tensor gives each some of dim={options.dim} dimensions; use fewer workers"
-        )
-    return _batch_trainer(strategy, options)
+    chosen = Strategy.parse(strategy)
+    check_together(chosen, options, workers)
+    if chosen.most_workers != 1:
+        require_room(_cost(chosen), workers, allow_overload=options.allow_overload)
 
 
 def _cost(strategy: Strategy) -> Cost:
@@ -154,45 +164,3 @@ def _cost(strategy: Strategy) -> Cost:
     if strategy.in_threads:
         return Cost(per_worker=Amount(tasks=1))
     return of_processes(others=strategy.processes(0).get("server", 0) + 1)  # and the template
-
-
-def _batch_trainer(strategy: Strategy, options: GloveOptions) -> _Train:
-    from manyhands.words import glove_batches, glove_server  # what single and hogwild never need
-
-    trainers: dict[tuple[Split, Truth], _Train] = {
-        (Split.DATA, Truth.ONE_PROCESS): glove_batches.train_here,
-        (Split.DATA, Truth.EVERYONE): glove_batches.train_allreduce,
-        (Split.DIMENSIONS, Truth.EVERYONE): glove_batches.train_tensor,
-        (Split.DATA, Truth.SERVERS): lambda work, passes: glove_server.train_on_servers(
-            work, passes, cast(Any, strategy)
-        ),
-    }
-    train = trainers.get((strategy.split, strategy.truth))
-    if train is None:
-        raise UserError(
-            f"strategy {strategy} does not train glove; allowed: hogwild, single, mirrored, allreduce, tensor, ps"
-        )
-    if options.batch == 1:
-        raise UserError(
-            f"batch=1: {strategy} works on batches of records, whose duplicate rows are summed; use a batch of 2 or "
-            "more, such as 1024"
-        )
-    if strategy.truth is Truth.EVERYONE and strategy != type(strategy)():
-        raise UserError(
-            f"strategy {strategy}: glove sends the rows touched, each worker's whole to all, so it has no other "
-            f"algorithm and no buckets; use {strategy.word}"
-        )
-    return train
-
-
-def _train_single(work: Work, passes: Passes) -> None:
-    model = GloveModel(work.vocabulary_size, work.options).initialise()
-    shape, settings = model.shape(), work.options.settings()
-    with RecordReader(work.path, min(_BLOCK, work.num_records), work.vocabulary_size) as reader:
-        for _ in range(work.options.passes):
-            cost = 0.0
-            for begin in range(0, work.num_records, _BLOCK):
-                count = min(_BLOCK, work.num_records - begin)
-                cost += train_block(model.values, *reader.read(begin, count), shape, settings)
-                passes.advance(count)
-            passes.finish(cost, model.snapshot)

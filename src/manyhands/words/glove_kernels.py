@@ -26,8 +26,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.memory.atomics import add_u32, clock_ns
-from manyhands.memory.waiting import REACHED, announce, wait_until
+from manyhands.group.gate import enter, leave
+from manyhands.memory.waiting import REACHED
 
 __all__ = ["PIECE", "STEP", "dot", "first_bad", "prepare", "train_block", "train_block_in_order"]
 
@@ -270,25 +270,21 @@ def train_block(values: Any, ids: Any, counts: Any, shape: Any, settings: Any) -
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def train_block_in_order(
-    values: Any, ids: Any, counts: Any, shape: Any, settings: Any, turn: Any
+    values: Any, ids: Any, counts: Any, shape: Any, settings: Any, turn: Any, number: int
 ) -> tuple[float, int]:
     """As `train_block`, but one worker at a time, STEP records each; also how the last wait ended, REACHED if well.
 
-    `turn` holds the addresses of the abort word, of the word that says whose turn it is and of the next ticket, or 0
-    where a step's number is its turn; the number of the first step here; the nanoseconds to wait at most; and the
-    spins before sleeping.
+    `turn` is that of a `Gate`, and `number` what the first step here has at it, where turns are agreed on.
     """
-    abort, serving, tickets, number, patience_ns, spins = turn
     cost, count = 0.0, counts.size // 2
     logs, weights = np.empty(STEP, np.float64), np.empty(STEP, np.float64)
     for begin in range(0, count, STEP):
         size = min(STEP, count - begin)
         prepare(counts, begin, logs[:size], weights[:size], settings)
-        mine = np.int64(add_u32(tickets, np.uint32(1))) if tickets != 0 else number
-        status = wait_until(serving, mine, abort, clock_ns() + patience_ns, spins)
+        mine, status = enter(turn, number)
         if status != REACHED:
             return cost, status
         cost += _visit(values, ids, begin, logs[:size], weights[:size], shape, settings[2])
-        announce(serving, mine + 1)
+        leave(turn, mine)
         number += 1
     return cost, REACHED

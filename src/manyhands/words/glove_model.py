@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from manyhands.errors import UserError
 from manyhands.memory.segment import Segment, available_bytes, round_up
@@ -113,11 +116,12 @@ class Snapshot:
     context_bias: NDArray[Any]
 
 
-class GloveModel:
+class GloveModel(nn.Module):
     """The rows of `vocabulary_size` words and as many contexts, all zero at first.
 
     `dims` are those of the whole vector that are kept here, all of them unless a strategy splits them. The memory is
-    anonymous, or `segment`, for processes to share; `num_bytes` says how much is needed.
+    anonymous, or in `segment` from `offset` on, for processes to share; `num_bytes` says how much is needed. As a
+    module it has one parameter, `memory`, which is all of it.
     """
 
     def __init__(
@@ -127,16 +131,19 @@ class GloveModel:
         *,
         dims: range | None = None,
         segment: Segment | None = None,
+        offset: int = 0,
     ) -> None:
+        super().__init__()
         self.dims = range(options.dim) if dims is None else dims
         self.layout = Layout(len(self.dims))
         self.vocabulary_size = vocabulary_size
         self._options = options
         dtype, count = options.numpy_dtype, 2 * vocabulary_size * self.layout.width
         if segment is not None:
-            self.values: NDArray[Any] = segment.array(0, count, dtype)
+            self.values: NDArray[Any] = segment.array(offset, count, dtype)
         else:
             self.values = _anonymous(count, dtype)
+        self.memory = nn.Parameter(torch.from_numpy(self.rows), requires_grad=False)
 
     @staticmethod
     def num_bytes(vocabulary_size: int, options: GloveOptions) -> int:
@@ -169,6 +176,16 @@ class GloveModel:
             part[:, layout.lanes] = drawn[:, whole] / whole
             part[:, layout.accumulators :] = 0
         return self
+
+    def columns_of(self, part: GloveModel) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """What `part`, which has some of the dimensions, holds: where it lies here, and there; accumulators too."""
+        here, there, dims = self.layout, part.layout, part.dims
+        for mine, other in ((0, 0), (here.accumulators, there.accumulators)):
+            yield (
+                self.rows[:, mine + dims.start : mine + dims.stop],
+                part.rows[:, other : other + there.dim],
+            )
+            yield self.rows[:, mine + here.lanes], part.rows[:, other + there.lanes]
 
     def snapshot(self) -> Snapshot:
         """A copy of the parameters, without the accumulators."""

@@ -13,8 +13,7 @@ records in the order of the file, for every strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,62 +21,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from manyhands.analyse.totals import Snapshot as Totals
 from manyhands.data.plan import permutation, split
-from manyhands.draw.bars import following
-from manyhands.fitting import Options, fit
-from manyhands.server.strategy import Ps
-from manyhands.task import Task
+from manyhands.task import Passes, Task
 from manyhands.words.glove_model import GloveModel, Snapshot
-from manyhands.words.glove_passes import Passes, Work
 from manyhands.words.glove_reader import RecordReader
+from manyhands.words.glove_work import GloveWork
 
-__all__ = ["GloveTables", "glove_task", "train_on_servers"]
+__all__ = ["GloveTables", "glove_tables"]
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, int]
 """Rows of words, rows of contexts, counts; and how many chunks these are."""
 
 
-def train_on_servers(work: Work, passes: Passes, strategy: Ps) -> None:
-    """Train with parameter servers; what a pass gave is known when all are over, and Ctrl-C keeps nothing."""
-    per_pass = _batches_per_pass(work)
-
-    @contextmanager
-    def view(steps: int, latest: Callable[[], Totals]) -> Iterator[None]:
-        with following(lambda: _records_after(work, min(latest().step, steps)), passes.advance):
-            yield
-
-    run = fit(
-        glove_task(work),
-        strategy,
-        workers=work.workers,
-        steps=work.options.passes * per_pass,
-        seed=work.options.seed,
-        options=Options(view=view, allow_overload=work.options.allow_overload, resume_command=""),
-    )
-    tables = run.model
-    assert isinstance(tables, GloveTables)
-    steps = sorted((row["step"], row["loss"]) for row in run.history.steps)
-    for number in range(work.options.passes):
-        losses = [loss for step, loss in steps if number * per_pass < step <= (number + 1) * per_pass]
-        passes.finish(sum(losses) * work.options.batch, tables.snapshot)
-
-
-def _records_after(work: Work, step: int) -> int:
-    """How many records so many batches visit; the last of a pass may be short."""
-    whole, more = divmod(step, _batches_per_pass(work))
-    return whole * work.num_records + min(more * work.options.batch, work.num_records)
-
-
-def glove_task(work: Work) -> Task:
-    """The training as a task, for `work.workers` workers."""
+def glove_tables(work: GloveWork, workers: int) -> Task:
+    """The training as a task of tables and gradients, for so many workers."""
+    batch = float(work.glove.batch)
     return Task(
         model=partial(GloveTables, work),
-        loss=partial(_loss, work=work),
-        data=_Chunks(work),
+        loss=partial(_loss, work=work, workers=workers),
+        data=_Chunks(work, workers),
         optimizer=partial(_optimizer, work=work),
-        batch_size=work.workers,
+        batch_size=workers,
+        records_each=work.num_records / (_batches_per_pass(work) * workers),
+        passes=Passes(
+            steps=_batches_per_pass(work), weight=batch, last_weight=batch, total=float(work.num_records)
+        ),
         collate=_joined,
         sparse={
             "word.weight": _words,
@@ -92,9 +61,9 @@ def glove_task(work: Work) -> Task:
 class GloveTables(nn.Module):
     """The parameters as four tables, one row per word."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: GloveWork) -> None:
         super().__init__()
-        model = GloveModel(work.vocabulary_size, work.options).initialise()
+        model = GloveModel(work.vocabulary_size, work.glove).initialise()
         start = model.snapshot()
         self.word = _table(start.word)
         self.context = _table(start.context)
@@ -121,13 +90,13 @@ def _table(values: np.ndarray) -> nn.Embedding:
     return nn.Embedding(rows, width, sparse=True, _weight=torch.from_numpy(values))
 
 
-def _optimizer(parameters: Iterable[Parameter], *, work: Work) -> torch.optim.Adagrad:
+def _optimizer(parameters: Iterable[Parameter], *, work: GloveWork) -> torch.optim.Adagrad:
     """Adagrad with accumulators that start where the rule says; the parameters come as `GloveTables` has them."""
     word, context, *biases = parameters
-    start = 1.0 / work.options.batch**2
+    start = 1.0 / work.glove.batch**2
     optimizer = torch.optim.Adagrad(
         [
-            {"params": [word, context], "initial_accumulator_value": start / work.options.rate**2},
+            {"params": [word, context], "initial_accumulator_value": start / work.glove.rate**2},
             {"params": biases, "initial_accumulator_value": start},
         ],
         lr=1.0,
@@ -139,12 +108,12 @@ def _optimizer(parameters: Iterable[Parameter], *, work: Work) -> torch.optim.Ad
     return optimizer
 
 
-def _loss(model: nn.Module, batch: Batch, *, work: Work) -> Tensor:
+def _loss(model: nn.Module, batch: Batch, *, work: GloveWork, workers: int) -> Tensor:
     """The mean over chunks of what makes the mean over all chunks of a batch its sum of costs / B."""
     words, contexts, counts, chunks = batch
     errors: Tensor = model(words, contexts) - counts.log()
-    weights = (counts / work.options.x_max).pow(work.options.alpha).clamp(max=1.0)
-    return 0.5 * work.workers / (work.options.batch * chunks) * (weights * errors * errors).sum()
+    weights = (counts / work.glove.x_max).pow(work.glove.alpha).clamp(max=1.0)
+    return 0.5 * workers / (work.glove.batch * chunks) * (weights * errors * errors).sum()
 
 
 def _words(batch: Batch) -> Tensor:
@@ -160,30 +129,31 @@ def _joined(samples: Sequence[Chunk]) -> Batch:
     return words, contexts, counts, len(samples)
 
 
-def _batches_per_pass(work: Work) -> int:
-    return -(-work.num_records // work.options.batch)
+def _batches_per_pass(work: GloveWork) -> int:
+    return -(-work.num_records // work.glove.batch)
 
 
 class _Chunks:
     """Sample i: one worker's chunk of a batch, read from the file when it is asked for."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: GloveWork, workers: int) -> None:
         self._work = work
+        self._workers = workers
         self._places: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return self._work.options.passes * _batches_per_pass(self._work) * self._work.workers
+        return self._work.glove.passes * _batches_per_pass(self._work) * self._workers
 
     def __getitem__(self, index: int) -> Chunk:
         work = self._work
         if self._places is None:
-            order = permutation(len(self), work.options.seed, 0)
+            order = permutation(len(self), work.glove.seed, 0)
             self._places = np.empty_like(order)
             self._places[order] = np.arange(len(order))
-        batch, chunk = divmod(int(self._places[index]), work.workers)
-        begin = batch % _batches_per_pass(work) * work.options.batch
-        part = split(min(work.options.batch, work.num_records - begin), chunk, work.workers)
+        batch, chunk = divmod(int(self._places[index]), self._workers)
+        begin = batch % _batches_per_pass(work) * work.glove.batch
+        part = split(min(work.glove.batch, work.num_records - begin), chunk, self._workers)
         with RecordReader(work.path, len(part), work.vocabulary_size) as reader:
             ids, counts = reader.read(begin + part.start, len(part))
         pairs = torch.from_numpy(ids.reshape(-1, 4)[:, :2].astype(np.int64) - 1)
-        return pairs[:, 0], pairs[:, 1], torch.from_numpy(counts[1::2].astype(work.options.numpy_dtype))
+        return pairs[:, 0], pairs[:, 1], torch.from_numpy(counts[1::2].astype(work.glove.numpy_dtype))

@@ -3,35 +3,39 @@
     DIR/vocab.txt          words and counts
     DIR/cooccurrence.bin   records sorted by (word, context), where they are to be kept
     DIR/vectors.txt        word + context vectors, Stanford's text
+    DIR/shuffled.bin       the records in the order of training, until that is over: a resumed run goes on with them
 
-Everything temporary lies in a folder DIR/.tmp-… that is removed whatever happens.
+DIR is the directory of the training's run, too. Everything temporary lies in a folder DIR/.tmp-… that is removed
+whatever happens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
+from manyhands.fitting import Options
 from manyhands.store.atomic import reason
+from manyhands.store.rundir import RunDirectory, require_free
 from manyhands.strategy import Strategy
 from manyhands.words.corpus import Corpus
 from manyhands.words.counting import count_cooccurrence
-from manyhands.words.glove import GloveOptions, check_glove, train_glove
-from manyhands.words.records import temporary_folder
+from manyhands.words.glove import AfterPass, GloveOptions, GloveResult, Keeping, check_glove, train_glove
+from manyhands.words.records import record_count, temporary_folder
 from manyhands.words.shuffle import shuffle_records
 from manyhands.words.vectors import Vectors
 from manyhands.words.vocabulary import Vocabulary, count_words
 
-__all__ = ["BATCH", "Learning", "Learnt", "learn_vectors", "usual_batch"]
+__all__ = ["OWN_FILES", "Learning", "Learnt", "learn_vectors", "shuffled_records"]
 
-BATCH = 1024
-"""Records at a time where a strategy works on batches and no other number is given."""
+OWN_FILES = frozenset({"vocab.txt", "cooccurrence.bin", "vectors.txt", "shuffled.bin"})
+"""What is not the run's own in its directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +80,8 @@ class Learnt:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended training; the vectors are those of the last whole pass."""
+        """Whether Ctrl-C ended training; the vectors are those of the last checkpoint."""
         return bool(self.summary["interrupted"])
-
-
-def usual_batch(strategy: str) -> int:
-    """How many records a strategy takes at a time unless it is told: one, or `BATCH`."""
-    return BATCH if Strategy.parse(strategy).record_order is None else 1
 
 
 def learn_vectors(
@@ -91,44 +90,26 @@ def learn_vectors(
     learning: Learning,
     *,
     bars: Bars | None = None,
-    after_pass: Callable[[int, float], None] | None = None,
+    after_pass: AfterPass | None = None,
+    resume: bool = False,
+    options: Options | None = None,
 ) -> Learnt:
-    """Learn word vectors from `corpus` and write them to the folder `out`.
+    """Learn word vectors from `corpus` and write them to the folder `out`, which is the run's directory.
 
-    Ctrl-C while training keeps the vectors of the last whole pass; earlier it is raised, and only whole files stay.
+    Ctrl-C while training keeps what is done, and `resume` goes on with it; earlier it is raised, and only whole files
+    stay. `options` are those of `fit`.
     """
     corpus.check()
+    if resume:
+        RunDirectory.open(out, lock=False)  # UserError where there is none
+    else:
+        require_free(out, OWN_FILES)
     _make_folder(out)
     clock = _Clock()
-    with temporary_folder(out / "vectors.txt") as folder, clock.phase("total"):
-        with clock.phase("vocabulary"):
-            vocabulary = count_words(
-                corpus,
-                min_count=learning.min_count,
-                max_size=learning.max_vocab,
-                workers=learning.workers,
-                bars=bars,
-            )
-            vocabulary.save(out / "vocab.txt")
-        counts = (out if learning.keep_counts else folder) / "cooccurrence.bin"
-        with clock.phase("counting"):
-            records = _count(corpus, vocabulary, counts, learning, bars)
-        shuffled = folder / "shuffled.bin"
-        with clock.phase("shuffling"):
-            memory, seed = learning.memory_bytes, learning.glove.seed
-            shuffle_records(counts, shuffled, seed=seed, memory_bytes=memory, bars=bars)
-            if not learning.keep_counts:
-                counts.unlink()
+    with clock.phase("total"):
+        vocabulary, records = _prepare(corpus, out, learning, clock, bars, resume)
         with clock.phase("training"):
-            result = train_glove(
-                shuffled,
-                len(vocabulary),
-                learning.glove,
-                strategy=learning.strategy,
-                workers=learning.training_workers,
-                bars=bars,
-                after_pass=after_pass,
-            )
+            result = _train(len(vocabulary), out, learning, bars, after_pass, (resume, options))
         vectors = Vectors(vocabulary.words, result.vectors())
         vectors.save_text(out / "vectors.txt")
     summary = {
@@ -145,8 +126,78 @@ def learn_vectors(
         "costs": list(result.costs),
         "interrupted": result.interrupted,
         "settings": asdict(learning),
+        "run": dict(result.summary),
     }
     return Learnt(vectors=vectors, vocabulary=vocabulary, summary=summary)
+
+
+def shuffled_records(
+    corpus: Corpus, out: Path, learning: Learning, bars: Bars | None = None
+) -> tuple[Vocabulary, Path]:
+    """Count and shuffle, for whoever trains by other means: the vocabulary, and the file of records in `out`."""
+    corpus.check()
+    _make_folder(out)
+    vocabulary, _ = _prepare(corpus, out, learning, _Clock(), bars, False)
+    return vocabulary, out / "shuffled.bin"
+
+
+def _prepare(
+    corpus: Corpus, out: Path, learning: Learning, clock: _Clock, bars: Bars | None, resume: bool
+) -> tuple[Vocabulary, int]:
+    """The vocabulary and the number of shuffled records, which are in their file; what a run has is not made again."""
+    shuffled = out / "shuffled.bin"
+    if resume and shuffled.exists():
+        with clock.phase("vocabulary"), clock.phase("counting"), clock.phase("shuffling"):
+            return Vocabulary.load(out / "vocab.txt"), record_count(shuffled)
+    with temporary_folder(out / "vectors.txt") as folder:
+        with clock.phase("vocabulary"):
+            vocabulary = count_words(
+                corpus,
+                min_count=learning.min_count,
+                max_size=learning.max_vocab,
+                workers=learning.workers,
+                bars=bars,
+            )
+            vocabulary.save(out / "vocab.txt")
+        counts = (out if learning.keep_counts else folder) / "cooccurrence.bin"
+        with clock.phase("counting"):
+            records = _count(corpus, vocabulary, counts, learning, bars)
+        with clock.phase("shuffling"):
+            memory, seed = learning.memory_bytes, learning.glove.seed
+            shuffle_records(counts, folder / "shuffled.bin", seed=seed, memory_bytes=memory, bars=bars)
+            (folder / "shuffled.bin").replace(shuffled)
+    return vocabulary, records
+
+
+def _train(
+    vocabulary_size: int,
+    out: Path,
+    learning: Learning,
+    bars: Bars | None,
+    after_pass: AfterPass | None,
+    kept: tuple[bool, Options | None],
+) -> GloveResult:
+    """Train on the shuffled records, which stay as long as a run may want to go on with them."""
+    (resume, options), shuffled = kept, out / "shuffled.bin"
+    options = replace(options or Options(resume_command=""), own_files=OWN_FILES)
+    try:
+        result = train_glove(
+            shuffled,
+            vocabulary_size,
+            learning.glove,
+            strategy=learning.strategy,
+            workers=learning.training_workers,
+            bars=bars,
+            after_pass=after_pass,
+            keep=Keeping(out=out, resume=resume, options=options),
+        )
+    except BaseException:
+        if not RunDirectory.is_one(out):
+            shuffled.unlink(missing_ok=True)
+        raise
+    if not result.interrupted:
+        shuffled.unlink(missing_ok=True)
+    return result
 
 
 def _count(

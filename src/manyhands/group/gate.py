@@ -1,21 +1,30 @@
 """A gate that lets one worker through at a time, by number: a lock that is fair, and a round of turns as well.
 
 Whoever draws a number and waits for it holds a ticket lock, first come first served (Mellor-Crummey and Scott, 1991).
-Whoever waits for a number that was agreed on beforehand takes turns.
+Whoever waits for a number that was agreed on beforehand takes turns. `Gate` is for steps of Python; `enter` and `leave`
+are the same gate for compiled ones, which go through it too often for Python.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any, NamedTuple
 
-from manyhands.errors import PeerTimeout
+import numpy as np
+from numba import njit
+
+from manyhands.errors import Aborted, PeerTimeout
 from manyhands.group.shared import SharedGroup
+from manyhands.memory.atomics import add_u32, clock_ns
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment
 from manyhands.memory.sign import LongWait
-from manyhands.memory.waiting import REACHED, announce, spins_for, wait_until
+from manyhands.memory.waiting import ABORTED, REACHED, announce, spins_for, wait_until
 
-__all__ = ["Gate"]
+__all__ = ["FREE", "LOCKED", "TURNS", "Gate", "Turn", "enter", "leave", "require_turn"]
+
+FREE, LOCKED, TURNS = 0, 1, 2
+"""Who may go through: everybody at any time; one at a time, first come first served; one at a time, by number."""
 
 _SLICE_NS = 100_000_000  # how often a waiter looks whether the run is being taken down
 
@@ -78,7 +87,51 @@ class Gate:
             self._inside.set(next_rank)
         announce(self._served, number + 1)
 
+    def turn(self, order: int) -> Turn:
+        """What compiled steps need to go through this gate."""
+        tickets = self._tickets.address if order == LOCKED else 0
+        patience_ns = int(self._group.timeout_s * 1e9)
+        return Turn(order, self._served, tickets, self._group.abort_address, patience_ns, self._spins)
+
     def take_waits(self) -> dict[int, int]:
         """Nanoseconds waited for each worker since the last call."""
         waits, self._waits = self._waits, {}
         return waits
+
+
+class Turn(NamedTuple):
+    """A gate as compiled code takes it: addresses and numbers."""
+
+    order: int = FREE
+    served: int = 0
+    tickets: int = 0
+    abort: int = 0
+    patience_ns: int = 0
+    spins: int = 0
+
+
+def require_turn(status: int, turn: Turn) -> None:
+    """Raise what the end of a compiled step's wait means, unless it was REACHED."""
+    if status == ABORTED:
+        raise Aborted(
+            "a worker stops waiting for its turn: another failed first, or the run is being taken down"
+        )
+    if status != REACHED:
+        raise PeerTimeout(
+            f"a worker waited {turn.patience_ns / 1e9:g} s for its turn; see whether the others still run, or allow "
+            "more than that with timeout_s",
+            -1,
+        )
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def enter(turn: Any, number: int) -> Any:
+    """Wait for one's turn: its number, which is `number` where turns are agreed on, and how the wait ended."""
+    mine = np.int64(add_u32(turn[2], np.uint32(1))) if turn[0] == LOCKED else np.int64(number)
+    return mine, wait_until(turn[1], mine, turn[3], clock_ns() + turn[4], turn[5])
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def leave(turn: Any, number: int) -> None:
+    """Let the next number through."""
+    announce(turn[1], number + 1)

@@ -1,9 +1,13 @@
-"""Who takes which batch, and when it may read and write the parameters: the three orders of `hogwild`.
+"""Who takes which step, and when it may read and write the parameters: written once for all strategies.
 
 * `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. Nobody waits.
 * `locked`: the same batches, but from reading the parameters to writing them a worker is alone.
 * `turns`: batch k is worker k mod n's, and is read and written after batch k − 1 and before batch k + 1. So it is the
   plain loop, with the batches fetched by n workers.
+* `together`: every worker takes its part of every batch, and they wait for each other in it.
+
+Compiled steps are many small ones in one call: there the batches are given out here, and the waiting is theirs, at the
+gate that `turn` describes.
 
 Training goes from one meeting of all workers to the next (an evaluation, a checkpoint, the end). Between two of them
 the batches from `first` to `end` are each taken once; whoever stops the run early leaves no gap in what was done.
@@ -12,14 +16,15 @@ the batches from `first` to `end` are each taken once; whoever stops the run ear
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
+from manyhands.group.gate import FREE, LOCKED, TURNS, Gate, Turn
 from manyhands.group.shared import SharedGroup
-from manyhands.hogwild.gate import Gate
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import Segment
 
-__all__ = ["ORDERS", "Order"]
+__all__ = ["ORDERS", "Order", "Together"]
 
 
 class Order(ABC):
@@ -29,12 +34,18 @@ class Order(ABC):
     while (step := claim()) is not None:
         enter(step); read, compute, write; applied(); leave(step)
     done()                             when all are met again
+
+    Where steps are compiled, `numbering` gives the number that the first of a batch's small steps has at the gate, and
+    they go through it by themselves.
     """
 
     NUM_BYTES: ClassVar[int] = 4 * Counter.NUM_BYTES + Gate.NUM_BYTES
 
-    def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
+    def __init__(
+        self, segment: Segment, offset: int, group: SharedGroup, numbering: Callable[[int], int] | None = None
+    ) -> None:
         self._rank, self._world = group.rank, group.world
+        self._numbering = numbering
         self._claimed, self._end, self._stopped, self._applied = (
             Counter.within(segment, offset + number * Counter.NUM_BYTES) for number in range(4)
         )
@@ -63,9 +74,14 @@ class Order(ABC):
     def leave(self, step: int) -> None:  # noqa: B027 - the free have nobody to let in
         """The parameters are written, or are not to be."""
 
+    @property
+    def turn(self) -> Turn:
+        """The gate of compiled steps."""
+        return self._gate.turn(FREE)
+
     @abstractmethod
     def stop(self, step: int) -> None:
-        """Between `enter` and `leave`: let nobody begin another batch."""
+        """Between `enter` and `leave`, or after a compiled step: let nobody begin another batch."""
 
     @abstractmethod
     def done(self) -> int:
@@ -98,9 +114,12 @@ class Free(Order):
 class Locked(Free):
     """One step at a time, whoever is ready first."""
 
-    def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
-        super().__init__(segment, offset, group)
-        self._ticket = 0
+    _ticket = 0
+
+    @property
+    def turn(self) -> Turn:
+        """First come first served."""
+        return self._gate.turn(LOCKED)
 
     def enter(self, step: int) -> None:
         """Wait until those who came before are done."""
@@ -117,16 +136,20 @@ class Locked(Free):
 class Turns(Order):
     """Round-robin: one step at a time, in the order of the batches."""
 
-    def __init__(self, segment: Segment, offset: int, group: SharedGroup) -> None:
-        super().__init__(segment, offset, group)
-        self._next = self._rank
+    _next = 0
+
+    @property
+    def turn(self) -> Turn:
+        """By number."""
+        return self._gate.turn(TURNS)
 
     def begin(self, first: int, end: int) -> None:
         """The first turn is that of batch `first`."""
         super().begin(first, end)
         self._next = first + (self._rank - first) % self._world
         if self._rank == 0:
-            self._gate.reset(first, first % self._world)
+            number = first if self._numbering is None else self._numbering(first)
+            self._gate.reset(number, first % self._world)
 
     def claim(self) -> int | None:
         """Every n-th batch."""
@@ -147,13 +170,44 @@ class Turns(Order):
         self._gate.leave(step, (step + 1) % self._world)
 
     def stop(self, step: int) -> None:
-        """Each worker may have taken its next batch, which is finished: those end n after this one."""
-        self._end.set(min(self._end.get(), step + self._world))
+        """Each worker may have taken its next batch, which is finished: those end n after this one.
+
+        After a compiled step the others were let in already, and may have taken another each: n more.
+        """
+        ahead = self._world if self._numbering is None else 2 * self._world
+        self._end.set(min(self._end.get(), step + ahead))
 
     def done(self) -> int:
         """All before the end, wherever that has been moved."""
         return self._end.get()
 
 
-ORDERS: dict[str, type[Order]] = {"free": Free, "locked": Locked, "turns": Turns}
+class Together(Order):
+    """Every worker takes part in every step, and each step ends only when all have."""
+
+    _next = 0
+
+    def begin(self, first: int, end: int) -> None:
+        """All begin with `first`."""
+        super().begin(first, end)
+        self._next = first
+
+    def claim(self) -> int | None:
+        """The next."""
+        step = self._next
+        if step >= self._end.get():
+            return None
+        self._next += 1
+        return step
+
+    def stop(self, step: int) -> None:
+        """Others may have begun the next step, which needs all; nobody can have begun the one after it."""
+        self._end.set(min(self._end.get(), step + 2))
+
+    def done(self) -> int:
+        """All before the end."""
+        return self._end.get()
+
+
+ORDERS: dict[str, type[Order]] = {"free": Free, "locked": Locked, "turns": Turns, "together": Together}
 """By the name in a strategy's text."""

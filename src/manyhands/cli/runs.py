@@ -1,0 +1,66 @@
+"""What every command that makes a run offers besides: to go on with it, to look at it, and its report."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "CheckpointEvery",
+    "Dashboard",
+    "DashboardPort",
+    "Resume",
+    "Tensorboard",
+    "Watchdog",
+    "leave_report",
+    "live_page",
+    "live_tensorboard",
+]
+
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+CheckpointEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints.")]
+Watchdog = Annotated[
+    float,
+    typer.Option(
+        help="Seconds without progress after which the worker that holds up the run is named; 0: never."
+    ),
+]
+Dashboard = Annotated[bool, typer.Option("--dashboard", help="Show the run as a live page while it goes on.")]
+DashboardPort = Annotated[int, typer.Option(help="Port of the live page on 127.0.0.1; 0 takes a free one.")]
+Tensorboard = Annotated[
+    Path | None, typer.Option(help="Write event files for TensorBoard to this directory.")
+]
+
+
+def live_page(shown: bool, out: Path, task: str, strategy: str, port: int) -> AbstractContextManager[object]:
+    """The run's page while it goes on, where one is asked for."""
+    if not shown:
+        return nullcontext()
+    from manyhands.analyse.source import ComingRun
+    from manyhands.cli.watch import serving
+    from manyhands.serve.dashboard import LOOPBACK
+
+    farewell = f"The run has ended; manyhands watch {out} opens this page again."
+    return serving(ComingRun(out, task, strategy).poll, LOOPBACK, port, farewell)
+
+
+def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManager[object]:
+    """The event files for TensorBoard, where they are asked for."""
+    from manyhands.draw.tensorboard import LiveTensorboard
+
+    return LiveTensorboard(out, directory) if directory is not None else nullcontext()
+
+
+def leave_report(out: Path) -> None:
+    """The run's report, as the last line; a disk that does not take it fails no run that has ended well."""
+    from manyhands.draw.report import write_report
+    from manyhands.errors import ManyhandsError
+
+    try:
+        print(f"report  {write_report(out)}")
+    except ManyhandsError as error:
+        print(f"manyhands: there is no report: {error}", file=sys.stderr)

@@ -1,0 +1,56 @@
+"""`hogwild` for compiled steps: threads on one memory, or processes that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from manyhands.group.shared import SharedGroup
+from manyhands.kernel import KernelStep, KernelTask
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+from manyhands.training.kernel_processes import KernelProcesses
+from manyhands.training.kernel_threads import KernelThreads
+from manyhands.training.kernels import Control
+from manyhands.training.request import Request
+from manyhands.training.training import Result, Stage, Training
+
+__all__ = ["HogwildKernels"]
+
+
+class _Processes(KernelProcesses):
+    """One memory that all processes map."""
+
+    @classmethod
+    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
+        """The memory comes after what the workers agree on."""
+        control_bytes = Control.num_bytes(group.world)
+        segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
+        control = Control(segment, group, strategy.record_order or "free", task)
+        step = task.step(task.shared_model(segment, control_bytes), control.order.turn)
+        step.segment = segment
+        return step, control
+
+
+class HogwildKernels(Training):
+    """Threads or processes, as the strategy's `hands` says."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        kind = KernelThreads if request.strategy.in_threads else _Processes
+        self._training: Training = kind(request, model)
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """From the newest checkpoint, whoever wrote it."""
+        return self._training.resume(directory, config)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What resuming found worth telling."""
+        return self._training.notes
+
+    def run(self, stage: Stage) -> Result:
+        """Train to the end."""
+        return self._training.run(stage)

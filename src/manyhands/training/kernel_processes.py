@@ -1,0 +1,67 @@
+"""Compiled steps in worker processes: a strategy says on which memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from manyhands.group.shared import SharedGroup
+from manyhands.kernel import KernelStep, KernelTask
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+from manyhands.training.kernels import Control, KernelTrainer, kernel_task, require_same_options
+from manyhands.training.processes import ProcessTraining, Train, WorkerJob
+from manyhands.training.reporting import Surroundings
+from manyhands.training.resources import Resources
+from manyhands.training.training import Result, Stage
+from manyhands.training.worker import Trained
+
+__all__ = ["KernelProcesses"]
+
+
+class KernelProcesses(ProcessTraining):
+    """Trains a kernel task in worker processes of this host."""
+
+    @classmethod
+    @abstractmethod
+    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
+        """Collective, in a worker's process: its step, and what the workers agree on in memory that they share."""
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """From the newest checkpoint, with the same options."""
+        require_same_options(directory, config)
+        return super().resume(directory, config)
+
+    def run(self, stage: Stage) -> Result:
+        """Compile once here, so that workers do not each compile."""
+        kernel_task(self._request.plan).warm()
+        return super().run(stage)
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """Each worker has samples of its own."""
+        return sum(one["samples"] for one in finished), {}
+
+    @classmethod
+    @contextmanager
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None,
+    ) -> Iterator[Train]:
+        """One worker, from joining the group to the last step."""
+        with closing(resources.group()) as group:
+            step, control = cls.assemble(kernel_task(job.plan), job.strategy, group)
+            with closing(step):
+
+                def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+                    trainer = KernelTrainer(job.plan, step, control, around, checkpoints)
+                    trained = trainer.run(start)
+                    sent = {"bytes_sent": trainer.bytes_sent, "messages_sent": trainer.messages_sent}
+                    return trained, sent
+
+                yield train

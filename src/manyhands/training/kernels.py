@@ -1,0 +1,252 @@
+"""One worker's training of a task whose step is compiled: the loop that every strategy runs, in a thread or a process.
+
+A step of the run is a portion of the records, large enough that what Python does around it costs nothing. Who takes
+which is the `Order` of the strategy. Workers meet after each pass over the records and where the run saves; there
+everything is quiet, so that a pass sees all that the one before it did, and a checkpoint after step s has seen exactly
+the first s portions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.cluster.board import State
+from manyhands.errors import NonFinite, UserError
+from manyhands.group.order import ORDERS, Order, Together
+from manyhands.group.shared import SharedGroup
+from manyhands.kernel import KernelStep, KernelTask, Taken
+from manyhands.link.wire import Wire
+from manyhands.memory.counters import Counter
+from manyhands.memory.segment import CACHE_LINE, Segment
+from manyhands.record.events import EventKind
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.store.rundir import RunDirectory
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.reporting import Reporter, Surroundings
+from manyhands.training.worker import Trained
+
+__all__ = ["Control", "KernelTrainer", "kernel_task", "require_same_options"]
+
+_TALLY_ITEMS = CACHE_LINE // 8
+
+
+class Control:
+    """What workers agree on, in the first bytes that they share: who takes which step, whose loss broke, sums.
+
+    Constructed on every worker, on memory that is zero.
+    """
+
+    def __init__(self, segment: Segment, group: SharedGroup, order: str, task: KernelTask) -> None:
+        self.group = group
+        self.order: Order = ORDERS[order](segment, 0, group, task.numbering)
+        self.bad = Counter.within(segment, Order.NUM_BYTES)
+        begin = Order.NUM_BYTES + Counter.NUM_BYTES
+        self._tally = segment.array(begin, group.world * _TALLY_ITEMS, np.float64).reshape(group.world, -1)
+
+    @staticmethod
+    def num_bytes(world: int) -> int:
+        """The memory of all of it; what comes after is a step's own."""
+        return Order.NUM_BYTES + Counter.NUM_BYTES + world * CACHE_LINE
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over workers of a few numbers, in worker order."""
+        if self.group.world == 1:
+            return values
+        self._tally[self.group.rank, : values.numel()] = values.numpy()
+        self.group.barrier()
+        found = torch.from_numpy(self._tally[:, : values.numel()].sum(axis=0))
+        self.group.barrier()  # nobody writes the next before all have read this
+        return found
+
+
+class KernelTrainer:
+    """Trains by `step`; `run` is called once, on every worker. `close` of the step and the group is the caller's."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        step: KernelStep,
+        control: Control,
+        around: Surroundings,
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self._plan = plan
+        self._task = kernel_task(plan)
+        self._kernel = step
+        self._control = control
+        self._group = control.group
+        self.rank, self.world = self._group.rank, self._group.world
+        self._together = isinstance(control.order, Together)
+        self._around = around
+        self._reporter = Reporter(plan, self, around, checkpoints)
+        self._samples = 0
+        self._since_met = torch.zeros(2, dtype=torch.float64)  # this worker's sums of losses and of weights
+        self._sent = [0, 0]
+
+    @property
+    def bytes_sent(self) -> int:
+        """What others have read of this worker."""
+        return self._sent[0]
+
+    @property
+    def messages_sent(self) -> int:
+        """In how many pieces."""
+        return self._sent[1]
+
+    def run(self, start: Loaded | None = None) -> Trained:
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on a worker where the loss broke."""
+        first = start.step if start is not None else 0
+        if self.rank == 0 or not self._kernel.shares_memory:
+            if start is None:
+                self._kernel.fill()
+            else:
+                self._kernel.restore(start.model)
+        self._group.barrier()
+        if start is not None:
+            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+        self._group.take_stats()  # who was late to start is no part of the training
+        self._reporter.begin(first)
+        step, stopped, model = first, False, self._kernel.model
+        while step < self._plan.steps and not stopped:
+            step, stopped = self._until_met(step)
+            if self._control.bad.get():
+                self._refuse(self._control.bad.get() - 1)
+                return self._trained(step, stopped=True)
+            stopped = stopped and step < self._plan.steps
+            self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
+        self._kernel.gather()
+        self._reporter.send(now=True)
+        self._around.mark(step, State.FINISHED)
+        return self._trained(step, stopped)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over workers."""
+        return self._control.total(values)
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: what a rule keeps is part of the memory, which is made whole on worker 0."""
+        self._kernel.gather()
+        return {} if self.rank == 0 else None
+
+    def _until_met(self, step: int) -> tuple[int, bool]:
+        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
+        order, per_pass = self._control.order, self._task.passes.steps
+        end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
+        self._meet(step)  # whoever reads what the last round ended with has done so
+        order.begin(step, end)
+        self._meet(step)
+        while (mine := order.claim()) is not None:
+            self._step(mine)
+            self._reporter.send()
+        self._reporter.send(now=True)
+        self._around.mark(end, State.WAITING)
+        self._meet(end)
+        stop = torch.tensor([float(self._around.stop_requested())], dtype=torch.float64)
+        loss, weight, stops = self.total(torch.cat([self._since_met, stop])).tolist()
+        self._since_met.zero_()
+        self._reporter.loss = loss / weight if weight else math.nan
+        return order.done(), bool(stops)
+
+    def _meet(self, step: int) -> None:
+        begin = time.monotonic_ns()
+        self._group.barrier()
+        self._reporter.waits(max(0, step - 1), begin, self._waits())
+
+    def _waits(self) -> dict[int, int]:
+        waits = self._group.take_stats().waiting_ns
+        return {peer: waited for peer, waited in enumerate(waits) if waited}
+
+    def _step(self, step: int) -> None:
+        """Take step `step`, from 0: this worker's part of it, or all."""
+        self._around.mark(step + 1, State.COMPUTING)
+        begin = time.monotonic_ns()
+        taken = self._kernel.take(self._task.portion(step))
+        slow = self._plan.slow
+        if slow is not None:
+            spent_s = (time.monotonic_ns() - begin) / 1e9
+            time.sleep(
+                slow.extra_s(seed=self._plan.seed, step=step, worker_rank=self.rank, compute_s=spent_s)
+            )
+        sums = torch.tensor([taken.loss, taken.weight], dtype=torch.float64)
+        self._since_met += sums
+        loss, weight = (self.total(sums) if self._together else sums).tolist()
+        end = time.monotonic_ns()
+        if not math.isfinite(loss):
+            self._control.bad.set(self.rank + 1)
+        if self._around.stop_requested() or not math.isfinite(loss):
+            self._control.order.stop(step)
+        mean = loss / weight if weight else 0.0
+        self._record(step, taken, (begin, end), mean)
+        if math.isfinite(loss) and (self.rank == 0 or not self._together):
+            self._reporter.add(
+                step=step + 1,
+                loss=mean,
+                seconds=(end - begin) / 1e9,
+                at_s=self._reporter.seconds,
+                weight=weight,
+            )
+
+    def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
+        """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
+        around, (begin, end) = self._around, span_ns
+        stats = self._group.take_stats()
+        fetched = begin + taken.input_ns
+        waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
+        around.record(EventKind.INPUT, begin, taken.input_ns, step=step, count=taken.samples)
+        waited = self._reporter.waits(step, fetched, waits)
+        exchanged = 0
+        if self._together and self.world > 1:
+            exchanged = stats.reducing_ns
+            around.record(
+                EventKind.EXCHANGE,
+                fetched + waited,
+                exchanged,
+                step=step,
+                num_bytes=taken.bytes_sent,
+                count=taken.messages_sent,
+                wire=Wire.MEMORY,
+            )
+        spent = fetched + waited + exchanged
+        around.record(EventKind.COMPUTE, spent, max(0, end - spent), step=step)
+        around.record(EventKind.STEP, begin, end - begin, step=step, count=taken.samples, value=loss)
+        self._samples += taken.samples
+        self._sent[0] += taken.bytes_sent
+        self._sent[1] += taken.messages_sent
+
+    def _refuse(self, rank: int) -> None:
+        """All have stopped; if several broke at once, the last to say so is the one that tells."""
+        self._reporter.send(now=True)
+        if rank == self.rank:
+            raise NonFinite(f"worker {rank}: the loss is not finite; {self._task.advice}")
+
+    def _trained(self, step: int, stopped: bool) -> Trained:
+        return Trained(
+            model=self._kernel.model,
+            steps_done=step,
+            samples=self._samples,
+            seconds=self._reporter.seconds,
+            stopped_early=stopped,
+        )
+
+
+def kernel_task(plan: TrainingPlan) -> KernelTask:
+    """What a run of compiled steps trains."""
+    assert isinstance(plan.task, KernelTask), "the registry leads here with compiled tasks alone"
+    return plan.task
+
+
+def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> None:
+    """UserError where a run would go on with other options than it was begun with."""
+    before, now = directory.config.get("task_options") or {}, config["task_options"]
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{directory.path} cannot be resumed: {name} is {value!r}, but the run was started with "
+                f"{before.get(name)!r}; resume with that"
+            )

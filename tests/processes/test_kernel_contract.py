@@ -1,0 +1,116 @@
+"""Compiled tasks under every strategy that trains them, through the wiring of `fit`: events, history, kill, resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.errors import UserError, WorkerFailed
+from manyhands.group.shared import SharedGroup
+from manyhands.kernel import KernelStep, Portion, Taken
+from manyhands.record.events import EventKind
+from manyhands.record.recorded import read_run_events
+from manyhands.registry import STRATEGIES
+from manyhands.words.glove_batches import TensorStep
+from manyhands.words.glove_model import GloveOptions
+from manyhands.words.glove_task import GloveTask
+from manyhands.words.records import RECORD
+
+pytestmark = pytest.mark.timeout(300)
+
+SIZE = 120
+ROWS = {"single": 1, "hogwild": 2, "hogwild hands=processes": 2, "mirrored": 2, "allreduce": 2, "tensor": 2}
+"""Each strategy that has a training for compiled steps, with its workers."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    drawn = np.random.default_rng(2)
+    records = np.empty(2_100, RECORD)
+    for name in ("word", "context"):
+        records[name] = (SIZE ** drawn.random(len(records))).astype(np.int32)
+    records["count"] = np.exp(drawn.normal(0.0, 2.0, len(records)))
+    records.tofile(tmp_path / "records.bin")
+    return tmp_path / "records.bin"
+
+
+def task_of(path: Path, passes: int = 2) -> GloveTask:
+    return GloveTask.of(path, SIZE, GloveOptions(dim=6, passes=passes), any_batch=True)
+
+
+def test_every_strategy_with_a_training_for_compiled_steps_has_a_row() -> None:
+    assert {text.split()[0] for text in ROWS} == {word for word, home in STRATEGIES.items() if home.kernel}
+
+
+@pytest.mark.parametrize(
+    "text", [text for text in ROWS if text not in ("mirrored", "hogwild hands=processes")]
+)
+def test_a_run_is_recorded_and_goes_on_to_where_it_would_have_been(
+    text: str, path: Path, tmp_path: Path
+) -> None:
+    workers, out = ROWS[text], tmp_path / "run"
+    whole = mh.fit(task_of(path), text, workers=workers)
+    half = mh.fit(task_of(path), text, workers=workers, epochs=1, out=out)
+    resumed = mh.fit(task_of(path), text, workers=workers, out=out, resume=True)
+    assert resumed.summary["resumed_from_step"] == half.summary["steps"]
+    assert [row["step"] for row in resumed.history.steps] == [row["step"] for row in whole.history.steps]
+    if text != "hogwild":  # where chance decides
+        assert torch.equal(resumed.model.state_dict()["memory"], whole.model.state_dict()["memory"])
+        assert resumed.history.loss == whole.history.loss
+    assert [row["step"] for row in resumed.history.evaluations] == [
+        half.summary["steps"],
+        whole.summary["steps"],
+    ]
+    assert whole.summary["samples"] == 2 * 2_100
+    roles = read_run_events(out / "events").roles
+    assert len(roles) == workers
+    for role in roles:
+        assert len(role.of(EventKind.STEP)) == len(role.of(EventKind.COMPUTE)) > 0
+    counted = sum(int(role.of(EventKind.STEP)["count"].sum()) for role in roles)
+    assert counted == 2 * 2_100, "of both lives"
+    other = GloveTask.of(path, SIZE, GloveOptions(dim=6, rate=0.1), any_batch=True)
+    with pytest.raises(UserError, match=r"rate is 0\.1, but the run was started with 0\.05"):
+        mh.fit(other, text, workers=workers, out=out, resume=True)
+
+
+def test_a_killed_worker_ends_the_run_by_name(path: Path) -> None:
+    class Fatal(TensorStep):
+        def take(self, portion: Portion) -> Taken:
+            if portion.begin and self._group.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().take(portion)
+
+    class FatalTask(GloveTask):
+        def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
+            return Fatal(self, group, control_bytes)
+
+    task = FatalTask.of(path, SIZE, GloveOptions(dim=6), any_batch=True)
+    with pytest.raises(WorkerFailed, match=r"worker 1 .*was killed by SIGKILL"):
+        mh.fit(task, "tensor", workers=2)
+
+
+def test_an_order_to_stop_ends_all_threads(path: Path) -> None:
+    begun = time.monotonic()
+
+    def stop(rows: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mh.fit(task_of(path, 10**6), "hogwild order=locked", workers=3, options=mh.Options(on_rows=stop))
+    assert time.monotonic() - begun < 60
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]
+
+
+@pytest.mark.parametrize("text", ["central", "local"])
+def test_a_strategy_without_compiled_steps_is_refused(text: str, path: Path) -> None:
+    with pytest.raises(UserError, match=f"strategy {text} does not train glove"):
+        mh.fit(task_of(path), text, workers=2)
