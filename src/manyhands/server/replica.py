@@ -5,7 +5,8 @@
     worker ◄──Ack, Parameters── primary                 told or has read survives this server's death
 
 Without a backup an entry is committed at once. A backup commits what it is forwarded and says nothing to workers; a
-view that makes it primary finds everything already there. Reads are never replicated: workers ask again.
+view that makes it primary finds everything already there. Reads are never replicated: workers ask again. Where an
+update counts at every shard or at none, a push becomes an entry when the Read behind it has come (see `unconfirmed`).
 
 The driver delivers messages between two live members in the order in which they were sent, and none is lost on the
 way while both live; the same view told again makes the lead tell the others again what they may lack.
