@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
     from manyhands.hogwild.strategy import Hogwild
+    from manyhands.kernel import KernelTask
     from manyhands.loop.join import join
     from manyhands.run import History, Run
     from manyhands.running import Running, start
@@ -37,6 +38,7 @@ __all__ = [
     "Central",
     "History",
     "Hogwild",
+    "KernelTask",
     "ManyhandsError",
     "Mirrored",
     "Options",
@@ -61,6 +63,7 @@ _HOMES = {
     "Central": "central.strategy",
     "History": "run",
     "Hogwild": "hogwild.strategy",
+    "KernelTask": "kernel",
     "ManyhandsError": "errors",
     "Mirrored": "allreduce.strategy",
     "Options": "fitting",
