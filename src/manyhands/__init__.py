@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
     from manyhands.hogwild.strategy import Hogwild
+    from manyhands.kernel import KernelTask
     from manyhands.loop.join import join
     from manyhands.registry import Home
     from manyhands.run import History, Run
@@ -38,6 +39,7 @@ __all__ = [
     "Central",
     "History",
     "Hogwild",
+    "KernelTask",
     "ManyhandsError",
     "Mirrored",
     "Options",
@@ -59,6 +61,7 @@ __all__ = [
 
 _HOMES = {
     "History": "run",
+    "KernelTask": "kernel",
     "ManyhandsError": "errors",
     "Options": "fitting",
     "Replayed": "server.replay",

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from equality import OPTIMIZERS, make_task
 from manyhands.errors import UserError
-from manyhands.hogwild.overlap import overlap_summary
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.loop.connect import choose
 from manyhands.strategy import Strategy
+from manyhands.training.overlap import overlap_summary
 from manyhands.training.request import Options, Request
 from manyhands.training.rows import RowsInOrder
 

@@ -71,6 +71,7 @@ def test_a_run_is_recorded_and_goes_on_to_where_it_would_have_been(
         whole.summary["steps"],
     ]
     assert whole.summary["samples"] == 2 * 2_100
+    assert ("overlap" in whole.summary) == (text == "hogwild")
     roles = read_run_events(out / "events").roles
     assert len(roles) == workers
     for role in roles:

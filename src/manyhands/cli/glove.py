@@ -45,6 +45,7 @@ __all__ = ["add_glove", "glove_app"]
 
 glove_app = typer.Typer(help="Ask trained word vectors.", no_args_is_help=True)
 
+_COMPARED_BYTES = 600_000  # of each part of the demo corpus: parameter servers take their time
 _DEMO_WORDS = ("tensor", "list", "thread", "file")
 _VectorsFile = Annotated[
     Path, typer.Argument(metavar="VECTORS", help="Stanford's text, or word2vec's text or binary form.")
@@ -114,7 +115,7 @@ class _TrainGlove(_Vectors):
 class _CompareGlove(_Vectors, Compared):
     """The options of `compare glove`."""
 
-    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 7
+    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 5
     strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
         "single; hogwild; allreduce; tensor; ps consistency=async"
     )
@@ -149,7 +150,7 @@ def _compare(asked: _CompareGlove) -> None:
             allow_overload=asked.allow_overload,
         )
         learning = Learning(strategy="single", glove=options, **_counting(asked, asked.workers))
-        corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
+        corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus(_COMPARED_BYTES)
         with temporary_folder(out) as folder:
             with Bars() as bars:
                 vocabulary, records = shuffled_records(corpus, folder, learning, bars)

@@ -65,6 +65,10 @@ class Order(ABC):
 
     def enter(self, step: int) -> None:  # noqa: ARG002 - others wait for their turn here
         """The parameters may be read from here on."""
+        self.note_reading()
+
+    def note_reading(self) -> None:
+        """This worker reads the parameters now: what others write from here on is counted by `applied`."""
         self._seen = self._applied.get()
 
     def applied(self) -> int:

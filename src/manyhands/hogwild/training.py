@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from manyhands.hogwild.overlap import overlap_summary
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.training.exchange import Traffic
 from manyhands.training.exchanging import told
+from manyhands.training.overlap import overlap_summary
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
 from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources

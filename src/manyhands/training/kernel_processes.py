@@ -13,6 +13,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.training.kernels import Control, KernelTrainer, kernel_task, require_same_options
+from manyhands.training.overlap import overlap_told
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
 from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
@@ -42,7 +43,8 @@ class KernelProcesses(ProcessTraining):
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """Each worker has samples of its own."""
-        return sum(one["samples"] for one in finished), {}
+        told = overlap_told([one["overlap"] for one in finished])
+        return sum(one["samples"] for one in finished), told
 
     @classmethod
     @contextmanager
@@ -62,6 +64,6 @@ class KernelProcesses(ProcessTraining):
                     trainer = KernelTrainer(job.plan, step, control, around, checkpoints)
                     trained = trainer.run(start)
                     sent = {"bytes_sent": trainer.bytes_sent, "messages_sent": trainer.messages_sent}
-                    return trained, sent
+                    return trained, {**sent, "overlap": dict(trainer.overlap)}
 
                 yield train

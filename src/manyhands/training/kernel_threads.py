@@ -21,6 +21,7 @@ from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
 from manyhands.store.rundir import RunDirectory
 from manyhands.training.kernels import Control, KernelTrainer, kernel_task, require_same_options
+from manyhands.training.overlap import overlap_told
 from manyhands.training.rows import RowsInOrder
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trained
@@ -58,7 +59,7 @@ class KernelThreads(Training):
                 samples=sum(one.samples for one in trained),
                 seconds=trained[0].seconds,
                 stopped_early=trained[0].stopped_early,
-                observed=collector.summary(),
+                observed={**collector.summary(), **overlap_told(hands.overlaps)},
             )
 
     def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
@@ -80,9 +81,9 @@ class KernelThreads(Training):
                 control = Control(segment, group, order, task)
                 with closing(task.step(self._model, control.order.turn)) as step:
                     around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-                    trained = KernelTrainer(request.plan, step, control, around, stage.checkpoints()).run(
-                        self._start
-                    )
+                    trainer = KernelTrainer(request.plan, step, control, around, stage.checkpoints())
+                    trained = trainer.run(self._start)
+                    hands.overlaps.append(trainer.overlap)
             around.record(EventKind.LEAVE, time.monotonic_ns())
         return trained
 
@@ -95,6 +96,7 @@ class _Hands:
         self.rings = rings
         self.notes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.stop = threading.Event()
+        self.overlaps: list[Mapping[int, int]] = []
         self._ended: dict[int, Trained] = {}
         self._errors: list[BaseException] = []
 

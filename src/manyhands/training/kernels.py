@@ -8,6 +8,7 @@ the first s portions.
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import torch
 
 from manyhands.cluster.board import State
 from manyhands.errors import NonFinite, UserError
+from manyhands.group.gate import FREE
 from manyhands.group.order import ORDERS, Order, Together
 from manyhands.group.shared import SharedGroup
 from manyhands.kernel import KernelStep, KernelTask, Taken
@@ -88,6 +90,9 @@ class KernelTrainer:
         self._samples = 0
         self._since_met = torch.zeros(2, dtype=torch.float64)  # this worker's sums of losses and of weights
         self._sent = [0, 0]
+        self._broken = ""
+        self.overlap: collections.Counter[int] = collections.Counter()
+        """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
 
     @property
     def bytes_sent(self) -> int:
@@ -165,8 +170,12 @@ class KernelTrainer:
     def _step(self, step: int) -> None:
         """Take step `step`, from 0: this worker's part of it, or all."""
         self._around.mark(step + 1, State.COMPUTING)
-        begin = time.monotonic_ns()
+        begin, order = time.monotonic_ns(), self._control.order
+        order.note_reading()
         taken = self._kernel.take(self._task.portion(step))
+        between = order.applied()
+        if not self._together and order.turn.order == FREE:
+            self.overlap[between] += 1
         slow = self._plan.slow
         if slow is not None:
             spent_s = (time.monotonic_ns() - begin) / 1e9
@@ -178,9 +187,10 @@ class KernelTrainer:
         loss, weight = (self.total(sums) if self._together else sums).tolist()
         end = time.monotonic_ns()
         if not math.isfinite(loss):
+            self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
             self._control.bad.set(self.rank + 1)
-        if self._around.stop_requested() or not math.isfinite(loss):
-            self._control.order.stop(step)
+        if self._around.stop_requested() or self._broken:
+            order.stop(step)
         mean = loss / weight if weight else 0.0
         self._record(step, taken, (begin, end), mean)
         if math.isfinite(loss) and (self.rank == 0 or not self._together):
@@ -223,7 +233,7 @@ class KernelTrainer:
         """All have stopped; if several broke at once, the last to say so is the one that tells."""
         self._reporter.send(now=True)
         if rank == self.rank:
-            raise NonFinite(f"worker {rank}: the loss is not finite; {self._task.advice}")
+            raise NonFinite(f"{self._broken}; {self._task.advice}")
 
     def _trained(self, step: int, stopped: bool) -> Trained:
         return Trained(

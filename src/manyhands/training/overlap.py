@@ -1,4 +1,4 @@
-"""How many steps of others came between a hogwild worker's reading and its writing, over all workers. Pure."""
+"""How many steps of others came between a worker's reading of one memory and its writing, over all workers. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["overlap_summary"]
+__all__ = ["overlap_summary", "overlap_told"]
 
 
-def overlap_summary(workers: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+def overlap_summary(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
     """Steps of others between reading and writing: their number, by how many steps had so many, over all workers."""
     overlap: collections.Counter[int] = collections.Counter()
     for counts in workers:
@@ -20,3 +20,8 @@ def overlap_summary(workers: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         "max": max(overlap, default=0),
         "histogram": {str(number): overlap[number] for number in sorted(overlap)},
     }
+
+
+def overlap_told(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
+    """What a summary says of it: nothing of one worker, or where it was not counted."""
+    return {"overlap": overlap_summary(workers)} if len(workers) > 1 and any(workers) else {}
