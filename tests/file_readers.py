@@ -79,10 +79,10 @@ def _rows(**reading: Any) -> Callable[[Path], object]:
 
 
 def _learn(folder: Path) -> object:
-    from manyhands.regression import online
+    from manyhands.regression import room
     from manyhands.regression.training import train_logreg
 
-    online.available_bytes = lambda: (
+    room.available_bytes = lambda: (
         256 << 20
     )  # as on a machine that has no more: what is asked for must fit in it
     result = train_logreg(folder / "sample")
