@@ -131,7 +131,7 @@ class Replica:
         self._tap.close()
 
     def _held(self) -> list[_Held]:
-        """Everything that is averaged; UserError for what can not be."""
+        """Everything that is averaged; UserError for what cannot be."""
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         held = [
             _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
