@@ -322,10 +322,12 @@ def test_the_state_of_tables_is_saved_as_the_dense_optimizer_has_it(tmp_path: Pa
     assert distance(dict(ended.state_dict()), train_plainly(plain, 20)) < 1e-12
 
 
+@pytest.mark.parametrize("every", [100, 2])
 @pytest.mark.parametrize("order", ["free", "locked", "turns"])
-def test_a_run_that_is_stopped_leaves_no_gap(order: str, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_leaves_no_gap(order: str, every: int, tmp_path: Path) -> None:
+    """Also where the workers meet more often than an order can stop between two meetings."""
     task, _ = task_and_reference("sgd")
-    results = train(plan_of(task, checkpoint_every=100), order, 3, folder=tmp_path, stop_after=8)
+    results = train(plan_of(task, checkpoint_every=every), order, 3, folder=tmp_path, stop_after=8)
     done = {result.trained.steps_done for result in results}
     assert len(done) == 1
     assert all(result.trained.stopped_early for result in results)

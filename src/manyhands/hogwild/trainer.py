@@ -84,11 +84,11 @@ class HogwildTrainer:
         self._reporter.begin(first)
         step, stopped = first, False
         while step < self._plan.steps and not stopped:
-            step, end = self._until_met(loop, step)
+            step, stopped = self._until_met(loop, step)
             if loop.bad.get():
                 self._refuse(loop.bad.get() - 1)
                 return self._trained(model, step, stopped=True)
-            stopped = step < end
+            stopped = stopped and step < self._plan.steps
             self._reporter.after(step, model, loop.called, last=stopped or step == self._plan.steps)
         if first >= self._plan.steps:
             self._reporter.evaluate(step, loop.called)
@@ -134,8 +134,8 @@ class HogwildTrainer:
             scheduled=first,
         )
 
-    def _until_met(self, loop: _Loop, step: int) -> tuple[int, int]:
-        """Train from `step` on until all meet; where they are then, and where they wanted to be."""
+    def _until_met(self, loop: _Loop, step: int) -> tuple[int, bool]:
+        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
         end = self._reporter.next_due(step)
         self._meet(step)  # whoever reads what the last round ended with has done so
         loop.order.begin(step, end)
@@ -146,15 +146,15 @@ class HogwildTrainer:
         self._reporter.send(now=True)
         self._around.mark(end, State.WAITING)
         self._meet(end)
-        self._reporter.loss = self._mean_loss()
-        return loop.order.done(), end
+        return loop.order.done(), self._agree()
 
-    def _mean_loss(self) -> float:
-        """Collective: over the batches that all took since they last met."""
-        mine = torch.tensor(self._since_met, dtype=torch.float64)
+    def _agree(self) -> bool:
+        """Collective: the mean loss over the batches that all took since they last met, and whether anyone stops."""
+        mine = (*self._since_met, float(self._around.stop_requested()))
         self._since_met = (0.0, 0)
-        loss, samples = self.total(mine).tolist()
-        return loss / samples if samples else math.nan
+        loss, samples, stops = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self._reporter.loss = loss / samples if samples else math.nan
+        return bool(stops)
 
     def _meet(self, step: int) -> None:
         begin = time.monotonic_ns()
