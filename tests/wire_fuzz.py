@@ -44,7 +44,7 @@ from manyhands.hub.frames import (
 from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, Proof, Refused
 from manyhands.hub.hub import Hub, Joined, Lost, Received, Shared, TurnedAway
 from manyhands.hub.strangers import Tally
-from manyhands.link.message import FrameHeader as LinkHeader
+from manyhands.link.message import Header as LinkHeader
 from manyhands.link.message import ProtocolError
 from manyhands.server.live.job import CODEC
 from manyhands.wire.dtypes import LINKED
