@@ -103,6 +103,9 @@ class TorchRig(Rig):
     def tear_down(self) -> None:
         # Neither close ends before the other has said goodbye, unless one waits for it in vain.
         self.run(self.first.close, self.second.close)
+        self.run(
+            self.first.break_off, self.second.break_off
+        )  # who lost its peer does not wait for its threads
         del self.groups
 
 
