@@ -37,7 +37,7 @@ CODEC = MessageCoder({1: Number})
 CHILD = """
 import os, sys, time
 from dataclasses import dataclass
-from manyhands.hub.encoding import Codec
+from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.handshake import Credentials
 from manyhands.hub.hub import Hub, Joined, Lost, Received
 from manyhands.hub.settings import Settings
@@ -49,7 +49,7 @@ class Number:
 
 hub = Hub(
     Credentials(member=2, role="child", token=b"the secret of this run, 32 bytes", fingerprint="task"),
-    Codec({1: Number}),
+    MessageCoder({1: Number}),
     settings=Settings(silence=Silence(beat_s=0.1, silence_s=60.0)),
 )
 hub.connect(1, sys.argv[1])

@@ -203,9 +203,15 @@ def test_what_a_server_raised_is_not_blamed_on_a_worker_and_has_the_time_of_the_
     tmp_path: Path,
 ) -> None:
     task = make_task(lambda parameters: _BreaksOnAServer(parameters, lr=0.01))
+
+    def slowly_built() -> torch.nn.Module:
+        time.sleep(0.6)  # so that what comes before the training takes longer than that
+        return task.model()
+
+    slow = replace(_patient(task, 0.1), model=slowly_built)
     began = time.monotonic()
     with pytest.raises(ManyhandsError):
-        mh.fit(_patient(task, 0.1), "ps", workers=2, steps=100, out=tmp_path / "r")
+        mh.fit(slow, "ps", workers=2, steps=100, out=tmp_path / "r")
     took_s = time.monotonic() - began
     rows = [json.loads(line) for line in (tmp_path / "r/members.jsonl").read_text().splitlines()]
     fault = rows[-1]

@@ -198,6 +198,7 @@ def predict_command(
 def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
     from manyhands.cluster.signals import ending, signal_of
+    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
     from manyhands.regression.model import MODEL_FILE
     from manyhands.regression.training import train_logreg
