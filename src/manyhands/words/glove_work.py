@@ -13,7 +13,7 @@ from manyhands.words.glove_model import GloveOptions
 __all__ = ["GloveWork", "turn_number"]
 
 _MOST = 1 << 16  # records of a step: a megabyte, some milliseconds
-_PER_PASS = 64  # steps that a short file has, so that all workers have some
+_PER_PASS = 16  # steps that a short file has, so that all workers have some
 
 
 @dataclass(frozen=True, kw_only=True)
