@@ -70,7 +70,7 @@ def fit(
     )
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
-    if request.strategy.most_workers != 1:
+    if request.strategy.forks_workers(compiled=request.plan.task.compiled):
         expect()
     with preserved(), ExitStack() as stack:
         seed_all(seed)

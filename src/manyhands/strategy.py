@@ -88,6 +88,10 @@ class Strategy(ABC):
         """Whether workers whose steps are compiled are threads of the caller's process."""
         return False
 
+    def forks_workers(self, *, compiled: bool) -> bool:
+        """Whether the workers of a task, whose step is compiled or is not, are processes of their own."""
+        return self.most_workers != 1 and not (compiled and self.in_threads)
+
     @property
     def trains_compiled(self) -> bool:
         """Whether it trains tasks whose step is compiled; else it moves gradients."""

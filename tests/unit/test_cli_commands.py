@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 import typer
 
+from manyhands.cli.later import forks_workers
 from manyhands.cli.main import COMMANDS
 
 
@@ -29,3 +30,30 @@ def test_the_list_says_what_the_command_says_of_itself(name: str) -> None:
     own = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
     assert own
     assert COMMANDS[name].help == own.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("digits", True),
+        ("digits --workers 2 --strategy ps", True),
+        ("digits --strategy=single", False),
+        ("digits --strategy no-such", False),
+        ("digits --strategy", False),
+        ("digits --help", False),
+        ("", False),
+        ("glove", False),
+        ("glove --strategy hogwild", False),
+        ("glove --strategy allreduce", True),
+        ("logreg --train f --strategy ps", True),
+    ],
+)
+def test_a_template_is_started_early_only_where_workers_are_forked_from_it(
+    words: str, expected: bool
+) -> None:
+    assert forks_workers(words.split()) is expected
+
+
+def test_hands_that_are_processes_are_forked() -> None:
+    assert forks_workers(["glove", "--strategy", "hogwild hands=processes"])
+    assert forks_workers(["digits", "--strategy", "hogwild"])

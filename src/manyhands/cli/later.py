@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -12,7 +12,12 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-__all__ = ["Later", "add_later", "group_of"]
+from manyhands.errors import UserError
+from manyhands.strategy import Strategy
+
+__all__ = ["Later", "add_later", "forks_workers", "group_of"]
+
+_COMPILED = ("glove", "logreg")
 
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -33,7 +38,7 @@ class Later:
     """How the arguments of a function are taken, for `typer`."""
 
     trains: bool = False
-    """Whether it starts workers, as a rule: what they are forked from then starts before anything is imported."""
+    """Whether it may start workers: what they are forked from then starts before anything is imported."""
 
 
 def add_later(app: typer.Typer, commands: Mapping[str, Later]) -> None:
@@ -49,12 +54,27 @@ def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             if args and args[0] in commands:
                 command = commands[args[0]]
-                if command.trains and "--help" not in args:
+                if command.trains and forks_workers(args[1:]):
                     _prepare()
                 self.add_command(_made(args[0], command), args[0])
             return super().resolve_command(ctx, args)
 
     return CommandsLater
+
+
+def forks_workers(words: Sequence[str]) -> bool:
+    """Whether a command with these words will have workers in processes, as far as can be seen before it is parsed."""
+    if not words or "--help" in words:
+        return False
+    compiled = words[0] in _COMPILED
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, text = word.partition("=")
+        if name == "--strategy":
+            try:
+                return Strategy.parse(text or following).forks_workers(compiled=compiled)
+            except UserError:  # which the command will say
+                return False
+    return not compiled  # as the usual strategies are
 
 
 def _listed() -> None:
