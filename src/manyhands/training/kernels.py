@@ -88,7 +88,7 @@ class KernelTrainer:
         self._around = around
         self._reporter = Reporter(plan, self, around, checkpoints)
         self._samples = 0
-        self._since_met = torch.zeros(2, dtype=torch.float64)  # this worker's sums of losses and of weights
+        self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
         self._sent = [0, 0]
         self._broken = ""
         self.overlap: collections.Counter[int] = collections.Counter()
@@ -152,9 +152,9 @@ class KernelTrainer:
         self._reporter.send(now=True)
         self._around.mark(end, State.WAITING)
         self._meet(end)
-        stop = torch.tensor([float(self._around.stop_requested())], dtype=torch.float64)
-        loss, weight, stops = self.total(torch.cat([self._since_met, stop])).tolist()
-        self._since_met.zero_()
+        told = [*self._since_met, float(self._around.stop_requested())]
+        loss, weight, stops = self.total(torch.tensor(told, dtype=torch.float64)).tolist()
+        self._since_met = (0.0, 0.0)
         self._reporter.loss = loss / weight if weight else math.nan
         return order.done(), bool(stops)
 
@@ -182,9 +182,10 @@ class KernelTrainer:
             time.sleep(
                 slow.extra_s(seed=self._plan.seed, step=step, worker_rank=self.rank, compute_s=spent_s)
             )
-        sums = torch.tensor([taken.loss, taken.weight], dtype=torch.float64)
-        self._since_met += sums
-        loss, weight = (self.total(sums) if self._together else sums).tolist()
+        loss, weight = taken.loss, taken.weight
+        self._since_met = (self._since_met[0] + loss, self._since_met[1] + weight)
+        if self._together:
+            loss, weight = self.total(torch.tensor([loss, weight], dtype=torch.float64)).tolist()
         end = time.monotonic_ns()
         if not math.isfinite(loss):
             self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
