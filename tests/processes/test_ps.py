@@ -75,27 +75,38 @@ def test_six_kills_of_workers_and_servers(tmp_path: Path) -> None:
 def test_a_paused_worker_is_fenced_and_takes_the_next_place(
     consistency: str, link: str, tmp_path: Path
 ) -> None:
-    """It wakes when another has its slot, stands by, and is at work again after the next death, to the end."""
+    """It wakes when another has its slot, stands by, and is at work again after the next death, to the end.
+
+    What it had begun to compute, of parameters that changed meanwhile, counts for nothing; a replay knows that too.
+    """
     out, steps = tmp_path / "run", 120
     task = make_task(OPTIMIZERS["sgd"])
     strategy = f"ps servers=2 consistency={consistency} link={link}"
-    with mh.start(_until(tmp_path / "go", task), strategy, workers=2, steps=steps, out=out) as running:
+    stopping = _stops_once(tmp_path / "stop", _until(tmp_path / "go", task))
+    with mh.start(stopping, strategy, workers=2, steps=steps, out=out) as running:
         _await(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size)
-        paused = _pid(out, "worker 1")
-        os.kill(paused, signal.SIGSTOP)
+        workers = {_pid(out, name): name for name in ("worker 0", "worker 1")}
+        (tmp_path / "stop").touch()
         _await(lambda: _recovered(out) == 1)
+        paused = next(pid for pid in workers if (tmp_path / f"stop-{pid}").exists())
+        known = _last_step(out)
+        _await(lambda: _last_step(out) > known + 1)  # so that the parameters have changed since
         os.kill(paused, signal.SIGCONT)
         _await(lambda: any(event["event"] == "fenced" for event in events(out)))
-        os.kill(_pid(out, "worker 0"), signal.SIGKILL)
+        other = next(pid for pid in workers if pid != paused)
+        os.kill(other, signal.SIGKILL)
         _await(lambda: _recovered(out) == 2)
         (tmp_path / "go").touch()
         run = running.result(100)
     started = [event["name"] for event in events(out) if event["event"] == "started"]
-    assert started.count("worker 0") == 1, "nobody new was needed for the one that was killed"
+    assert started.count(workers[other]) == 1, "nobody new was needed for the one that was killed"
     assert len(run.history.loss) == steps
     if consistency == "sync":
         assert distance(run.model.state_dict(), train_plainly(task, steps)) < 1e-9
     _audit(out)
+    replayed = mh.replay(out, task)
+    assert replayed.first_difference is None
+    assert replayed.same_bytes
 
 
 @pytest.mark.parametrize(
@@ -268,6 +279,22 @@ def _until(go: Path, task: mh.Task) -> mh.Task:
     return replace(task, loss=slow)
 
 
+def _stops_once(file: Path, task: mh.Task) -> mh.Task:
+    """The same task; whichever process finds such a file first stops between forward and backward, and says so."""
+
+    def stopping(model: Any, batch: Any) -> torch.Tensor:
+        loss = task.loss(model, batch)
+        if file.exists():
+            try:
+                file.rename(f"{file}-{os.getpid()}")
+            except FileNotFoundError:
+                return loss
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return loss
+
+    return replace(task, loss=stopping)
+
+
 def _fails_once(file: Path) -> Any:
     """A scheduler, of which only servers take steps: one of them fails when there is such a file, and takes it away."""
 
@@ -294,6 +321,10 @@ def _pid(out: Path, name: str) -> int:
     return next(
         event["pid"] for event in events(out) if event["event"] == "started" and event["name"] == name
     )
+
+
+def _last_step(out: Path) -> int:
+    return max(json.loads(row)["step"] for row in (out / "metrics.jsonl").read_text().split("\n")[:-1])
 
 
 def _recovered(out: Path) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -151,6 +152,25 @@ def test_with_buffers_a_process_also_computes_what_nobody_took() -> None:
         "compute 0.0 for ",
         "compute 0.1 for 0",
         "apply 0@1",
+    ]
+
+
+def test_with_buffers_what_a_process_had_begun_when_it_lost_its_place_is_undone() -> None:
+    """A row of another member says so; nobody can repeat what was read while it changed, and nobody has to."""
+    first, torn, later = (
+        replace(computed(slot, clock, version, member=member), process=10)
+        for slot, clock, version, member in ((0, 0, 0, 10), (0, 1, 1, 10), (1, 2, 1, 30))
+    )
+    rows = by_process([first, torn, later])
+    order = ReplayOrder([log(0, first, later)], rows, stateful=True)
+    assert text(order) == ["compute 0.0 for 0", "apply 0@1", "compute 1.2 for 0", "apply 0@2"]
+    assert not any(action.undone for action in order if isinstance(action, Compute))
+    taken = ReplayOrder([log(0, first, (torn, later))], rows, stateful=True)  # it was whole after all
+    computes = [action for action in taken if isinstance(action, Compute)]
+    assert [(action.row, action.undone) for action in computes] == [
+        (first, False),
+        (torn, True),
+        (later, False),
     ]
 
 

@@ -71,6 +71,7 @@ FAILED_ONCE = [
     ("stormy", 5000009, "aware:bounded:2", 0),
     ("stormy", 5002295, "softsync:2", 0),
     ("stormy", 64400112, "sync", 0),
+    ("drawn", 701486, "aware:bounded:2", 0),
 ]
 """Every run that ever broke a promise, with a server or with a judge of its time."""
 

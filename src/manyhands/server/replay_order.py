@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from manyhands.errors import ManyhandsError, UserError
@@ -62,6 +62,8 @@ class Compute:
 
     row: ComputedRow
     shards: tuple[int, ...]
+    undone: bool = False
+    """Whether its process put its buffers back to what they were before: it had lost its place by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,8 @@ class ReplayOrder:
 
     `steps` are those of each shard, `computed` what each process did. `until` stops every shard when it has applied
     so many batches; whatever that needs of the others is executed too. `stateful`: a model has buffers, so that every
-    process's computations come in their order, also those that no shard took.
+    process's computations come in their order, also those that no shard took. Only the last one before its process got
+    a new place, under a new number, is not among them: its process has undone it.
     """
 
     def __init__(
@@ -124,9 +127,12 @@ class ReplayOrder:
         self._steps = steps
         self._computed: dict[Name, ComputedRow] = {}
         self._before: dict[Name, Name] = {}
+        self._undone: set[Name] = set()
         for rows in computed.values():
-            self._add_process(rows, stateful)
+            self._add_process(rows)
         self._versions: list[dict[Name, int]] = [self._checked(shard) for shard in range(len(steps))]
+        for rows in computed.values() if stateful else ():
+            self._chain(rows)
         self.limits = tuple(self._limit(shard, until) for shard in range(len(steps)))
         """By shard: the version to stop at."""
         self._needed, self._ends = self._reach()
@@ -140,9 +146,11 @@ class ReplayOrder:
         return self._computed[update.name].process
 
     def __iter__(self) -> Iterator[ReplayAction]:
-        return _Walk(self._steps, self._ends, self._needed, self._before, self._versions).actions()
+        for action in _Walk(self._steps, self._ends, self._needed, self._before, self._versions).actions():
+            undone = isinstance(action, Compute) and action.row.name in self._undone
+            yield replace(action, undone=True) if undone else action
 
-    def _add_process(self, rows: Sequence[ComputedRow], stateful: bool) -> None:
+    def _add_process(self, rows: Sequence[ComputedRow]) -> None:
         for row in rows:
             if {len(row.versions), len(row.rows_versions), len(row.gradients)} != {len(self._steps)}:
                 raise ReplayImpossible(
@@ -154,8 +162,13 @@ class ReplayOrder:
                     f"slot {row.slot}, clock {row.clock} was recorded twice by member {row.member}"
                 )
             self._computed[row.name] = row
-        if stateful:
-            self._before |= {after.name: before.name for before, after in pairwise(rows)}
+
+    def _chain(self, rows: Sequence[ComputedRow]) -> None:
+        """Let each computation of a process follow the one before it that left something, or that a shard took."""
+        self._undone |= {before.name for before, after in pairwise(rows) if before.member != after.member}
+        taken = set().union(*self._versions)
+        kept = [row for row in rows if row.name not in self._undone or row.name in taken]
+        self._before |= {after.name: before.name for before, after in pairwise(kept)}
 
     def _checked(self, shard: int) -> dict[Name, int]:
         """The version of every update at a shard, each compared with what its worker recorded."""

@@ -189,6 +189,8 @@ class Player:
             stage.replica.model, row.batch, row.part, row.parts, stage.replica.backward, prepare
         )
         stage.replica.end()
+        if compute.undone:
+            stage.replica.undo()
         stage.tables.collect(done.share)
         self.updates += 1
         for shard, part in enumerate(self._parts):

@@ -26,6 +26,8 @@ class ReplicaModel:
         self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._tied.values())
         self._share = 1.0
         self._reached: set[str] = set()
+        self._buffers = list(model.buffers())
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
         self.tie(area)
         self._names = list(self._tied)
         self._tap = GradientTap(list(self._tied.values()), self._taken)
@@ -57,8 +59,15 @@ class ReplicaModel:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Forget what the last backward reached."""
+        """Forget what the last backward reached, and remember the buffers as they are."""
         self._reached.clear()
+        if self._buffers:
+            _copy(self._buffers_before, self._buffers)
+
+    def undo(self) -> None:
+        """Give the buffers what they had before the last forward."""
+        if self._buffers:
+            _copy(self._buffers, self._buffers_before)
 
     def end(self) -> None:
         """Say in the area what this backward reached."""
@@ -82,6 +91,11 @@ class ReplicaModel:
         put(self._gradients[name], gradient.to_dense() if gradient.is_sparse else gradient, self._share)
         parameter.grad = None
         self._reached.add(name)
+
+
+@torch.no_grad()
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_copy_(into, values)
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -123,7 +123,12 @@ class _Body:
         return None
 
     def begin_anew(self) -> None:
-        """Take other memory: a shard may still hold an update of the old place, and read it where it lies."""
+        """Take other memory: a shard may still hold an update of the old place, and read it where it lies.
+
+        The last update of that place does not count for the buffers: who lost its place while it computed may have
+        read parameters in place that had changed under it. A replay knows: a process's next row has another member.
+        """
+        self.model.undo()
         self.area.close()
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
