@@ -296,7 +296,7 @@ class ShardCore:
             return
         record = self.table.record(push.slot)
         self._next_batch = max(self._next_batch, push.batch + 1)
-        if push.clock >= record.end:  # begun before a restore, and the slots changed earlier this time
+        if not self._counts(push, record):
             self._settle(push.slot, record, push.clock + 1, change)
             change.outcome = Outcome.LATE
             change.drop(push)
@@ -305,6 +305,17 @@ class ShardCore:
         record.remember(push.clock, push.batch)
         self._settle(push.slot, record, push.clock + 1, change)
         self.steps.wait(push, record, change)
+
+    def _counts(self, push: Push, record: SlotRecord) -> bool:
+        """Whether an update has a place in this run.
+
+        One that was begun before a restore may have none, where the slots changed earlier this time: its slot ends
+        before it, or others share out its batch. No read for it waited for anybody.
+        """
+        if push.clock >= record.end:
+            return False
+        by_clock = self.config.policy.by_clock
+        return not by_clock or self._place(push.slot, push.clock).kind is WorkKind.TRAIN
 
     def _settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
         self.steps.settle(slot, record, until, change)
