@@ -147,8 +147,10 @@ class ReplayOrder:
 
     def __iter__(self) -> Iterator[ReplayAction]:
         for action in _Walk(self._steps, self._ends, self._needed, self._before, self._versions).actions():
-            undone = isinstance(action, Compute) and action.row.name in self._undone
-            yield replace(action, undone=True) if undone else action
+            if isinstance(action, Compute):
+                yield replace(action, undone=action.row.name in self._undone)
+            else:
+                yield action
 
     def _add_process(self, rows: Sequence[ComputedRow]) -> None:
         for row in rows:
