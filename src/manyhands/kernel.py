@@ -27,6 +27,7 @@ __all__ = ["AnyTask", "KernelStep", "KernelTask", "Portion", "Taken"]
 
 CHECKPOINT_SHARE = 50
 """Checkpoints write at most one byte for so many bytes of records that are read, so that they cost little time."""
+_CHECKPOINT_BYTES = 12 << 20  # what can be written while the disk makes sure of a small one
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +187,9 @@ class KernelTask(ABC):
         return Portion(begin, min(begin + self.batch_size, self.samples), passed)
 
     def checkpoint_every(self, steps: int) -> int:
-        """Ten times a run, or more seldom where the memory is large beside the records."""
-        seldom = CHECKPOINT_SHARE * self.num_bytes / (self.record_bytes * self.batch_size)
+        """Ten times a run, or more seldom where they would cost much time: a large memory, or a run of moments."""
+        written = self.num_bytes + _CHECKPOINT_BYTES
+        seldom = CHECKPOINT_SHARE * written / (self.record_bytes * self.batch_size)
         return max(1, math.ceil(max(steps / 10, seldom)))
 
 

@@ -75,7 +75,8 @@ def test_a_run_is_recorded_and_goes_on_to_where_it_would_have_been(
     roles = read_run_events(out / "events").roles
     assert len(roles) == workers
     for role in roles:
-        assert len(role.of(EventKind.STEP)) == len(role.of(EventKind.COMPUTE)) > 0
+        assert len(role.of(EventKind.STEP)) == len(role.of(EventKind.COMPUTE))
+        assert text == "hogwild" or len(role.of(EventKind.STEP))  # where whoever is first takes the next
     counted = sum(int(role.of(EventKind.STEP)["count"].sum()) for role in roles)
     assert counted == 2 * 2_100, "of both lives"
     other = GloveTask.of(path, SIZE, GloveOptions(dim=6, rate=0.1), any_batch=True)

@@ -29,7 +29,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["LogregMemory", "LogregTask", "check_strategy"]
 
-_MOST, _LEAST = 1 << 14, 1 << 12  # examples of a step: some milliseconds
+_MOST, _LEAST = 1 << 14, 1 << 13  # examples of a step: a millisecond or more
 _PER_PASS = 16  # steps that a short file has, so that all workers have some
 
 

@@ -149,7 +149,6 @@ class KernelTrainer:
         while (mine := order.claim()) is not None:
             self._step(mine)
             self._reporter.send()
-        self._reporter.send(now=True)
         self._around.mark(end, State.WAITING)
         self._meet(end)
         told = [*self._since_met, float(self._around.stop_requested())]
