@@ -371,9 +371,9 @@ class Hub:
             # Nobody who has proved nothing may end a run, not even by a mistake of ours, which is named here.
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
-    def _open(self, door: int, now_s: float) -> None:
+    def _open(self, listener: int, now_s: float) -> None:
         """Let in those who wait at a listening socket, as far as the handshake."""
-        for end in self._entrance.accept(door, now_s):
+        for end in self._entrance.accept(listener, now_s):
             connection = self._new(end, expected=None)
             self._show_out(self._entrance.newcomers.arrived(connection, now_s))
             self._serve(connection, _IN, now_s)  # a member's knock is here already, as a rule

@@ -13,34 +13,18 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, Self
 
-import torch
-
 from manyhands.errors import UserError
 from manyhands.link import ring
-from manyhands.link.base import (
-    DEFAULT_QUEUE_BYTES,
-    Closed,
-    FlushOutcome,
-    Full,
-    Link,
-    LinkCounters,
-    PeerDied,
-    Queued,
-    Received,
-    ReceiveOutcome,
-    SendOutcome,
-    check_size,
-)
+from manyhands.link.base import DEFAULT_QUEUE_BYTES, Closed, PeerDied
 from manyhands.link.incoming import Incoming
-from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, Header, Message
+from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES
 from manyhands.link.outgoing import SLICE_NS, Outgoing
+from manyhands.link.queued import QueuedLink
 from manyhands.link.wire import Wire
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.memory.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
@@ -106,7 +90,7 @@ class SharedLinkFiles:
         self.close()
 
 
-class SharedLink(Link):
+class SharedLink(QueuedLink):
     """One end of a link through shared memory; made by `attach` or `pair`.
 
     `roles` says how many processes of this host wait for each other, `queue_bytes` bounds what waits for room
@@ -127,20 +111,14 @@ class SharedLink(Link):
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        self.peer = peer
-        self.counters = LinkCounters()
+        super().__init__(peer, max_payload_bytes)
         self._segment = segment
         self._lifeline = lifeline
-        self._max_payload_bytes = max_payload_bytes
         one = segment.num_bytes // 2
         out_address, in_address = segment.address + end * one, segment.address + (1 - end) * one
         self._own_lines = ((out_address, out_address), (in_address, in_address + CACHE_LINE))
         self._peer_line = in_address  # where the peer says how it leaves
         self._looked_ns = 0
-        self._gone: Closed | PeerDied | None = None
-        self._closed = False
-        self._receiving = threading.Lock()
-        self._leaving = threading.Lock()
         spins = _PATIENCE * spins_for(roles)
         room_to_part = roles <= len(os.sched_getaffinity(0))
         self._outgoing = Outgoing(
@@ -154,7 +132,6 @@ class SharedLink(Link):
             spins,
             _leaver(in_address) if room_to_part else None,
         )
-        _open_links.add(self)
 
     @classmethod
     def attach(
@@ -203,55 +180,16 @@ class SharedLink(Link):
             )
         return first, second
 
-    def send(self, message: Message) -> SendOutcome:
-        """Copy into the ring what fits, queue the rest; see `Link.send`."""
-        counters = self.counters
-        header = Header.of(message, counters.messages_sent)
-        num_bytes = header.payload_bytes
-        check_size(num_bytes, self._max_payload_bytes, self.peer)
-        outcome = self._outgoing.send(header.encode(), message.payload, num_bytes)
-        if isinstance(outcome, Queued):
-            counters.messages_sent += 1
-            counters.bytes_sent += num_bytes
-        elif isinstance(outcome, Full):
-            counters.full_count += 1
-        return outcome
+    def _say_goodbye(self, complete: bool) -> None:
+        for address, line in self._own_lines:
+            ring.end(address, line, ring.CLOSED if complete else ring.CUT)
 
-    def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Copy the next message out of the ring; see `Link.receive`."""
-        with self._receiving:
-            if self._closed:
-                return Closed()
-            outcome = self._incoming.receive(timeout_s, into)
-        if isinstance(outcome, Received):
-            self.counters.messages_received += 1
-            self.counters.bytes_received += outcome.message.payload_bytes
-        return outcome
+    def _release(self) -> None:
+        self._segment.close()
+        self._lifeline.close()
 
-    def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until every queued byte is in the ring; see `Link.flush`."""
-        return self._outgoing.flush(timeout_s)
-
-    def close(self) -> None:
-        """Say goodbye in the ring, stop the thread if there is one, unmap; see `Link.close`."""
-        self._leave(silently=False)
-
-    def abandon(self) -> None:
-        """Go without a word, as a crash would: the peer sees PeerDied."""
-        self._leave(silently=True)
-
-    def _leave(self, *, silently: bool) -> None:
-        with self._leaving:
-            if self._closed:
-                return
-            self._closed = True
-            complete = self._outgoing.close()
-            if not silently:
-                for address, line in self._own_lines:
-                    ring.end(address, line, ring.CLOSED if complete else ring.CUT)
-            with self._receiving:  # a receive in another thread returns at its next slice
-                self._segment.close()
-                self._lifeline.close()
+    def _let_go(self) -> None:
+        self._lifeline.close()
 
     def _peer_end(self) -> Closed | PeerDied | None:
         """How the peer left, or None; what the ring says is always looked at, the lifeline every 50 ms."""
@@ -298,17 +236,3 @@ def _holds(lifeline: socket.socket) -> bool:
         return True
     except ConnectionError:
         return False
-
-
-_open_links: weakref.WeakSet[SharedLink] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    """Close a parent's lifelines in its forked child (a data loader's, say): they would hide its death."""
-    for link in list(_open_links):
-        if not link._closed:
-            link._closed = True
-            link._lifeline.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -13,38 +13,22 @@ import fcntl
 import select
 import socket
 import termios
-import threading
 import time
 from typing import Final, Self
 
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.link.base import (
-    DEFAULT_QUEUE_BYTES,
-    Closed,
-    FlushOutcome,
-    Full,
-    Link,
-    LinkCounters,
-    PeerDied,
-    Queued,
-    Received,
-    ReceiveOutcome,
-    SendOutcome,
-    check_size,
-)
-from manyhands.link.forks import forget_in_children
+from manyhands.link.base import DEFAULT_QUEUE_BYTES, Closed, PeerDied, Received, ReceiveOutcome
 from manyhands.link.incoming import Incoming
-from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header, Message
+from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header
 from manyhands.link.outgoing import Outgoing
+from manyhands.link.queued import QueuedLink
 from manyhands.link.wire import Wire
 
 __all__ = ["TcpLink", "connected"]
 
-_BUFFER_BYTES: Final = (
-    512 << 10
-)  # the kernel's, per direction and end: enough for loopback, and no more than is needed
+_BUFFER_BYTES: Final = 512 << 10  # the kernel's, per direction and end: enough for loopback, and no more
 _CONNECT_S: Final = 10.0
 _LINGER_S: Final = 1.0
 _PER_CALL_BYTES: Final = 4 << 20  # so that a deadline is looked at now and then
@@ -54,7 +38,7 @@ _ANY_MEMORY: Final = ctypes.c_char * (
 )  # one type for all: ctypes never forgets the length of an array
 
 
-class TcpLink(Link):
+class TcpLink(QueuedLink):
     """One end of a connection, which it owns; made by `mesh.TcpMesh`, or by `pair` for two ends in one process.
 
     `queue_bytes` bounds what waits for the kernel to take it, `max_payload_bytes` what the peer may announce. A peer
@@ -71,19 +55,12 @@ class TcpLink(Link):
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
-        self.peer = peer
-        self.counters = LinkCounters()
+        super().__init__(peer, max_payload_bytes)
         self._end = end
         self._descriptor = end.fileno()
-        self._max_payload_bytes = max_payload_bytes
-        self._gone: Closed | PeerDied | None = None
-        self._closed = False
-        self._receiving = threading.Lock()
-        self._leaving = threading.Lock()
         end.setblocking(False)
         self._outgoing = Outgoing(self._write, queue_bytes, self._peer_end, f"manyhands link to {peer}")
         self._incoming = Incoming(self._read, max_payload_bytes, self._peer_end, peer)
-        forget_in_children(self)
 
     @classmethod
     def pair(
@@ -96,70 +73,19 @@ class TcpLink(Link):
             cls(second, peer=names[0], queue_bytes=queue_bytes),
         )
 
-    def send(self, message: Message) -> SendOutcome:
-        """Give the kernel what it takes, queue the rest; see `Link.send`."""
-        counters = self.counters
-        header = Header.of(message, counters.messages_sent)
-        num_bytes = header.payload_bytes
-        check_size(num_bytes, self._max_payload_bytes, self.peer)
-        outcome = self._outgoing.send(header.encode(), message.payload, num_bytes)
-        if isinstance(outcome, Queued):
-            if isinstance(self._gone, PeerDied):  # found out by trying
-                return self._gone
-            counters.messages_sent += 1
-            counters.bytes_sent += num_bytes
-        elif isinstance(outcome, Full):
-            counters.full_count += 1
-        return outcome
-
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
         """Read the next message out of the stream; see `Link.receive`."""
-        with self._receiving:
-            outcome = Closed() if self._closed else self._incoming.receive(timeout_s, into)
-            if self._peer_end() == Closed() and not isinstance(outcome, Received):
-                return Closed()
-        if isinstance(outcome, Received):
-            self.counters.messages_received += 1
-            self.counters.bytes_received += outcome.message.payload_bytes
-        elif isinstance(outcome, Closed):
+        outcome = super().receive(timeout_s, into)
+        if self._peer_end() == Closed() and not isinstance(outcome, Received):
+            return Closed()
+        if isinstance(outcome, Closed):
             self._gone = outcome  # it said goodbye
         return outcome
 
-    def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until the kernel has every queued byte; see `Link.flush`."""
-        return self._outgoing.flush(timeout_s)
-
-    def close(self) -> None:
-        """Say goodbye if nothing is still queued, stop the thread if there is one; see `Link.close`."""
-        self._leave(silently=False)
-
-    def abandon(self) -> None:
-        """Go without a word, as a crash would: the peer sees PeerDied."""
-        self._leave(silently=True)
-
-    def let_go_in_child(self) -> None:
-        """Close a parent's end in its forked child (a data loader's, say): it would hide its death."""
-        if not self._closed:
-            self._closed = True
-            self._end.close()
-
-    def _leave(self, *, silently: bool) -> None:
-        with self._leaving:
-            if self._closed:
-                return
-            self._closed = True
-            complete = self._outgoing.close()
-            if complete and not silently:
-                self._say_goodbye()
-            try:
-                self._end.shutdown(socket.SHUT_RDWR)  # which wakes a receive in another thread
-            except OSError:
-                pass  # the peer went first
-            with self._receiving:
-                self._end.close()
-
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, complete: bool) -> None:
         """Let the peer know that this was all, and see that it gets there: what is unread here must not cut it off."""
+        if not complete:
+            return  # a connection that ends without a goodbye says that something is lost
         goodbye = Header.goodbye(self.counters.messages_sent).encode()
         unsent, until_ns = array.array("i", [0]), time.monotonic_ns() + int(_LINGER_S * 1e9)
         source = (ctypes.c_char * HEADER_BYTES).from_buffer_copy(goodbye)
@@ -170,6 +96,18 @@ class TcpLink(Link):
             if unsent[0] == 0:
                 return
             time.sleep(0.001)
+
+    def _wake(self) -> None:
+        try:
+            self._end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer went first
+
+    def _release(self) -> None:
+        self._end.close()
+
+    def _let_go(self) -> None:
+        self._end.close()
 
     def _write(
         self,
@@ -234,19 +172,19 @@ class TcpLink(Link):
 
 def connected() -> tuple[socket.socket, socket.socket]:
     """Two ends of one connection over loopback; anybody else who came to the port meanwhile is sent away."""
-    with socket.socket() as door:
-        _prepare(door)  # whom it lets in inherits the size of its buffers
-        door.bind((_LOOPBACK, 0))
-        door.listen(8)
-        door.settimeout(_CONNECT_S)
+    with socket.socket() as listener:
+        _prepare(listener)  # whom it lets in inherits the size of its buffers
+        listener.bind((_LOOPBACK, 0))
+        listener.listen(8)
+        listener.settimeout(_CONNECT_S)
         first = socket.socket()
         try:
             _prepare(first)
             first.settimeout(_CONNECT_S)
-            first.connect(door.getsockname())
+            first.connect(listener.getsockname())
             deadline = time.monotonic() + _CONNECT_S
             while time.monotonic() < deadline:
-                second, address = door.accept()
+                second, address = listener.accept()
                 if address == first.getsockname():
                     _prepare(second)
                     return first, second
