@@ -25,7 +25,17 @@ from manyhands.cluster.job import pack
 from manyhands.cluster.spec import RoleSpec
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
-from manyhands.server.live.job import Job, view_payload
+from manyhands.server.live.job import Job
+from manyhands.server.live.reports import (
+    ORDERS,
+    REPORTS,
+    Finish,
+    LeaveShards,
+    ServerListens,
+    ViewPublished,
+    WorkerLeft,
+    WorkerReady,
+)
 from manyhands.server.live.server import serve
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.worker import work
@@ -65,7 +75,7 @@ class ThreadedRun:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.heard: list[tuple[int, Mapping[str, Any]]] = []
+        self.heard: list[tuple[int, Any]] = []
         self.addresses: dict[int, str] = {}
         self._servers = job.strategy.num_server_processes
         self._stack = ExitStack()
@@ -118,9 +128,9 @@ class ThreadedRun:
         self._holders[slot] = member
         self._start(member, partial(work, slot=slot), files)
 
-    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
+    def tell(self, member: int, order: Any) -> None:
         """Say something to one role."""
-        self._channels[member].post(Note(payload=payload))
+        self._channels[member].post(Note(payload=ORDERS.write(order)))
 
     def hold(self, slot: int, member: int) -> None:
         """In every view from now on, `member` holds the slot."""
@@ -144,23 +154,27 @@ class ThreadedRun:
         )
         roles = {member: self._role_of(member) for member in range(1, self._servers + 1)}
         for member in self._channels.keys() - set(deaf):
-            self.tell(member, view_payload(view, self.addresses, roles))
+            self.tell(member, ViewPublished(view=view, addresses=self.addresses, roles=roles))
 
-    def said(self, key: str) -> list[Mapping[str, Any]]:
-        """What the roles said under this word so far."""
+    def said(self, *kinds: type) -> list[Any]:
+        """What the roles reported of this kind so far."""
         self._listen()
-        return [payload for _, payload in self.heard if key in payload]
+        return [report for _, report in self.heard if isinstance(report, kinds)]
 
-    def await_said(self, key: str, count: int) -> None:
-        """Wait until so many roles have said it."""
-        self._await(lambda: len(self.said(key)) >= count, f"{count} times {key!r}")
+    def await_said(self, count: int, *kinds: type) -> None:
+        """Wait until there are so many reports of this kind."""
+        self._await(lambda: len(self.said(*kinds)) >= count, f"{count} times {kinds}")
+
+    def await_joined(self, count: int) -> None:
+        """Wait until so many servers and workers are there."""
+        self.await_said(count, WorkerReady, ServerListens)
 
     def finish(self) -> nn.Module:
         """Wait for the workers, let the servers leave, and give the trained model."""
-        self.await_said("left", self.job.workers)
+        self.await_said(self.job.workers, WorkerLeft)
         for member in range(1, self._servers + 1):
-            self.tell(member, {"leave": list(range(self.job.strategy.servers))})
-            self.tell(member, {"finish": True})
+            self.tell(member, LeaveShards(shards=tuple(range(self.job.strategy.servers))))
+            self.tell(member, Finish())
             self._threads[member].join(_WITHIN_S)
         for member, channel in self._channels.items():
             if member > self._servers:
@@ -215,9 +229,10 @@ class ThreadedRun:
         for member, channel in self._channels.items():
             for message in channel.receive():
                 assert isinstance(message, Note)
-                self.heard.append((member, message.payload))
-                if "address" in message.payload:
-                    self.addresses[member] = message.payload["address"]
+                report = REPORTS.read(message.payload)
+                self.heard.append((member, report))
+                if isinstance(report, ServerListens):
+                    self.addresses[member] = report.address
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _WITHIN_S

@@ -34,7 +34,7 @@ def test_two_workers_in_step_equal_one_process(path: Path, strategy: str, server
     task = glove_tables(GloveTask.of(path, SIZE, OPTIONS), workers=2)
     with ThreadedRun(job_for(task, strategy, steps=8, workers=2)) as run:
         run.start_workers()
-        run.await_said("joined", 2 + len(servers))
+        run.await_joined(2 + len(servers))
         run.publish(1, servers)
         found = run.finish()
     assert isinstance(found, GloveTables)

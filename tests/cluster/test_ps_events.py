@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.link.wire import Wire
 from manyhands.record.events import NOBODY, EventKind, Records
+from manyhands.server.live.reports import ShardsLeft
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,7 +40,7 @@ def recorded(strategy: str) -> dict[int, Records]:
     """The events of a whole run, by role."""
     with ThreadedRun(job_for(task(), strategy, steps=STEPS, workers=WORKERS)) as run:
         run.start_workers()
-        run.await_said("joined", WORKERS)
+        run.await_joined(WORKERS)
         run.publish(1, (1, 2))
         run.finish()
         return {role: ring.drain() for role, ring in run.rings.items()}
@@ -70,13 +71,11 @@ def test_every_message_has_two_ends_with_one_number(link: str) -> None:
 def test_every_update_is_applied_once_by_each_shard_with_the_staleness_that_the_server_reports() -> None:
     with ThreadedRun(job_for(task(), "ps servers=2 consistency=async", steps=STEPS, workers=WORKERS)) as run:
         run.start_workers()
-        run.await_said("joined", WORKERS)
+        run.await_joined(WORKERS)
         run.publish(1, (1, 2))
         run.finish()
         reported = {
-            shard["shard"]: dict(shard["staleness"])
-            for said in run.said("shards")
-            for shard in said["shards"]
+            shard.shard: dict(shard.staleness) for said in run.said(ShardsLeft) for shard in said.shards
         }
         for shard in range(SERVERS):
             records = run.rings[WORKERS + shard].drain()

@@ -17,7 +17,7 @@ def trained(strategy: str, workers: int, optimizer: str, steps: int = STEPS) -> 
     job = job_for(make_task(OPTIMIZERS[optimizer]), strategy, steps=steps, workers=workers)
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", job.strategy.num_server_processes + workers)
+        run.await_joined(job.strategy.num_server_processes + workers)
         servers = tuple(range(1, job.strategy.servers + 1))
         run.publish(1, servers)
         return {name: value.clone() for name, value in run.finish().state_dict().items()}

@@ -18,7 +18,8 @@ from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.hub.arrivals import Joined, Lost, Received
 from manyhands.server.live.job import Job
-from manyhands.server.messages import Hello, ReadRows, RowsUnknown, RowValues
+from manyhands.server.live.reports import Evaluated, Remark, StepComputed
+from manyhands.server.messages import Hello, Installed, ReadRows, RowsUnknown, RowValues
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -116,7 +117,7 @@ def lazy_adam(lr: float) -> nn.Module:
 def train(job: Job, primaries: tuple[int, ...], backups: tuple[int, ...] = ()) -> nn.Module:
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", job.workers + job.strategy.num_server_processes)
+        run.await_joined(job.workers + job.strategy.num_server_processes)
         run.publish(1, primaries, backups)
         return run.finish()
 
@@ -191,10 +192,10 @@ def test_a_change_of_primaries_in_the_middle_loses_no_row() -> None:
     job = job_for(task_of(optimizer), "ps servers=2 replicas=1", steps=steps, workers=2)
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(1, (1, 2), (2, 1))
-        run.await_said("installed", 2)
-        run.await_said("batch", 20)
+        run.await_said(2, Installed)
+        run.await_said(20, StepComputed)
         run.publish(2, (2, 2))
         trained = run.finish()
     assert_equal(trained, dense(optimizer, steps))
@@ -205,12 +206,12 @@ def test_an_evaluation_sees_the_whole_tables() -> None:
     task = task_of(optimizer, evaluation=columns())
     with ThreadedRun(job_for(task, "ps servers=2", steps=6, workers=2, evaluate_every=4)) as run:
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(1, (1, 2))
         run.finish()
-        [said] = run.said("evaluation")
+        [said] = run.said(Evaluated)
     expected = loss(dense(optimizer, 4), list(columns())).item()
-    assert said["evaluation"]["metrics"]["evaluation_loss"] == pytest.approx(expected, abs=1e-9)
+    assert said.metrics["evaluation_loss"] == pytest.approx(expected, abs=1e-9)
 
 
 class Scores(nn.Module):
@@ -238,7 +239,7 @@ def counted(rows: int, steps: int, link: str) -> tuple[nn.Module, int]:
     )
     with ThreadedRun(job_for(task, f"ps link={link}", steps=steps, workers=1)) as run:
         run.start_workers()
-        run.await_said("joined", 2)
+        run.await_joined(2)
         run.publish(1, (1,))
         model = run.finish()
     return model, run.totals[2]["messages_sent"]
@@ -326,9 +327,9 @@ def test_rows_that_make_no_sense_end_that_connection_and_nothing_else() -> None:
         unknown, reason = talk(run, (reading(), named * 2 + bytes(32)), (reading(), b"!"))
         assert unknown == RowsUnknown(shard=0, slot=0, clock=0, names=("00" * 32,) * 2)
         assert "too few" in reason
-        run.await_said("note", 2)
+        run.await_said(2, Remark)
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(2, (1, 2))
         assert_equal(run.finish(), dense(optimizer))
 

@@ -14,6 +14,7 @@ import torch
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from equality import loss as plain_loss
 from manyhands.hub.hub import Hub
+from manyhands.server.live.reports import PlaceGiven, PlaceLost, StepComputed
 from manyhands.server.messages import Push, Read
 from threaded_ps import ThreadedRun, job_for
 
@@ -52,15 +53,15 @@ def test_a_zombie_is_fenced_and_the_run_goes_on(
     backups = (2, 1) if replicas else ()
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(1, (1, 2), backups)
         assert gate.stands.wait(60)
         run.start_worker(1, 5)
-        run.await_said("joined", 5)
+        run.await_joined(5)
         run.publish(2, (1, 2), backups, deaf=(4,))
-        run.await_said("progress", 12 if consistency != "sync" else 8)  # its successor is at work
+        run.await_said(12 if consistency != "sync" else 8, StepComputed)  # its successor is at work
         gate.opened.set()
-        run.await_said("fenced", 1)
+        run.await_said(1, PlaceLost)
         ours = run.finish().state_dict()
     if consistency == "sync":
         assert distance(ours, train_plainly(task, STEPS)) < 1e-9
@@ -76,17 +77,17 @@ def test_who_was_fenced_takes_the_next_place_and_harms_nothing_that_it_left_behi
     monkeypatch.setitem(_GATES, "now", gate)
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(1, (1, 2))
         assert gate.stands.wait(60)  # slot 0 stands; what slot 1 pushed for this step is held by both shards
         run.start_worker(1, 5)
         run.publish(2, (1, 2))  # member 4 is fenced by this
-        run.await_said("fenced", 1)
+        run.await_said(1, PlaceLost)
         run.hold(0, 6)
-        run.tell(4, {"place": {"slot": 0, "member": 6}})
+        run.tell(4, PlaceGiven(slot=0, member=6))
         run.publish(3, (1, 2), deaf=(3,))
-        run.await_said("joined", 6)
-        run.await_said("progress", 12)
+        run.await_joined(6)
+        run.await_said(12, StepComputed)
         gate.opened.set()
         ours = run.finish().state_dict()
     assert distance(ours, train_plainly(task, STEPS)) < 1e-9
@@ -103,14 +104,14 @@ def test_what_a_primary_took_before_it_heard_of_a_successor_reaches_its_backup(
     monkeypatch.setitem(_GATES, "now", gate)
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(1, (1, 2), (2, 1))
         assert gate.stands.wait(60)
         run.hold(1, 5)
         run.publish(2, (1, 2), (2, 1), deaf=(1, 4))  # server 1 leads shard 0, and server 2 is its backup
         time.sleep(0.5)  # server 2 hears it
         gate.opened.set()
-        run.await_said("fenced", 1)
+        run.await_said(1, PlaceLost)
         run.start_worker(1, 5)
         run.publish(3, (1, 2), (2, 1))
         ours = run.finish().state_dict()
@@ -157,15 +158,15 @@ def test_an_update_that_some_shards_lack_counts_at_none(
     job = job_for(task, f"ps servers=2 link={link}", steps=STEPS, workers=2)
     with ThreadedRun(job) as run:
         run.start_workers()
-        run.await_said("joined", 4)
+        run.await_joined(4)
         run.publish(1, (1, 2))
         assert stop.stands.wait(60)
         run.start_worker(1, 5)
-        run.await_said("joined", 5)
+        run.await_joined(5)
         run.publish(2, (1, 2), deaf=(4,))
-        run.await_said("progress", 12)  # its successor is at work
+        run.await_said(12, StepComputed)  # its successor is at work
         stop.opened.set()
-        run.await_said("fenced", 1)
+        run.await_said(1, PlaceLost)
         ours = run.finish().state_dict()
     assert distance(ours, train_plainly(task, STEPS)) < 1e-9
 

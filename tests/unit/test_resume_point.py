@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from manyhands.consistency.parse import parse_consistency
 from manyhands.server.actions import Action, Send
 from manyhands.server.live.losses import LossBook
+from manyhands.server.live.reports import Evaluated, StepComputed
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.server.messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
 from manyhands.server.replica import ShardReplica
@@ -124,12 +126,12 @@ def test_rows_of_the_history_that_stay(tmp_path: Path) -> None:
         "that after 5 was made of all 5 before it"
     )
     book = LossBook(rows)
-    part = {"part": 0, "parts": 1, "loss": 2.0, "share": 1.0, "seconds": 0.1}
-    assert book.add({**part, "batch": 4}, 1.0) is None, "its row is there"
-    assert book.add({**part, "batch": 5}, 1.0) is not None
-    assert book.add_evaluation({"step": 5, "metrics": {}}, 1.0) is None
-    assert book.add_evaluation({"step": 8, "metrics": {}}, 1.0) == {"step": 8, "metrics": {}, "at_s": 1.0}
-    assert book.add_evaluation({"step": 8, "metrics": {}}, 2.0) is None
+    part = StepComputed(clock=4, batch=4, part=0, parts=1, loss=2.0, share=1.0, seconds=0.1)
+    assert book.add(part, 1.0) is None, "its row is there"
+    assert book.add(replace(part, batch=5), 1.0) is not None
+    assert book.add_evaluation(Evaluated(step=5, metrics={}), 1.0) is None
+    assert book.add_evaluation(Evaluated(step=8, metrics={}), 1.0) == {"step": 8, "metrics": {}, "at_s": 1.0}
+    assert book.add_evaluation(Evaluated(step=8, metrics={}), 2.0) is None
 
 
 def test_snapshots_of_a_life_that_did_not_go_on_are_removed(tmp_path: Path) -> None:

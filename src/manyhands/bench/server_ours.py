@@ -28,8 +28,9 @@ from manyhands.server.actions import Send
 from manyhands.server.client import ClientAction, ClientCore, Compute
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import Home, WorkerArea
-from manyhands.server.live.job import Job, view_payload
+from manyhands.server.live.job import Job
 from manyhands.server.live.launcher import new_token
+from manyhands.server.live.reports import ORDERS, REPORTS, ServerListens, ViewPublished
 from manyhands.server.live.server import serve
 from manyhands.server.live.server_tables import final_bytes
 from manyhands.server.live.worker_tables import WorkerTables
@@ -125,7 +126,8 @@ class OurServer:
                 shards=(ShardView(shard=0, epoch=1, primary=_SERVER),),
                 slots=tuple(SlotView(slot=slot, member=member) for slot, member in enumerate(members)),
             )
-            supervisor.tell(_SERVER, view_payload(view, {_SERVER: address}))
+            published = ViewPublished(view=view, addresses={_SERVER: address}, roles={})
+            supervisor.tell(_SERVER, ORDERS.write(published))
             supervisor.poll(0)
             self._supervisor, self._view, self._address = supervisor, view, address
             self._stack = stack.pop_all()
@@ -159,8 +161,10 @@ class OurServer:
                 match event:
                     case Started(pid=pid):
                         self.pid = pid
-                    case Said(payload=payload) if "address" in payload:
-                        return str(payload["address"])
+                    case Said(payload=payload):
+                        report = REPORTS.read(payload)
+                        if isinstance(report, ServerListens):
+                            return report.address
                     case Ended(failure=failure):
                         raise ManyhandsError(f"the server did not start: {failure}")
         raise ManyhandsError("the server did not start in time")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ from manyhands.link.silence import Silence
 from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import Home
-from manyhands.server.messages import ShardView, SlotView, Update, View
 from manyhands.server.steps import ShardConfig
 from manyhands.server.strategy import Ps
 from manyhands.training.computing import Built, Computer, TrainingPlan
 
-__all__ = ["CODEC", "Job", "view_from", "view_payload"]
+__all__ = ["CODEC", "Job"]
 
 CODEC = MessageCoder(
     {
@@ -119,33 +116,3 @@ class Job:
         built = computer.build()
         layout = FlatLayout.of(built.model, built.optimizer, self.strategy.servers, self.plan.task.sparse)
         return computer, built, layout
-
-
-def view_payload(
-    view: View, addresses: Mapping[int, str], roles: Mapping[int, int] | None = None
-) -> dict[str, Any]:
-    """A view, where its servers listen and which roles they have in events, as the launcher tells its children."""
-    return {
-        "view": {
-            "epoch": view.epoch,
-            "shards": [dataclasses.asdict(shard) for shard in view.shards],
-            "slots": [dataclasses.asdict(slot) for slot in view.slots],
-            "retiring": [dataclasses.asdict(slot) for slot in view.retiring],
-            "gone": [dataclasses.asdict(update) for update in view.gone],
-        },
-        "addresses": {str(member): address for member, address in addresses.items()},
-        "roles": {str(member): role for member, role in (roles or {}).items()},
-    }
-
-
-def view_from(payload: Mapping[str, Any]) -> tuple[View, dict[int, str]]:
-    """What `view_payload` told."""
-    told = payload["view"]
-    view = View(
-        epoch=told["epoch"],
-        shards=tuple(ShardView(**shard) for shard in told["shards"]),
-        slots=tuple(SlotView(**slot) for slot in told["slots"]),
-        retiring=tuple(SlotView(**slot) for slot in told["retiring"]),
-        gone=tuple(Update(**update) for update in told["gone"]),
-    )
-    return view, {int(member): address for member, address in payload["addresses"].items()}

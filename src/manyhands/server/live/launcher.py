@@ -38,10 +38,29 @@ from manyhands.server.changes import (
     StartServer,
     StartWorker,
 )
-from manyhands.server.client import Reason
-from manyhands.server.live.job import Job, view_payload
+from manyhands.server.live.job import Job
 from manyhands.server.live.losses import LossBook
 from manyhands.server.live.recoveries import Recoveries
+from manyhands.server.live.reports import (
+    ORDERS,
+    REPORTS,
+    Evaluated,
+    Finish,
+    LeaveShards,
+    LeftShard,
+    PlaceGiven,
+    PlaceLost,
+    Remark,
+    RestoreShard,
+    ServerListens,
+    ShardsLeft,
+    ShardsWelcomed,
+    StepComputed,
+    StepSkipped,
+    ViewPublished,
+    WorkerLeft,
+    WorkerReady,
+)
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
@@ -133,7 +152,7 @@ class Launcher:
         self._names: dict[int, str] = {}
         self._places: dict[int, int] = {}  # of the servers, by member
         self._server_members: set[int] = set()  # that were ever started
-        self._left: dict[int, dict[str, Any]] = {}  # by shard: what its server said when it had left it
+        self._left: dict[int, LeftShard] = {}  # by shard: what its server said when it had left it
         self._died_at: dict[str, float] = {}
         self._over = False
         self._began = 0.0
@@ -210,47 +229,58 @@ class Launcher:
     # ── what members say ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, member: int, said: Mapping[str, Any]) -> None:
-        if "progress" in said:
-            self._tell_membership(changes.Progressed(member=member, clock=said["clock"]))
-        if "batch" in said:
-            row = self._losses.add(said, time.monotonic() - self._began)
-            if row is not None:
-                self._on_rows([row])
-        elif "evaluation" in said:
-            row = self._losses.add_evaluation(said["evaluation"], time.monotonic() - self._began)
-            if row is not None:
-                self._on_rows([row])
-        elif "joined" in said:
-            if "address" in said:
-                self._addresses[member] = said["address"]
-                self._servers.add(member)
-            else:
+        match report := REPORTS.read(said):
+            case StepComputed() | StepSkipped():
+                self._progressed(member, report)
+            case Evaluated():
+                self._keep(self._losses.add_evaluation(report, self._seconds()))
+            case WorkerReady():
                 self._workers[member] = self._process_of(member)
-            self._tell("joined", member)
-            self._tell_membership(changes.Joined(member=member))
-        elif "installed" in said:
-            self._tell_membership(Installed(**said["installed"]))
-        elif "welcomed" in said:
-            self._say_recovered(self._recoveries.welcomed(member, said["epoch"]))
-        elif "concluded" in said:
-            self._tell_membership(Concluded(**said["concluded"]))
-        elif "fenced" in said:
-            self._tell("fenced", member, sentence=said["sentence"])
-            self._tell_membership(changes.Rejoin(member=member))
-        elif "shards" in said:
-            left = {one["shard"]: one for one in said["shards"]}
-            self._left |= left
-            self._tell_membership(changes.Left(member=member, shards=tuple(left)))
-        elif "left" in said:
-            self._tell_membership(changes.Finished(member=member, reason=Reason[said["reason"]]))
-        elif "note" in said:
-            self._take_note(said)
-            self._tell("note", member, sentence=said["note"])
+                self._joined(member)
+            case ServerListens(address=address):
+                self._addresses[member] = address
+                self._servers.add(member)
+                self._joined(member)
+            case Installed() | Concluded():
+                self._tell_membership(report)
+            case ShardsWelcomed(epoch=epoch):
+                self._say_recovered(self._recoveries.welcomed(member, epoch))
+            case PlaceLost(sentence=sentence):
+                self._tell("fenced", member, sentence=sentence)
+                self._tell_membership(changes.Rejoin(member=member))
+            case ShardsLeft(shards=shards):
+                left = {one.shard: one for one in shards}
+                self._left |= left
+                self._tell_membership(changes.Left(member=member, shards=tuple(left)))
+            case WorkerLeft(reason=reason):
+                self._tell_membership(changes.Finished(member=member, reason=reason))
+            case Remark():
+                self._take_note(report)
+                self._tell("note", member, sentence=report.sentence)
 
-    def _take_note(self, said: Mapping[str, Any]) -> None:
-        self._outcome.notes.append(said["note"])
-        if said.get("ends_recording"):
-            self._outcome.unrecorded.append(said["note"])
+    def _joined(self, member: int) -> None:
+        self._tell("joined", member)
+        self._tell_membership(changes.Joined(member=member))
+
+    def _progressed(self, member: int, report: StepComputed | StepSkipped) -> None:
+        self._tell_membership(changes.Progressed(member=member, clock=report.clock))
+        if isinstance(report, StepComputed):
+            self._keep(self._losses.add(report, self._seconds()))
+        else:
+            self._outcome.notes.append(report.sentence)
+            self._tell("note", member, sentence=report.sentence)
+
+    def _keep(self, row: dict[str, Any] | None) -> None:
+        if row is not None:
+            self._on_rows([row])
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _take_note(self, remark: Remark) -> None:
+        self._outcome.notes.append(remark.sentence)
+        if remark.ends_recording:
+            self._outcome.unrecorded.append(remark.sentence)
 
     def _tell(self, event: str, member: int, **details: Any) -> None:
         at_s = time.monotonic() - self._began if self._began else 0.0
@@ -318,10 +348,10 @@ class Launcher:
                 case Publish(view=view):
                     self._began = self._began or time.monotonic()
                     self._tell_view(view)
-                    payload = view_payload(view, self._addresses, self._roles())
+                    told = ViewPublished(view=view, addresses=self._addresses, roles=self._roles())
                     # A worker that has lost its slot is told before anybody who could speak for that slot.
                     for process in [*self._workers.values(), *self._servers]:
-                        self._tell_process(process, payload)
+                        self._tell_process(process, told)
                 case StartServer(member=member):
                     self._server_members.add(member)
                     ring = self._give_place(member)
@@ -338,13 +368,13 @@ class Launcher:
                     process = self._process_of(member)
                     self._workers.pop(member, None)
                     self._numbers[process], self._workers[number] = number, process
-                    self._tell_process(process, {"place": {"slot": slot, "member": number}})
+                    self._tell_process(process, PlaceGiven(slot=slot, member=number))
                 case Kill(member=member):
                     self._supervisor.kill(self._process_of(member))
                     self._places.pop(member, None)  # it writes nothing more
                 case Lost(shard=shard, member=member):
                     self._recoveries.restored(self._membership.view.epoch)
-                    self._tell_process(member, {"restore": shard})
+                    self._tell_process(member, RestoreShard(shard=shard))
                 case Recovered(what=what, member=member):
                     self._say_recovered(self._recoveries.found(what, member))
                 case Fail(sentence=sentence):
@@ -354,12 +384,12 @@ class Launcher:
                     self._over = True
                     self._left = {shard: one for shard, one in self._left.items() if shard not in shards}
                     for server in self._servers:
-                        self._tell_process(server, {"leave": self._missing_shards()})
+                        self._tell_process(server, LeaveShards(shards=tuple(self._missing_shards())))
 
-    def _tell_process(self, process: int, payload: Mapping[str, Any]) -> None:
+    def _tell_process(self, process: int, order: Any) -> None:
         """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
         try:
-            self._supervisor.tell(process, payload)
+            self._supervisor.tell(process, ORDERS.write(order))
         except Unread:
             self._supervisor.kill(process)
 
@@ -436,9 +466,9 @@ class Launcher:
             if time.monotonic() > deadline:
                 raise PeerTimeout(f"the servers of shards {missing} did not leave them in time", peer=-1)
             self._turn()
-        self._outcome.shards = list(self._left.values())
+        self._outcome.shards = [asdict(self._left[shard]) for shard in sorted(self._left)]
         for server in self._servers:
-            self._tell_process(server, {"finish": True})
+            self._tell_process(server, Finish())
         while self._servers and time.monotonic() < deadline:
             self._turn_down()
         for process in self._supervisor.members:
@@ -452,8 +482,10 @@ class Launcher:
             match event:
                 case Interrupted(signal=number):
                     raise as_exception(number)
-                case Said(payload=payload) if "note" in payload:
-                    self._take_note(payload)
+                case Said(payload=payload):
+                    report = REPORTS.read(payload)
+                    if isinstance(report, Remark):
+                        self._take_note(report)
                 case Silent(member=process):
                     self._supervisor.kill(process)
                 case Ended(member=process, payload=payload, failure=failure):

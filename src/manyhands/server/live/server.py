@@ -33,9 +33,21 @@ from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, L
 from manyhands.server.digests import shard_digest
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.hearing import require_sense, require_shard
-from manyhands.server.live.job import Job, view_from
+from manyhands.server.live.job import Job
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
+from manyhands.server.live.reports import (
+    ORDERS,
+    REPORTS,
+    Finish,
+    LeaveShards,
+    LeftShard,
+    Remark,
+    RestoreShard,
+    ServerListens,
+    ShardsLeft,
+    ViewPublished,
+)
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
@@ -130,7 +142,7 @@ class _Server:
     def run(self) -> Mapping[str, Any]:
         """Serve until the launcher says that all is done."""
         address = self._hub.listen("unix" if self._job.strategy.link == "shared" else "tcp")
-        self._context.send({"joined": self._member, "address": address})
+        self._report(ServerListens(address=address))
         self._context.mark(0, State.SERVING)
         self._attend()
         while not self._finished:
@@ -165,13 +177,13 @@ class _Server:
                         self._deliver(member, *unsent)
                 case Lost(member=member, reason=reason):
                     if member in self._dialled and member not in self._met:
-                        self._context.send({"note": f"{self._context.name}: member {member} {reason}"})
+                        self._note(f"{self._context.name}: member {member} {reason}")
                     self._forget(member)
                 case Ready():
                     self._attend()
                 case TurnedAway(reason=reason, count=count):
                     whom = "somebody away:" if count == 1 else f"{count} away, the last of them:"
-                    self._context.send({"note": f"{self._context.name} turned {whom} {reason}"})
+                    self._note(f"{self._context.name} turned {whom} {reason}")
 
     def _receive(self, event: Received) -> None:
         begin_ns = self._records.began(event.message)
@@ -197,7 +209,7 @@ class _Server:
     def _attend(self) -> None:
         """Do what the launcher says; called when there is something, for it costs as much as a small message."""
         for told in self._context.told():
-            self._hear(told)
+            self._hear(ORDERS.read(told))
         if self._context.stopping and not self._finished:
             raise Aborted("the launcher asked to stop")
 
@@ -205,7 +217,7 @@ class _Server:
         """End the connection to a member that sent what nobody may send; the server goes on."""
         self._hub.disconnect(member, str(error))
         self._forget(member)
-        self._context.send({"note": f"{self._context.name} ended its connection to member {member}: {error}"})
+        self._note(f"{self._context.name} ended its connection to member {member}: {error}")
 
     def _forget(self, member: int) -> None:
         """Let go of what belongs to a connection that has ended."""
@@ -218,15 +230,16 @@ class _Server:
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hear(self, told: Mapping[str, Any]) -> None:
-        if "view" in told:
-            self._follow(*view_from(told))
-        elif "restore" in told:
-            self._restore(told["restore"])
-        elif "leave" in told:
-            self._leave(told["leave"])
-        elif "finish" in told:
-            self._finished = True
+    def _hear(self, order: Any) -> None:
+        match order:
+            case ViewPublished():
+                self._follow(order.view, order.addresses)
+            case RestoreShard():
+                self._restore(order.shard)
+            case LeaveShards():
+                self._leave(order.shards)
+            case Finish():
+                self._finished = True
 
     def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
         is_first, self._view = self._view is None, view
@@ -369,12 +382,8 @@ class _Server:
     def _send(self, to: int, message: Any) -> None:
         payload: list[Any] = []
         match message:
-            case Installed():
-                installed = {"shard": message.shard, "epoch": message.epoch, "member": message.member}
-                self._context.send({"installed": installed})
-                return
-            case Concluded():
-                self._context.send({"concluded": {"shard": message.shard, "view": message.view}})
+            case Installed() | Concluded():
+                self._report(message)
                 return
             case Parameters(shard=shard):
                 payload = self._parameters(to, shard)
@@ -522,7 +531,10 @@ class _Server:
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
         """Have the launcher tell the user something, if there is anything."""
         if sentence is not None:
-            self._context.send({"note": sentence, "ends_recording": ends_recording})
+            self._report(Remark(sentence=sentence, ends_recording=ends_recording))
+
+    def _report(self, message: Any) -> None:
+        self._context.send(REPORTS.write(message))
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -540,14 +552,14 @@ class _Server:
                 leave_tables(self._layout, shard, self._store(shard), memory)
                 self._save(shard)
                 shards.append(
-                    {
-                        "shard": shard,
-                        "member": self._member,
-                        "staleness": sorted(self._staleness[shard].items()),
-                        "nbytes": self._store(shard).nbytes,
-                        "sha256": shard_digest(self._store(shard), self._layout, shard),
-                        "version": self._core.replicas[shard].core.version,
-                    }
+                    LeftShard(
+                        shard=shard,
+                        member=self._member,
+                        staleness=tuple(sorted(self._staleness[shard].items())),
+                        nbytes=self._store(shard).nbytes,
+                        sha256=shard_digest(self._store(shard), self._layout, shard),
+                        version=self._core.replicas[shard].core.version,
+                    )
                 )
             del memory
-        self._context.send({"shards": shards})
+        self._report(ShardsLeft(shards=tuple(shards)))

@@ -30,9 +30,23 @@ from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
 from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.hearing import FOR_WORKERS, require_shard
-from manyhands.server.live.job import Job, view_from
+from manyhands.server.live.job import Job
 from manyhands.server.live.records import message_number, wire_of_link
 from manyhands.server.live.replica_model import ReplicaModel
+from manyhands.server.live.reports import (
+    ORDERS,
+    REPORTS,
+    Evaluated,
+    PlaceGiven,
+    PlaceLost,
+    Remark,
+    ShardsWelcomed,
+    StepComputed,
+    StepSkipped,
+    ViewPublished,
+    WorkerLeft,
+    WorkerReady,
+)
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import (
     Parameters,
@@ -68,13 +82,13 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
         member = context.rank
         while True:
             with _Turn(context, job, body, ring, slot, member) as turn:
-                context.send({"joined": member})
+                context.send(REPORTS.write(WorkerReady()))
                 left = turn.run()
             if left.reason is Reason.REFUSED:
                 raise NonFinite(left.sentence)
             if left.reason is not Reason.FENCED:
                 break
-            context.send({"fenced": member, "sentence": left.sentence})
+            context.send(REPORTS.write(PlaceLost(sentence=left.sentence)))
             place = body.await_place(member)
             if place is None:
                 break
@@ -82,7 +96,7 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
             body.begin_anew()
         if left.reason is Reason.FINISHED:
             body.leave_buffers()
-        context.send({"left": member, "reason": left.reason.name})
+        context.send(REPORTS.write(WorkerLeft(reason=left.reason)))
         ring.record(EventKind.LEAVE, time.monotonic_ns())
         context.mark(context.step, State.FINISHED)
         return body.totals()
@@ -98,7 +112,7 @@ class _Body:
         self.home = job.home(context.descriptor("final"), self.layout)
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
-        self.unheard: list[Mapping[str, Any]] = []
+        self.unheard: list[Any] = []
         """What the launcher said after it gave a new place."""
         self.coding = RangeCoding(self.layout, job.strategy.codec)
         self.encoded: list[torch.Tensor] = []
@@ -114,11 +128,11 @@ class _Body:
     def await_place(self, member: int) -> tuple[int, int] | None:
         """Wait, as a standby, for a place under a number after `member`; None if the run ended without one."""
         while not self.context.stop_requested():
-            told = self.context.told()
+            told = [ORDERS.read(one) for one in self.context.told()]
             for number, one in enumerate(told):
-                if "place" in one and one["place"]["member"] > member:
+                if isinstance(one, PlaceGiven) and one.member > member:
                     self.unheard = told[number + 1 :]  # the view that names us, perhaps
-                    return one["place"]["slot"], one["place"]["member"]
+                    return one.slot, one.member
             time.sleep(_LOOK_S)
         return None
 
@@ -246,10 +260,10 @@ class _Turn:
     def _attend(self) -> None:
         """Do what the launcher says."""
         unheard, self._body.unheard = self._body.unheard, []
-        for told in (*unheard, *self._context.told()):
-            if "view" in told:
-                self._roles = {int(member): role for member, role in told["roles"].items()}
-                self._follow(*view_from(told))
+        for told in (*unheard, *map(ORDERS.read, self._context.told())):
+            if isinstance(told, ViewPublished):
+                self._roles = dict(told.roles)
+                self._follow(told.view, told.addresses)
         if self._context.stop_requested():
             raise Aborted("the launcher asked to stop")
 
@@ -299,13 +313,18 @@ class _Turn:
             self._take_values(message, member, payload)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
-            self._context.send({"welcomed": self._core.member, "epoch": self._core.welcomed_epoch})
+            self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
 
     def _cut(self, member: int, error: ProtocolError) -> None:
         """End the connection to a server that sent what nobody may send; it may serve others well."""
         self._hub.disconnect(member, str(error))
         self._dialled.discard(member)
-        self._context.send({"note": f"{self._context.name} ended its connection to member {member}: {error}"})
+        self._report(
+            Remark(sentence=f"{self._context.name} ended its connection to member {member}: {error}")
+        )
+
+    def _report(self, message: Any) -> None:
+        self._context.send(REPORTS.write(message))
 
     def _show_wait(self) -> None:
         """Show the server of the first shard that has not answered, if that takes long."""
@@ -456,11 +475,11 @@ class _Turn:
         ring.record(
             EventKind.STEP, begin, computed - begin, step=work.batch, count=done.samples, value=done.loss
         )
-        progress = {"progress": self._core.member, "clock": work.clock}
-        if bad is None:
-            self._context.send({**progress, **_row(work, done, begin, computed)})
-        else:
-            self._context.send({**progress, "note": bad})
+        self._report(
+            _computed(work, done, (computed - begin) / 1e9)
+            if bad is None
+            else StepSkipped(clock=work.clock, sentence=bad)
+        )
         self._context.mark(work.batch + 1, State.EXCHANGING)
         self._pushed_ns = self._heard_ns = computed
         self._wait.begin_again()
@@ -490,7 +509,7 @@ class _Turn:
         )
         failure = body.recorder.write(row)
         if failure is not None:
-            self._context.send({"note": failure, "ends_recording": True})
+            self._report(Remark(sentence=failure, ends_recording=True))
 
     # ── rows of tables ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -547,7 +566,7 @@ class _Turn:
             self._ring.record(
                 EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=work.batch - 1, count=samples
             )
-            self._context.send({"evaluation": {"step": work.batch, "metrics": metrics}})
+            self._report(Evaluated(step=work.batch, metrics=metrics))
 
     def _complaint(self, work: Work, done: Computed) -> str | None:
         finite = done.samples == 0 or done.loss - done.loss == 0
@@ -558,12 +577,13 @@ class _Turn:
         return f"{where}: {what} is not finite; nothing of it was applied"
 
 
-def _row(work: Work, done: Computed, begin_ns: int, end_ns: int) -> dict[str, Any]:
-    return {
-        "batch": work.batch,
-        "part": work.part,
-        "parts": work.parts,
-        "loss": done.loss,
-        "share": done.share,
-        "seconds": (end_ns - begin_ns) / 1e9,
-    }
+def _computed(work: Work, done: Computed, seconds: float) -> StepComputed:
+    return StepComputed(
+        clock=work.clock,
+        batch=work.batch,
+        part=work.part,
+        parts=work.parts,
+        loss=done.loss,
+        share=done.share,
+        seconds=seconds,
+    )

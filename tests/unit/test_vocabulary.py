@@ -1,0 +1,112 @@
+"""Typed messages as JSON: what was written is read again, and anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import pytest
+
+from manyhands.cluster.control import ProtocolError
+from manyhands.cluster.vocabulary import Vocabulary
+from manyhands.server.client import Reason
+from manyhands.server.live import reports
+from manyhands.server.live.reports import ORDERS, REPORTS
+from manyhands.server.messages import Concluded, Installed, ShardView, SlotView, Update, View
+
+
+class Colour(Enum):
+    RED = auto()
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: int
+
+
+@dataclass(frozen=True)
+class Said:
+    whole: int
+    other: float
+    text: str
+    yes: bool
+    colour: Colour
+    pairs: tuple[tuple[int, str], ...]
+    inner: tuple[Inner, ...]
+    named: Mapping[int, Inner]
+    perhaps: int | None = None
+
+
+WORDS = Vocabulary(Said, Inner)
+EXAMPLE = Said(1, 2, "three", True, Colour.RED, ((4, "five"),), (Inner(6),), {7: Inner(8)})
+
+
+def through_json(words: Vocabulary, message: Any) -> Any:
+    return words.read(json.loads(json.dumps(words.write(message))))
+
+
+def test_what_is_written_is_read_again() -> None:
+    assert through_json(WORDS, EXAMPLE) == EXAMPLE
+    assert through_json(WORDS, Inner(3)) == Inner(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kind": "Shout"}, "'Shout' is none of Said, Inner"),
+        ({"whole": 1.5}, "Said.whole is 1.5, which is no int"),
+        ({"whole": True}, "Said.whole is True, which is no int"),
+        ({"other": "2"}, "Said.other is '2', which is no float"),
+        ({"colour": "BLUE"}, "Said.colour is 'BLUE', which is no Colour"),
+        ({"pairs": [[4]]}, r"Said.pairs\[0\] is \[4\]"),
+        ({"inner": [{"number": "x"}]}, r"Said.inner\[0\].number is 'x', which is no int"),
+        ({"inner": [{}]}, r"Said.inner\[0\] needs number and has {}"),
+        ({"named": {"7": 3}}, r"Said.named\[7\] needs number"),
+        ({"loud": 1}, "Said needs whole, .* and has"),
+    ],
+)
+def test_anything_else_is_refused_by_name(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        WORDS.read({**json.loads(json.dumps(WORDS.write(EXAMPLE))), **change})
+
+
+def test_a_message_of_another_vocabulary_is_not_written() -> None:
+    with pytest.raises(ProtocolError, match="a Colour is none of Said, Inner"):
+        WORDS.write(Colour.RED)
+
+
+def test_every_report_and_order_of_a_parameter_server_run_goes_through() -> None:
+    view = View(
+        epoch=3,
+        shards=(ShardView(shard=0, epoch=3, primary=1, backup=2),),
+        slots=(SlotView(slot=0, member=4),),
+        retiring=(SlotView(slot=1, member=5),),
+        gone=(Update(slot=2, clock=7),),
+    )
+    left = reports.LeftShard(shard=0, member=1, staleness=((0, 3), (1, 2)), nbytes=8, sha256="ab", version=5)
+    for report in (
+        reports.WorkerReady(),
+        reports.ServerListens(address="unix:x"),
+        reports.ShardsWelcomed(epoch=2),
+        reports.StepComputed(clock=1, batch=2, part=0, parts=2, loss=0.5, share=0.5, seconds=0.1),
+        reports.StepSkipped(clock=1, sentence="no number"),
+        reports.Evaluated(step=3, metrics={"evaluation_loss": 0.25}),
+        reports.PlaceLost(sentence="another"),
+        reports.WorkerLeft(reason=Reason.FINISHED),
+        reports.ShardsLeft(shards=(left,)),
+        reports.Remark(sentence="so", ends_recording=True),
+        Installed(shard=0, epoch=1, member=2),
+        Concluded(shard=0, view=3),
+    ):
+        assert through_json(REPORTS, report) == report
+    for order in (
+        reports.ViewPublished(view=view, addresses={1: "unix:x"}, roles={1: 4}),
+        reports.PlaceGiven(slot=0, member=9),
+        reports.RestoreShard(shard=1),
+        reports.LeaveShards(shards=(0, 1)),
+        reports.Finish(),
+    ):
+        assert through_json(ORDERS, order) == order
