@@ -23,6 +23,7 @@ from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.exchange import SingleExchange
+from manyhands.training.reporting import WorkerNote
 from manyhands.training.worker import Trainer
 from ways import in_threads, join
 
@@ -83,8 +84,8 @@ class Told(Silent):
         self.steps = 0
         self._stop_after = stop_after
 
-    def note(self, payload: dict[str, Any]) -> None:
-        self.rows += payload["rows"]
+    def note(self, note: WorkerNote) -> None:
+        self.rows += [dict(row) for row in note.rows]
 
     def mark(self, step: int, state: Any) -> None:
         self.steps = max(self.steps, step)

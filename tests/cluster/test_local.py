@@ -21,6 +21,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.strategy import Strategy
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange
+from manyhands.training.reporting import WorkerNote
 from manyhands.training.worker import Trainer
 from own_loop import mlp, on_workers, regression, shuffled, weights
 from ways import connect, in_threads
@@ -127,8 +128,8 @@ class Kept(Silent):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def note(self, payload: dict[str, Any]) -> None:
-        self.rows += payload["rows"]
+    def note(self, note: WorkerNote) -> None:
+        self.rows += [dict(row) for row in note.rows]
 
 
 def run(

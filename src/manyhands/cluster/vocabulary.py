@@ -61,6 +61,8 @@ def _written(value: Any) -> Any:
 def _read(hint: Any, value: Any, where: str) -> Any:
     """`value` as the type that a field has."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if is_dataclass(hint) and isinstance(hint, type):
         return _read_fields(hint, value, where)
     if isinstance(hint, type) and issubclass(hint, Enum):

@@ -24,7 +24,7 @@ from manyhands.loop.rounds import Rounds
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
 from manyhands.strategy import Strategy
-from manyhands.training.reporting import Surroundings
+from manyhands.training.reporting import NOTES, Surroundings
 
 __all__ = ["join", "open_group"]
 
@@ -176,5 +176,5 @@ class _Watched:
     def __init__(self, context: RoleContext, ring: EventRing) -> None:
         self.record = ring.record
         self.mark = context.mark
-        self.note = context.send
+        self.note = lambda note: context.send(NOTES.write(note))
         self.stop_requested = context.stop_requested

@@ -21,6 +21,7 @@ from manyhands.loop.connect import Connection
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
 from manyhands.store.rundir import RunDirectory
+from manyhands.training.reporting import WorkerNote
 
 __all__ = ["Recorded", "Unwatched", "keeping", "own_loop_config"]
 
@@ -49,7 +50,7 @@ class Unwatched:
     def mark(self, step: int, state: State) -> None:
         """Nobody looks."""
 
-    def note(self, payload: dict[str, Any]) -> None:
+    def note(self, note: WorkerNote) -> None:
         """Nobody listens."""
 
     def stop_requested(self) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from manyhands.cluster.board import State
 from manyhands.record.ring import EventRing
 from manyhands.training.exchange import SingleExchange
+from manyhands.training.reporting import WorkerNote
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trainer
 
@@ -38,7 +38,7 @@ class SingleTraining(Training):
 class _Here:
     """The surroundings of the plain loop, in the caller's own process."""
 
-    def __init__(self, ring: EventRing, hear: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, ring: EventRing, hear: Callable[[WorkerNote], None]) -> None:
         self.record = ring.record
         self.note = hear
 

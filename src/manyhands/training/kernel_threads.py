@@ -22,6 +22,7 @@ from manyhands.record.ring import EventRing
 from manyhands.store.rundir import RunDirectory
 from manyhands.training.kernels import Control, KernelTrainer, kernel_task, require_same_options
 from manyhands.training.overlap import overlap_told
+from manyhands.training.reporting import WorkerNote
 from manyhands.training.rows import RowsInOrder
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trained
@@ -94,7 +95,7 @@ class _Hands:
     def __init__(self, files: SharedGroupFiles, rings: list[EventRing]) -> None:
         self.files = files
         self.rings = rings
-        self.notes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.notes: queue.SimpleQueue[WorkerNote | None] = queue.SimpleQueue()
         self.stop = threading.Event()
         self.overlaps: list[Mapping[int, int]] = []
         self._ended: dict[int, Trained] = {}

@@ -34,7 +34,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.strategy import Strategy
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.reporting import Surroundings
+from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.rows import RowsInOrder
 from manyhands.training.training import Result, Stage, Training
@@ -88,7 +88,7 @@ class ProcessTraining(Training):
             with stage.collector(rings) as collector:
                 cluster = LocalCluster(
                     self._roles(files, stage),
-                    on_note=lambda _rank, payload: stage.hear(payload, rows),
+                    on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
                     on_failure=files.group.abort,
                     watched=watched(request.options.watchdog_s, files.rings),
                 )
@@ -223,7 +223,7 @@ class _Process:
     def __init__(self, context: RoleContext, ring: EventRing) -> None:
         self.record = ring.record
         self.mark = context.mark
-        self.note = context.send
+        self.note = lambda note: context.send(NOTES.write(note))
         self.stop_requested = context.stop_requested
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from manyhands.cluster.board import State
+from manyhands.cluster.vocabulary import Vocabulary
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Post
 
-__all__ = ["Peers", "Reporter", "Surroundings", "first_bad", "is_due", "record_posts"]
+__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "first_bad", "is_due", "record_posts"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -25,6 +27,17 @@ Evaluate = Callable[
     [nn.Module, int, int, Callable[[torch.Tensor], torch.Tensor]], tuple[dict[str, float], int] | None
 ]
 """(model, part, parts, total) -> means over the evaluation data and the number of samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNote:
+    """What a worker tells the launcher: rows of the run's history, and a remark for its user."""
+
+    rows: tuple[Mapping[str, Any], ...] = ()
+    remark: str | None = None
+
+
+NOTES = Vocabulary(WorkerNote)
 
 
 class Surroundings(Protocol):
@@ -49,8 +62,8 @@ class Surroundings(Protocol):
     def mark(self, step: int, state: State) -> None:
         """Say where this worker is, for those who wait for it."""
 
-    def note(self, payload: dict[str, Any]) -> None:
-        """Send rows of the run's history, and a `note` for its user where there is one, to the launcher."""
+    def note(self, note: WorkerNote) -> None:
+        """Send something to the launcher."""
 
     def stop_requested(self) -> bool:
         """Whether the launcher asked to stop early."""
@@ -170,7 +183,7 @@ class Reporter:
             self._failed_to_save = False
         except WriteFailed as error:  # a full disk costs the checkpoint and not the run
             if not self._failed_to_save:
-                self._around.note({"rows": [], "note": f"{error}; the run goes on"})
+                self._around.note(WorkerNote(remark=f"{error}; the run goes on"))
             self._failed_to_save = True
         self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
@@ -194,7 +207,7 @@ class Reporter:
         """Send the rows, if it is time to or `now`."""
         clock = time.monotonic_ns()
         if self._rows and (now or clock - self._rows_sent_ns > _ROWS_EVERY_S * 1e9):
-            self._around.note({"rows": self._rows})
+            self._around.note(WorkerNote(rows=tuple(self._rows)))
             self._rows = []
             self._rows_sent_ns = clock
 

@@ -25,6 +25,7 @@ from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
+from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
 
@@ -70,11 +71,12 @@ class Stage:
     say: Callable[[str], None]
     """Tells the user something, now and again in the summary."""
 
-    def hear(self, payload: Mapping[str, Any], order: RowsInOrder | None = None) -> None:
+    def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
         """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
-        self.take_rows(order.add(payload["rows"]) if order is not None else payload["rows"])
-        if "note" in payload:
-            self.say(payload["note"])
+        rows = [dict(row) for row in note.rows]
+        self.take_rows(order.add(rows) if order is not None else rows)
+        if note.remark is not None:
+            self.say(note.remark)
 
     @property
     def run_path(self) -> Path | None:
