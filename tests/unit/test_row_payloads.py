@@ -18,7 +18,7 @@ from manyhands.server.live.row_payloads import UnknownSets, most_bytes, pack, ta
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import Push
-from manyhands.server.rowsets import Given, Named, RowSets, name_of
+from manyhands.tables.rowsets import Given, Named, RowSets, name_of
 
 SERVER, OTHER_SERVER = 1, 2
 NO_ROWS = torch.empty(0, dtype=torch.int64)

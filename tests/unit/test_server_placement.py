@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.server.placement import place
+from manyhands.tables.placement import place
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])

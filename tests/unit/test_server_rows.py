@@ -11,10 +11,10 @@ from torch import Tensor, nn, optim
 
 from manyhands.optim import FTRL
 from manyhands.server.layout import FlatLayout
-from manyhands.server.placement import place
-from manyhands.server.rows import RowGradient, RowTable
 from manyhands.server.shard_state import merge, split
 from manyhands.server.store import Contribution, ShardStore
+from manyhands.tables.placement import place
+from manyhands.tables.rows import RowGradient, RowTable
 from manyhands.task import Task
 from manyhands.training.computing import Built, Computer, TrainingPlan
 

@@ -13,7 +13,6 @@ from manyhands.errors import DataError, UserError
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.log import LateRow, row_to_json
-from manyhands.server.rows import RowGradient
 from manyhands.server.updates import (
     ComputedRow,
     Recorder,
@@ -24,6 +23,7 @@ from manyhands.server.updates import (
     read_record,
     write_record,
 )
+from manyhands.tables.rows import RowGradient
 
 RECORD = RunRecord(
     torch="2.13.0", cpu="AVX2", threads=1, strategy="ps", workers=2, steps=9, seed=0, device="cpu", autocast=False,

@@ -1,7 +1,7 @@
 """The user's optimizer on parameters and state that all workers share: steps in place, without locks.
 
 Dense parameters are stepped by the optimizer itself. The tables of `Task.sparse` are stepped by its lazy form for rows
-(`server/rows.py`), which touches the rows that the batch names and nothing else: where two workers seldom meet in one
+(`tables/rows.py`), which touches the rows that the batch names and nothing else: where two workers seldom meet in one
 row, they seldom disturb each other, and that is what the theory of HOGWILD! (Niu et al., NeurIPS 2011) rests on.
 """
 
@@ -18,7 +18,7 @@ from manyhands.group.shared import SharedGroup
 from manyhands.hogwild.home import SharedHome, Slot
 from manyhands.server.layout import FlatLayout, Table
 from manyhands.server.live.worker_tables import WorkerTables
-from manyhands.server.rows import RowGradient, RowTable
+from manyhands.tables.rows import RowGradient, RowTable
 from manyhands.task import RowsOf
 
 __all__ = ["SharedStepper"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from manyhands.memory.hashing import xxh64
 from manyhands.server.layout import FlatLayout, ShardRange
-from manyhands.server.rows import RowGradient
 from manyhands.server.store import ShardStore
+from manyhands.tables.rows import RowGradient
 
 __all__ = ["gradient_hash", "layout_digest", "shard_digest"]
 

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError, nearest
 from manyhands.memory.segment import round_up
-from manyhands.server.placement import Placement, place
-from manyhands.server.rows import require_lazy
 from manyhands.sharding.optimizers import is_elementwise, positions
 from manyhands.sharding.pieces import Piece
+from manyhands.tables.placement import Placement, place
+from manyhands.tables.rows import require_lazy
 from manyhands.wire.dtypes import SUMMED
 from manyhands.wire.layout import LINE_BYTES, least_loaded, side_by_side, trainable
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.server.layout import FlatLayout, ShardRange, Table
-from manyhands.server.rows import RowGradient, RowTable
 from manyhands.server.shard_state import ShardState
 from manyhands.sharding.slices import SlicedOptimizer
+from manyhands.tables.rows import RowGradient, RowTable
 from manyhands.training.computing import Built
 
 __all__ = ["Contribution", "ShardStore"]

@@ -23,8 +23,8 @@ from manyhands.server.live.area import AreaPart, Home, WorkerArea
 from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.messages import Push
-from manyhands.server.rows import RowGradient
 from manyhands.server.store import Contribution
+from manyhands.tables.rows import RowGradient
 
 __all__ = ["Gradients"]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout, Table
-from manyhands.server.placement import Placement
-from manyhands.server.rowsets import Given, Named, RowSets, Unknown
+from manyhands.tables.placement import Placement
+from manyhands.tables.rowsets import Given, Named, RowSets, Unknown
 from manyhands.wire.layout import LINE_BYTES
 
 __all__ = [

@@ -17,9 +17,9 @@ from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.row_payloads import most_bytes, pack, take_sets, take_values
-from manyhands.server.rows import RowGradient
-from manyhands.server.rowsets import Given, RowSets, name_of
 from manyhands.server.store import ShardStore
+from manyhands.tables.rows import RowGradient
+from manyhands.tables.rowsets import Given, RowSets, name_of
 from manyhands.wire.layout import LINE_BYTES
 
 __all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]

@@ -20,9 +20,9 @@ from manyhands.errors import UserError
 from manyhands.link.message import ProtocolError
 from manyhands.server.layout import FlatLayout, Table
 from manyhands.server.live.row_payloads import Said, pack, take_values, values_bytes
-from manyhands.server.row_kernels import put_rows
-from manyhands.server.rows import RowGradient
-from manyhands.server.rowsets import RowSetNames, Unknown, name_of
+from manyhands.tables.kernels import put_rows
+from manyhands.tables.rows import RowGradient
+from manyhands.tables.rowsets import RowSetNames, Unknown, name_of
 from manyhands.task import RowsOf
 
 __all__ = ["WorkerTables"]

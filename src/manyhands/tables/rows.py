@@ -27,8 +27,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from manyhands.errors import UserError
 from manyhands.optim import FTRL
-from manyhands.server.placement import Placement
-from manyhands.server.row_kernels import (
+from manyhands.tables.kernels import (
     adagrad_rows,
     adam_rows,
     ftrl_rows,
@@ -36,6 +35,7 @@ from manyhands.server.row_kernels import (
     sgd_rows,
     sum_rows,
 )
+from manyhands.tables.placement import Placement
 
 __all__ = ["RowGradient", "RowTable", "require_lazy"]
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.server.row_kernels import first_stranger
+from manyhands.tables.kernels import first_stranger
 
 __all__ = ["Placement", "place"]
 
