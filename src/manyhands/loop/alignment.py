@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from manyhands.loop.words import Call, Words
+from manyhands.loop.agreement import Call, Words
 from manyhands.record.clocks import Bracket, Offset, offset_from
 
 __all__ = ["align"]

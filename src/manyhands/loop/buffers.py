@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from manyhands.errors import UserError, nearest
-from manyhands.loop.words import Call, Word, Words
+from manyhands.loop.agreement import Call, Word, Words
 
 __all__ = ["MODES", "BufferKeeper", "check_mode"]
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from manyhands.cluster.board import State
-from manyhands.loop.words import Words
+from manyhands.loop.agreement import Words
 from manyhands.record.events import EventKind
 from manyhands.training.exchange import Exchange, Post, Traffic
 from manyhands.training.reporting import Surroundings, record_posts

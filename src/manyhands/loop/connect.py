@@ -32,8 +32,8 @@ from manyhands.link.heartbeats import Heartbeats, address_of_interface, exchange
 from manyhands.link.heartbeats import Place as BeatPlace
 from manyhands.link.mesh import mesh_kind
 from manyhands.link.torch_p2p import TorchLink
+from manyhands.loop.agreement import AloneCollective, Words
 from manyhands.loop.place import Place
-from manyhands.loop.words import AloneCollective, Words
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import exchange_for, exchanging

@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.device import moved
 from manyhands.errors import UserError
+from manyhands.loop.agreement import Call
 from manyhands.loop.loader import prepare_loader
 from manyhands.loop.rounds import Rounds
 from manyhands.loop.scaler import PartsScaler
-from manyhands.loop.words import Call
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.strategy import Strategy

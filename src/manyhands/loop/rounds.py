@@ -22,12 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
+from manyhands.loop.agreement import Call, Word, Words, require_same
 from manyhands.loop.buffers import BufferKeeper
 from manyhands.loop.clock import RoundClock
 from manyhands.loop.loader import Readings
 from manyhands.loop.parts import GradientWatch, unscale
 from manyhands.loop.scaler import require_prepared_scaler, telling_of_scalers
-from manyhands.loop.words import Call, Word, Words, require_same
 from manyhands.training.agreement import Agreement
 from manyhands.training.exchange import Exchange, LocalStep
 from manyhands.training.reporting import Surroundings
