@@ -98,6 +98,28 @@ def test_a_value_that_no_role_records_is_refused_by_offset(tmp_path: Path, field
         read_events(path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(EventKind.APPLY, float("nan")), (EventKind.APPLY, float("inf")), (EventKind.APPLY, -1.0),
+     (EventKind.HOLD, float("nan")), (EventKind.HOLD, -2.0), (EventKind.HOLD, MAX_ROLE + 1.0)],
+)  # fmt: skip
+def test_a_staleness_or_a_worker_that_is_none_is_refused_by_offset(
+    tmp_path: Path, kind: EventKind, value: float
+) -> None:
+    path = write_events(tmp_path, 0, events_of(0, kind=kind, value=value))
+    with pytest.raises(DataError, match=rf"offset {_HEADER.itemsize + RECORD.itemsize}: .*, value {value}\)"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(EventKind.STEP, float("nan")), (EventKind.APPLY, 1e9), (EventKind.HOLD, -1.0), (EventKind.HOLD, MAX_ROLE)],
+)  # fmt: skip
+def test_what_a_role_may_record_as_a_value_is_read(tmp_path: Path, kind: EventKind, value: float) -> None:
+    records = events_of(0, kind=kind, value=value)
+    assert read_events(write_events(tmp_path, 0, records)).tobytes() == records.tobytes()
+
+
 def test_a_role_beyond_those_that_views_show_is_noted(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", _config()) as run:
         write_events(run.events_path, 0, events_of(0))
