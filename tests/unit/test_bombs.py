@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,11 +227,29 @@ def test_values_are_taken_for_what_they_should_be() -> None:
     assert len(text("x" * 10_000)) == 2000
 
 
-@pytest.mark.parametrize("ys", [(1e-320, 0.0), (-1e308, 1e308), (5e-324, 5e-324), (1e308, 1.0), (0.0, 0.0)])
-def test_vast_and_tiny_values_are_drawn(ys: tuple[float, float]) -> None:
-    drawn = line_chart([Series(name="a", xs=(0, 1), ys=ys)], title="t", x_label="x", y_label="y")
-    assert "nan" not in drawn
-    assert "inf" not in drawn
+@pytest.mark.parametrize(
+    "ys",
+    [
+        (1e-320, 0.0),
+        (-1e308, 1e308),
+        (5e-324, 5e-324),
+        (1e308, 1.0),
+        (0.0, 0.0),
+        (1e308, 1e308),
+        (-1e308, -1e308),
+        (1e308, 1.5e308),
+        (5e-324, 1.7e308),
+    ],
+)
+@pytest.mark.parametrize("log_y", [False, True])
+def test_vast_and_tiny_values_are_drawn(ys: tuple[float, float], log_y: bool) -> None:
+    for series in (Series(name="a", xs=(0, 1), ys=ys), Series(name="a", xs=ys, ys=(1, 2))):
+        drawn = line_chart([series], title="t", x_label="x", y_label="y", log_y=log_y)
+        assert "nan" not in drawn
+        assert "inf" not in drawn
+        [path] = re.findall(r' d="M([^"]*)"', drawn) or [""]
+        assert path or (log_y and max(series.ys) <= 0), "drawn"
+        assert all(0 <= float(place) <= 360 for place in re.findall(r"[\d.e+-]+", path)), "inside the picture"
 
 
 # ── data files ────────────────────────────────────────────────────────────────────────────────────────────────────────
