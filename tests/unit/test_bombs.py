@@ -362,6 +362,9 @@ def test_a_line_of_a_log_that_is_none_is_refused(line: str) -> None:
 def test_a_loss_of_absurdly_many_updates_is_refused() -> None:
     row = LostRow(**{field.name: 0 for field in dataclasses.fields(LostRow)})
     assert row_from_json(row_to_json(row)) == row
-    for until in (2**25, 10**30, -1):
+    for first, until in ((0, 2**25), (5, 3), (0, 2**53)):
         with pytest.raises(DataError, match="none that a run writes"):
+            row_from_json(row_to_json(dataclasses.replace(row, first=first, until=until)))
+    for until in (10**30, -1):
+        with pytest.raises(DataError, match=f"until={until} is no int from 0 to"):
             row_from_json(row_to_json(dataclasses.replace(row, until=until)))
