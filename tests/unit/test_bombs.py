@@ -30,6 +30,8 @@ from manyhands.regression.model import LogregModel
 from manyhands.regression.training import train_logreg
 from manyhands.server import replay
 from manyhands.server.log import LostRow, row_from_json, row_to_json
+from manyhands.server.updates import RunRecord, write_record
+from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
@@ -347,6 +349,74 @@ def test_a_recorded_model_of_absurd_width_is_refused_with_the_figure(
         task = TASKS[name].build(**options, width=width)
         with at_most(100 << 20), pytest.raises(UserError, match="the model of its configuration"):
             replay._require_room(tmp_path, task, record)
+
+
+@pytest.mark.parametrize("odd", [None, 1, True, [], {}, "\ud800", "A" * 3000], ids=repr)
+def test_a_recorded_task_of_another_kind_is_refused(tmp_path: Path, odd: Any) -> None:
+    for config in ({"task": odd, "task_options": {}}, {"task_options": {}}):
+        with pytest.raises(UserError, match=r"config\.json: its task is .*; allowed: digits, ") as caught:
+            replay._built_in(tmp_path, config)
+        assert len(printed(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("odd", [[], {}, "x", 10**400, -(10**400), float("nan"), float("inf")], ids=repr)
+@pytest.mark.parametrize(
+    "option", ["batch_size", "learning_rate", "split_seed", "width", "name", "self", "", "\ud800"]
+)
+def test_recorded_options_of_another_kind_are_refused_by_name(tmp_path: Path, option: str, odd: Any) -> None:
+    if odd == 10**400 and option in ("batch_size", "width", "split_seed"):
+        return  # whole numbers as they come: what a model of them takes is looked at before it is made
+    with pytest.raises(UserError, match="ud800" if option == "\ud800" else option or "option ''") as caught:
+        replay._built_in(tmp_path, {"task": "digits", "task_options": {option: odd}})
+    printed(caught.value)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=repr)
+def test_an_option_that_no_file_can_be_called_is_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UserError, match=r"path is .*; it must be a path") as caught:
+        replay._built_in(tmp_path, {"task": "language", "task_options": {"path": path}})
+    printed(caught.value)
+
+
+def printed(error: Exception) -> str:
+    """The sentence of an error as a terminal gets it."""
+    return str(error).encode().decode()
+
+
+@pytest.mark.parametrize("odd", ["\ud800", "A" * 3000, 10**400, [[]], None], ids=repr)
+def test_a_recorded_shape_of_another_kind_can_be_told(odd: Any) -> None:
+    before, now = _config() | {"parameters": {"\ud800": odd}}, _config() | {"parameters": {"a": "float32 3"}}
+    for one, other in ((before, now), (now, before)):
+        told = fingerprint(one).conflict(fingerprint(other))
+        assert told is not None
+        assert len(told.encode()) < 1000
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_weights_are_not_compared_with_a_summary_of_another_kind(run: Path, odd: Any) -> None:
+    for servers in (odd, [odd], [{"shard": odd, "sha256": "ab"}], [{"shard": 0, "sha256": odd}]):
+        (run / "summary.json").write_text(json.dumps({"servers": servers}))
+        assert not replay._is_same(RunDirectory.open(run, lock=False), ["ab"])
+    (run / "summary.json").write_text(json.dumps({"servers": [{"shard": 0, "sha256": "ab"}]}))
+    assert replay._is_same(RunDirectory.open(run, lock=False), ["ab"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        ("mirrored", r"run\.json: strategy='mirrored' is none of servers"),
+        ("ps servers=1000000000", "has no log of shard 1: "),
+        ("x", "x"),
+    ],
+)
+def test_a_recorded_strategy_of_another_kind_is_refused(tmp_path: Path, strategy: str, told: str) -> None:
+    record = RunRecord(torch="", cpu="", threads=1, strategy=strategy, workers=2, steps=9, seed=0, device="cpu",
+                       autocast=False, layout="")  # fmt: skip
+    with RunDirectory.create(tmp_path / "run", _config() | {"task_options": {}}):
+        write_record(tmp_path / "run", record)
+    (tmp_path / "run" / "updates" / "shard-0.member-1.jsonl").write_text("")
+    with at_most(100 << 20), pytest.raises(UserError, match=told):
+        replay.replay(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
