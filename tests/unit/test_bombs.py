@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from manyhands.regression.model import LogregModel
 from manyhands.regression.training import train_logreg
 from manyhands.server import replay
 from manyhands.server.log import LostRow, row_from_json, row_to_json
+from manyhands.server.updates import RunRecord, write_record
+from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
@@ -96,6 +99,28 @@ def test_a_value_that_no_role_records_is_refused_by_offset(tmp_path: Path, field
     path = write_events(tmp_path, 0, events_of(0, **{field: value}))
     with pytest.raises(DataError, match=f"offset {_HEADER.itemsize + RECORD.itemsize}: not the next event"):
         read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(EventKind.APPLY, float("nan")), (EventKind.APPLY, float("inf")), (EventKind.APPLY, -1.0),
+     (EventKind.HOLD, float("nan")), (EventKind.HOLD, -2.0), (EventKind.HOLD, MAX_ROLE + 1.0)],
+)  # fmt: skip
+def test_a_staleness_or_a_worker_that_is_none_is_refused_by_offset(
+    tmp_path: Path, kind: EventKind, value: float
+) -> None:
+    path = write_events(tmp_path, 0, events_of(0, kind=kind, value=value))
+    with pytest.raises(DataError, match=rf"offset {_HEADER.itemsize + RECORD.itemsize}: .*, value {value}\)"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(EventKind.STEP, float("nan")), (EventKind.APPLY, 1e9), (EventKind.HOLD, -1.0), (EventKind.HOLD, MAX_ROLE)],
+)  # fmt: skip
+def test_what_a_role_may_record_as_a_value_is_read(tmp_path: Path, kind: EventKind, value: float) -> None:
+    records = events_of(0, kind=kind, value=value)
+    assert read_events(write_events(tmp_path, 0, records)).tobytes() == records.tobytes()
 
 
 def test_a_role_beyond_those_that_views_show_is_noted(tmp_path: Path) -> None:
@@ -204,11 +229,29 @@ def test_values_are_taken_for_what_they_should_be() -> None:
     assert len(text("x" * 10_000)) == 2000
 
 
-@pytest.mark.parametrize("ys", [(1e-320, 0.0), (-1e308, 1e308), (5e-324, 5e-324), (1e308, 1.0), (0.0, 0.0)])
-def test_vast_and_tiny_values_are_drawn(ys: tuple[float, float]) -> None:
-    drawn = line_chart([Series(name="a", xs=(0, 1), ys=ys)], title="t", x_label="x", y_label="y")
-    assert "nan" not in drawn
-    assert "inf" not in drawn
+@pytest.mark.parametrize(
+    "ys",
+    [
+        (1e-320, 0.0),
+        (-1e308, 1e308),
+        (5e-324, 5e-324),
+        (1e308, 1.0),
+        (0.0, 0.0),
+        (1e308, 1e308),
+        (-1e308, -1e308),
+        (1e308, 1.5e308),
+        (5e-324, 1.7e308),
+    ],
+)
+@pytest.mark.parametrize("log_y", [False, True])
+def test_vast_and_tiny_values_are_drawn(ys: tuple[float, float], log_y: bool) -> None:
+    for series in (Series(name="a", xs=(0, 1), ys=ys), Series(name="a", xs=ys, ys=(1, 2))):
+        drawn = line_chart([series], title="t", x_label="x", y_label="y", log_y=log_y)
+        assert "nan" not in drawn
+        assert "inf" not in drawn
+        [path] = re.findall(r' d="M([^"]*)"', drawn) or [""]
+        assert path or (log_y and max(series.ys) <= 0), "drawn"
+        assert all(0 <= float(place) <= 360 for place in re.findall(r"[\d.e+-]+", path)), "inside the picture"
 
 
 # ── data files ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,6 +351,74 @@ def test_a_recorded_model_of_absurd_width_is_refused_with_the_figure(
             replay._require_room(tmp_path, task, record)
 
 
+@pytest.mark.parametrize("odd", [None, 1, True, [], {}, "\ud800", "A" * 3000], ids=repr)
+def test_a_recorded_task_of_another_kind_is_refused(tmp_path: Path, odd: Any) -> None:
+    for config in ({"task": odd, "task_options": {}}, {"task_options": {}}):
+        with pytest.raises(UserError, match=r"config\.json: its task is .*; allowed: digits, ") as caught:
+            replay._built_in(tmp_path, config)
+        assert len(printed(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("odd", [[], {}, "x", 10**400, -(10**400), float("nan"), float("inf")], ids=repr)
+@pytest.mark.parametrize(
+    "option", ["batch_size", "learning_rate", "split_seed", "width", "name", "self", "", "\ud800"]
+)
+def test_recorded_options_of_another_kind_are_refused_by_name(tmp_path: Path, option: str, odd: Any) -> None:
+    if odd == 10**400 and option in ("batch_size", "width", "split_seed"):
+        return  # whole numbers as they come: what a model of them takes is looked at before it is made
+    with pytest.raises(UserError, match="ud800" if option == "\ud800" else option or "option ''") as caught:
+        replay._built_in(tmp_path, {"task": "digits", "task_options": {option: odd}})
+    printed(caught.value)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=repr)
+def test_an_option_that_no_file_can_be_called_is_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UserError, match=r"path is .*; it must be a path") as caught:
+        replay._built_in(tmp_path, {"task": "language", "task_options": {"path": path}})
+    printed(caught.value)
+
+
+def printed(error: Exception) -> str:
+    """The sentence of an error as a terminal gets it."""
+    return str(error).encode().decode()
+
+
+@pytest.mark.parametrize("odd", ["\ud800", "A" * 3000, 10**400, [[]], None], ids=repr)
+def test_a_recorded_shape_of_another_kind_can_be_told(odd: Any) -> None:
+    before, now = _config() | {"parameters": {"\ud800": odd}}, _config() | {"parameters": {"a": "float32 3"}}
+    for one, other in ((before, now), (now, before)):
+        told = fingerprint(one).conflict(fingerprint(other))
+        assert told is not None
+        assert len(told.encode()) < 1000
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_weights_are_not_compared_with_a_summary_of_another_kind(run: Path, odd: Any) -> None:
+    for servers in (odd, [odd], [{"shard": odd, "sha256": "ab"}], [{"shard": 0, "sha256": odd}]):
+        (run / "summary.json").write_text(json.dumps({"servers": servers}))
+        assert not replay._is_same(RunDirectory.open(run, lock=False), ["ab"])
+    (run / "summary.json").write_text(json.dumps({"servers": [{"shard": 0, "sha256": "ab"}]}))
+    assert replay._is_same(RunDirectory.open(run, lock=False), ["ab"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        ("mirrored", r"run\.json: strategy='mirrored' is none of servers"),
+        ("ps servers=1000000000", "has no log of shard 1: "),
+        ("x", "x"),
+    ],
+)
+def test_a_recorded_strategy_of_another_kind_is_refused(tmp_path: Path, strategy: str, told: str) -> None:
+    record = RunRecord(torch="", cpu="", threads=1, strategy=strategy, workers=2, steps=9, seed=0, device="cpu",
+                       autocast=False, layout="")  # fmt: skip
+    with RunDirectory.create(tmp_path / "run", _config() | {"task_options": {}}):
+        write_record(tmp_path / "run", record)
+    (tmp_path / "run" / "updates" / "shard-0.member-1.jsonl").write_text("")
+    with at_most(100 << 20), pytest.raises(UserError, match=told):
+        replay.replay(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     "line",
     ["[" * 5000, '{"row":' * 5000, '{"row": []}', "1" * 5000, '{"row": "lost"}', "{}", "null", '"x"'],
@@ -321,6 +432,9 @@ def test_a_line_of_a_log_that_is_none_is_refused(line: str) -> None:
 def test_a_loss_of_absurdly_many_updates_is_refused() -> None:
     row = LostRow(**{field.name: 0 for field in dataclasses.fields(LostRow)})
     assert row_from_json(row_to_json(row)) == row
-    for until in (2**25, 10**30, -1):
+    for first, until in ((0, 2**25), (5, 3), (0, 2**53)):
         with pytest.raises(DataError, match="none that a run writes"):
+            row_from_json(row_to_json(dataclasses.replace(row, first=first, until=until)))
+    for until in (10**30, -1):
+        with pytest.raises(DataError, match=f"until={until} is no int from 0 to"):
             row_from_json(row_to_json(dataclasses.replace(row, until=until)))

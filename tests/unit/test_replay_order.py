@@ -305,3 +305,17 @@ def test_any_order_is_found_again_in_bounded_memory(seed: int) -> None:
     assert values == [history[-1] for history in machine.values]
     assert most_kept <= workers
     assert most_gradients <= workers
+
+
+def test_an_update_that_a_shard_applied_twice_is_named() -> None:
+    first, second = computed(0, 0, 0), computed(1, 0, 0)
+    with pytest.raises(ReplayImpossible, match=r"shard 0, version 3 \(slot 0, clock 0, .*version 1 already"):
+        ReplayOrder([log(0, first, second, first)], by_process([first, second]))
+    with pytest.raises(ReplayImpossible, match=r"shard 0, version 1 \(slot 0, clock 0, .*version 1 already"):
+        ReplayOrder([log(0, (first, first))], by_process([first]))
+
+
+def test_a_version_before_the_first_step_is_named() -> None:
+    rows = [step(0, version, computed(0, version, 0)) for version in range(3)]
+    with pytest.raises(ReplayImpossible, match="shard 0: a log has a step to version 0; the first is 1"):
+        steps_of(0, [rows])

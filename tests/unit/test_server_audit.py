@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from manyhands.consistency.parse import parse_consistency
 from manyhands.errors import DataError
 from manyhands.server.actions import Action, Log, Send
 from manyhands.server.audit import Audit, audit
+from manyhands.server.audit_files import audit_run
 from manyhands.server.log import (
     LateRow,
     LostRow,
@@ -25,6 +29,8 @@ from manyhands.server.log import (
 from manyhands.server.messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
 from manyhands.server.replica import ShardReplica
 from manyhands.server.steps import ShardConfig
+from manyhands.server.updates import RunRecord, write_record
+from manyhands.store.rundir import RunDirectory
 
 SLOTS = (0, 1, 2)
 
@@ -270,6 +276,173 @@ def test_violations_name_the_shard() -> None:
 def test_a_damaged_line_is_refused(line: str) -> None:
     with pytest.raises(DataError, match=r"row|not JSON"):
         row_from_json(line)
+
+
+def damaged(**fields: object) -> str:
+    """The line of a step, with another value in it or in its update."""
+    table = json.loads(row_to_json(step(3, 3, 0, 0)))
+    for name, value in fields.items():
+        (table if name in table else table["updates"][0])[name] = value
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"version": -1}, "version=-1 is no int from 0 to"),
+        ({"version": 10**30}, "version=1000000000000000000000000000000 is no int from 0 to 9007199254740992"),
+        ({"sequence": 2**63}, "sequence=9223372036854775808 is no int"),
+        ({"rate": float("nan")}, "rate=nan is no float"),
+        ({"rate": -(10**400)}, "rate=-10000.*… is no float within 1e"),
+        ({"updates": []}, r"updates=\(\) is no .* with at least one"),
+        ({"clock": 2**64}, "clock=18446744073709551616 is no int from 0"),
+        ({"batch": -1}, "batch=-1 is no int from 0"),
+        ({"parts": 0}, "update 0: parts=0 is no int from 1"),
+        ({"rows_version": -2}, "rows_version=-2 is no int from -1"),
+        ({"staleness": -(10**400)}, "staleness=-10000.*… is no int from -9007199254740992"),
+        ({"factor": float("inf")}, "factor=inf is no float"),
+        ({"weight": 10**400}, "weight=10000.* is no float from .* to 1, nor 0"),
+        ({"weight": -0.5}, "weight=-0.5 is no float"),
+        ({"weight": 1e-320}, "weight=1e-320 is no float"),
+        ({"member": "A" * 3000}, "member='AAA.*AAA… is no int"),
+    ],
+)
+def test_a_number_that_no_log_has_is_refused_by_its_name(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(DataError, match=f"a step row, .*{says}") as caught:
+        row_from_json(damaged(**fields))
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"weight": 0}, {"weight": 1}, {"staleness": -1}, {"rows_version": -1}, {"version": 2**53}]
+)
+def test_a_number_that_is_only_unusual_is_left_to_the_audit(fields: dict[str, object]) -> None:
+    assert isinstance(row_from_json(damaged(**fields)), StepRow)
+
+
+# ── rows whose numbers say much more than the log has ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+def test_a_run_that_was_to_be_endless_is_audited_by_its_rows(consistency: str) -> None:
+    found = check(drive(consistency), consistency, 2**53)
+    assert found.clean
+    assert found.missing == (
+        f"shard 0: its log has 30 of the run's {2**53} batches; batch 30 and {2**53 - 31} others are not there",
+    )
+    assert found.shards[0].batches == 30
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+def test_a_vast_clock_is_one_sentence(consistency: str) -> None:
+    rows = planted(drive(consistency), 9, clock=2**52)
+    sentences = [violation.sentence for violation in check(rows, consistency).violations]
+    assert len([one for one in sentences if "neither applied nor reported" in one]) <= 2
+    assert any(f"to {2**52 - 1}: they were neither applied nor reported" in one for one in sentences)
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+@pytest.mark.parametrize("version", [0, 2, 2**52])
+def test_a_version_that_is_not_the_next_is_named(consistency: str, version: int) -> None:
+    rows = drive(consistency)
+    last = max(number for number, row in enumerate(rows) if isinstance(row, StepRow))
+    row = rows[last]
+    assert isinstance(row, StepRow)
+    rows[last] = replace(row, version=version)
+    sentences = [violation.sentence for violation in check(rows, consistency).violations]
+    assert f"shard 0: version {version} follows version {row.version - 1}" in sentences
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+def test_slots_of_a_vast_clock_take_no_time(consistency: str) -> None:
+    rows = drive(consistency)
+    for start in (2**52, 2**53):
+        rows.append(SlotsRow(shard=0, term=0, sequence=99, start=start, base=0, slots=(7, 2**40)))
+    check(rows, consistency)
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+def test_more_lost_clocks_than_the_run_has_batches_are_named(consistency: str) -> None:
+    lost = LostRow(shard=0, term=0, sequence=99, slot=1, first=40, until=40 + 2**24)
+    found = check([*drive(consistency), lost], consistency)
+    [sentence] = [one.sentence for one in found.violations if "were lost" in one.sentence]
+    assert (
+        sentence
+        == f"shard 0: entry 99: clocks 40 to {39 + 2**24} of slot 1 were lost, and the run has 30 batches"
+    )
+    assert found.shards[0].lost == 0
+
+
+def test_two_replicas_of_which_one_wrote_a_step_of_nothing() -> None:
+    rows = drive("async")
+    [row] = [row for row in rows if isinstance(row, StepRow) and row.version == 5]
+    other = [replace(one, updates=()) if one is row else one for one in rows]
+    for files in ([rows, other], [other, rows]):
+        found = audit({0: files}, parse_consistency("async"), 30)
+        assert any("different rows about" in one.sentence for one in found.violations)
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run whose one shard took its steps as `drive` has it."""
+    config = {"task": "t", "strategy": "ps consistency=async", "workers": 3, "steps": 30, "seed": 0,
+              "batch_size": 4, "samples": 10, "parameters": {}}  # fmt: skip
+    with RunDirectory.create(tmp_path / "run", config) as directory:
+        directory.write_summary({"servers": [{"shard": 0, "version": 29}]})
+    record = RunRecord(torch="", cpu="", threads=1, strategy="ps consistency=async", workers=3, steps=30, seed=0,
+                       device="cpu", autocast=False, layout="")  # fmt: skip
+    write_record(tmp_path / "run", record)
+    log = "".join(f"{row_to_json(row)}\n" for row in drive("async"))
+    (tmp_path / "run" / "updates" / "shard-0.member-1.jsonl").write_text(log)
+    return tmp_path / "run"
+
+
+def test_the_directory_of_a_run_is_audited(run: Path) -> None:
+    found = audit_run(run).found
+    assert found.shards[0].batches == 30
+    assert [one.sentence for one in found.violations][:1] == [
+        "shard 0: version 1, slot 0, clock 0: no record of a worker says that member 2 computed this"
+    ]
+
+
+@pytest.mark.parametrize("odd", [0, -1, 10**30, 2**63, True, "x", [], 1.5], ids=repr)
+@pytest.mark.parametrize("name", ["samples", "batch_size"])
+def test_a_configuration_of_another_size_is_refused_by_name(run: Path, name: str, odd: object) -> None:
+    table = json.loads((run / "config.json").read_text())
+    table["config"][name] = odd
+    (run / "config.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match=rf"config\.json: {name} is {re.escape(repr(odd))}; it must be"):
+        audit_run(run)
+
+
+ODD: tuple[object, ...] = (
+    None,
+    True,
+    -1,
+    10**400,
+    1e308,
+    "x",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"shard": 0},
+    float("nan"),
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_a_summary_of_another_kind_breaks_no_audit(run: Path, odd: object) -> None:
+    for summary in (
+        {"servers": odd, "recorded": odd, "unrecorded": odd},
+        {"servers": [odd], "recorded": {"a": odd, "\ud800": 3}, "unrecorded": [odd]},
+        {"servers": [{"shard": odd, "version": odd}, {"shard": 0, "version": odd}]},
+    ):
+        (run / "summary.json").write_text(json.dumps(summary))
+        audit_run(run)
 
 
 def test_rows_survive_json() -> None:

@@ -1,7 +1,7 @@
 """What a run leaves in its folder of updates comes back as it was; anything damaged is named."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +115,24 @@ def test_logs_are_found_by_shard_and_a_cut_last_line_is_passed_over(tmp_path: Pa
         read_logs(tmp_path)
 
 
+def test_a_row_in_the_file_of_another_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "updates"
+    folder.mkdir()
+    line = row_to_json(LateRow(shard=1, term=0, sequence=4, slot=2, clock=7))
+    (folder / "shard-0.member-2.jsonl").write_text(f"{line}\n")
+    with pytest.raises(DataError, match=r"shard-0\.member-2\.jsonl, line 1: shard=1 in a log of shard 0"):
+        read_logs(tmp_path)
+    (folder / "worker.process-5.jsonl").write_text(json.dumps(asdict(ROW)) + "\n")
+    with pytest.raises(DataError, match=r"process-5\.jsonl, line 1: process=4 in what process 5 computed"):
+        read_computed(tmp_path)
+    (folder / "worker.process-5.jsonl").write_text(json.dumps(asdict(ROW) | {"versions": [1, 10**30]}) + "\n")
+    with pytest.raises(DataError, match=r"line 1: .*versions=\(1, 1000.* is no tuple\[int, ...\] from 0 to"):
+        read_computed(tmp_path)
+    greatest = replace(RECORD, seed=2**64 - 1, steps=0)
+    write_record(tmp_path, greatest)
+    assert read_record(tmp_path) == greatest
+
+
 def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no updates/run\.json"):
         read_record(tmp_path)
@@ -125,6 +143,13 @@ def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
     table = json.loads(file.read_text())
     for changed, sentence in (
         ({**table, "threads": "one"}, "threads='one' is no int"),
+        ({**table, "threads": 0}, "threads=0 is no int from 1 to"),
+        ({**table, "workers": -1}, "workers=-1 is no int from 1"),
+        ({**table, "steps": -1}, "steps=-1 is no int from 0"),
+        ({**table, "steps": 10**30}, r"run\.json: steps=1000000000000000000000000000000 is no int from 0 to"),
+        ({**table, "seed": 2**64}, "seed=18446744073709551616 is no int from 0"),
+        ({**table, "strategy": 7}, "strategy=7 is no str"),
+        ({**table, "autocast": 1}, "autocast=1 is no bool"),
         ({**table, "version": 2}, "not of the format 'manyhands updates' version 1"),
         ({key: table[key] for key in table if key != "seed"}, "exactly the fields"),
     ):

@@ -129,3 +129,19 @@ def test_a_full_disk_ends_the_event_files_and_nothing_else(
     gc.collect()
     assert "no more event files for TensorBoard: " in said
     assert "No space left on device" in said
+
+
+ODD: tuple[Any, ...] = ([], ["x"], {}, "x", True, 10**400, -(10**400), float("nan"))
+
+
+def test_metrics_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", CONFIG) as run:
+        fill(run)
+        for step, value in enumerate(ODD, 51):
+            metrics = {"accuracy": value, "\ud800": 0.5, "x" * 5000: 0.25, "vast": 1e308}
+            run.metrics.append({"step": step, "metrics": metrics, "at_s": 5.3})
+    write_run(tmp_path / "run", tmp_path / "board")
+    found = read(tmp_path / "board")
+    assert [(point.step, point.value) for point in found.Scalars("metrics/accuracy")] == [(50, 0.75)]
+    assert len(found.Scalars("metrics/\\ud800")) == len(ODD)
+    assert max(map(len, found.Tags()["scalars"])) < 2100

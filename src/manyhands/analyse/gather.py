@@ -106,7 +106,7 @@ class Gather:
         self._seen.add(records)
         self._add_traffic(records)
         applied = records[records["kind"] == EventKind.APPLY]
-        staleness = np.nan_to_num(np.clip(applied["value"], 0, _MAX_STALENESS))
+        staleness = np.clip(applied["value"], 0, _MAX_STALENESS)
         self._staleness.update(staleness.astype(int).tolist())
         self._updates.update(applied["role"].tolist())
 

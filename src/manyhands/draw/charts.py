@@ -61,7 +61,7 @@ class _Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        value = math.log10(value) if self.is_log else max(-_VAST, min(_VAST, value))
+        value = math.log10(_within(_TINY, value)) if self.is_log else _within(-_VAST, value)
         return self.begin + (self.end - self.begin) * (value - self.low) / (self.high - self.low)
 
 
@@ -320,7 +320,7 @@ def _linear(
     values: Sequence[float], begin: float, end: float, ticks: int, *, tight: bool = False
 ) -> tuple[_Axis, list[tuple[float, str]]]:
     """An axis that holds `values`, and its ticks; it ends at ticks unless it is `tight`."""
-    low, high = max(-_VAST, min(values, default=0.0)), min(_VAST, max(values, default=1.0))
+    low, high = _within(-_VAST, min(values, default=0.0)), _within(-_VAST, max(values, default=1.0))
     if tight and 0 < low <= 0.12 * high:
         low = 0.0  # what begins that early reads better from the beginning
     if high - low <= max(_TINY, 1e-12 * max(abs(high), abs(low))):
@@ -340,7 +340,7 @@ def _linear(
 
 def _logarithmic(values: Sequence[float], begin: float, end: float) -> tuple[_Axis, list[tuple[float, str]]]:
     """A logarithmic axis from power to power of ten, or from 1, 2, 5 to 1, 2, 5 where it spans little."""
-    low, high = min(values, default=0.1), max(values, default=1.0)
+    low, high = _within(_TINY, min(values, default=0.1)), _within(_TINY, max(values, default=1.0))
     few = math.log10(high / low) < 2
     steps = (1.0, 2.0, 5.0) if few else (1.0,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
@@ -351,6 +351,11 @@ def _logarithmic(values: Sequence[float], begin: float, end: float) -> tuple[_Ax
     every = math.ceil(len(places) / 6)
     axis = _Axis(math.log10(below), math.log10(above), begin, end, is_log=True)
     return axis, [(place, f"{place:g}") for place in places[::every]]
+
+
+def _within(least: float, value: float) -> float:
+    """The number nearest to `value` that a picture can be reckoned with."""
+    return max(least, min(_VAST, value))
 
 
 def _nice(spacing: float) -> float:

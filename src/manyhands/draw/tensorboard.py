@@ -23,6 +23,7 @@ from manyhands.analyse.follow import RunFollower, read_interleaved
 from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import RunView
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.record.plain import number, text
 
 __all__ = ["LiveTensorboard", "TensorboardFiles", "write_run"]
 
@@ -66,8 +67,8 @@ class TensorboardFiles:
         if row.get("loss") is not None:
             self._scalar("loss", row["loss"], step, wall_s)
         for name, value in (row.get("metrics") or {}).items():
-            if value is not None:
-                self._scalar(f"metrics/{name}", value, step, wall_s)
+            if (known := number(value)) is not None:
+                self._scalar(f"metrics/{text(name)}", known, step, wall_s)
 
     def add_view(self, view: RunView, wall_s: float) -> None:
         """What a view says of the seconds before it."""

@@ -35,8 +35,6 @@ _COUNTS = {
     EventKind.APPLY: "shard",
 }
 
-_MOST_ROLES = 1 << 16  # as many as an event can name; a damaged one may say anything
-
 
 def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
     """The file in pieces, one event a line; `about` is shown among the trace's details."""
@@ -140,7 +138,7 @@ def _mark(row: Row, mark: Mark, names: Mapping[int, str]) -> dict[str, Any]:
 
 def _hold(row: Row, hold: Slice, number: int, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     name = f"hold {_name(hold.peer, names)}"
-    if 0 <= hold.value < _MOST_ROLES:
+    if hold.value >= 0:
         name += f" for {_name(int(hold.value), names)}"
     shared: dict[str, Any] = {"cat": "hold", "id": f"{row.role}.{number}", "args": {"shard": hold.count}}
     yield _event(name, "b", row.role, hold.start_ns, **shared)

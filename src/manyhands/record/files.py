@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.record.clocks import clock_id
@@ -229,6 +230,7 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
     good &= (records["step"] >= NO_STEP) & (records["step"] < _MOST_STEP)
     good &= (records["peer"] >= NOBODY) & (records["peer"] <= MAX_ROLE)
     good &= (records["num_bytes"] < _MOST_NUMBER) & (records["id"] < _MOST_NUMBER)
+    good &= _has_value(records)
     good[1:] &= records["id"][1:] > records["id"][:-1]
     if not good.all():
         first = int(np.argmin(good))
@@ -236,9 +238,22 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
         raise DataError(
             f"{path}: offset {begin + first * RECORD.itemsize}: not the next event of role {role} "
             f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']}, peer {wrong['peer']}, step "
-            f"{wrong['step']}, {wrong['duration_ns']} ns from {wrong['start_ns']}, {wrong['num_bytes']} bytes)"
+            f"{wrong['step']}, {wrong['duration_ns']} ns from {wrong['start_ns']}, {wrong['num_bytes']} bytes, "
+            f"value {wrong['value']})"
         )
     return records
+
+
+def _has_value(records: Records) -> npt.NDArray[np.bool_]:
+    """Which of them have a value that their kind may have: a loss is any number, a staleness or a worker is not."""
+    kind, value = records["kind"], records["value"]
+    is_staleness = (value >= 0) & (
+        value < _MOST_STEP
+    )  # as every comparison with what is no number, false for it
+    is_worker = (value >= NOBODY) & (value <= MAX_ROLE)
+    good: npt.NDArray[np.bool_] = (kind != EventKind.APPLY) | is_staleness
+    good &= (kind != EventKind.HOLD) | is_worker
+    return good
 
 
 def _is_name(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 
 from manyhands.consistency.policy import Policy
 from manyhands.server.audit_found import Audit, Evidence, Fate, ShardSummary, Verdict, Violation
@@ -28,14 +29,12 @@ def audit(
 ) -> Audit:
     """Check the logs of every shard (one or more files each, in any order) of a run of `steps` batches."""
     files = {shard: [list(file) for file in logs[shard]] for shard in sorted(logs)}
-    is_restored = any(
-        isinstance(row, RestoredRow) for kept in files.values() for file in kept for row in file
-    )
+    restores = sum(isinstance(row, RestoredRow) for kept in files.values() for file in kept for row in file)
     shards = {}
     for shard, kept in files.items():
-        shards[shard] = ShardAuditor(shard, policy, steps, is_restored=is_restored)
+        shards[shard] = ShardAuditor(shard, policy, steps, restores=restores)
         shards[shard].read(tell(kept), evidence.share)
-    whole = _Whole(shards, policy, steps, evidence, is_restored=is_restored)
+    whole = _Whole(shards, policy, steps, evidence, is_restored=restores > 0)
     whole.check()
     found = [violation for shard in shards.values() for violation in shard.violations]
     missing = [sentence for shard in shards.values() for sentence in shard.missing]
@@ -80,12 +79,12 @@ class _Whole:
 
     def _check_files(self) -> None:
         """No file may have lost or won a row since it was written."""
-        for name, count in sorted(self._evidence.recorded.items()):
+        for name, written in sorted(self._evidence.recorded.items()):
             found = self._evidence.found.get(name, 0)
-            if found < count:
-                self.missing.append(f"{name} has {found} rows of the {count} that were written")
-            elif found > count:
-                self._say(f"{name} has {found} rows, and {count} were written")
+            if found < written:
+                self.missing.append(f"{name} has {found} rows of the {written} that were written")
+            elif found > written:
+                self._say(f"{name} has {found} rows, and {written} were written")
         self.missing += self._evidence.unrecorded
 
     def _say(self, sentence: str, shard: int = -1) -> None:
@@ -103,26 +102,23 @@ class _Whole:
                 shard.say(f"its log has version {told}, and it ended with version {version}")
 
     def _check_batches(self, shard: ShardAuditor) -> None:
-        """Every batch of the run, once."""
-        absent = self._absent_steps(shard) if self._policy.stepwise else self._absent_batches(shard)
-        shard.summary.batches = self._steps - len(absent)
-        if not absent:
+        """Every batch of the run, once; what this takes goes by the rows there are, not by the length of the run."""
+        there = self._whole_steps(shard) if self._policy.stepwise else self._whole_batches(shard)
+        shard.summary.batches = len(there)
+        num_absent = self._steps - len(there)
+        if not num_absent:
             return
         if self._is_restored and self._evidence.versions is not None:
-            self.lost += len(
-                absent
-            )  # all that the run did is here: the return to a snapshot has cost the rest
+            self.lost += (
+                num_absent  # all that the run did is here: the return to a snapshot has cost the rest
+            )
             return
-        which = f"batch {absent[0]}" + (f" and {len(absent) - 1} others" if len(absent) > 1 else "")
-        done = f"{self._steps - len(absent)} of the run's {self._steps} batches"
-        shard.lack(
-            f"its log has {done}; {which} are not there"
-            if len(absent) > 1
-            else f"its log has {done}; {which} is not there"
-        )
+        first = next(batch for batch in count() if batch not in there)
+        which = f"batch {first} is" if num_absent == 1 else f"batch {first} and {num_absent - 1} others are"
+        shard.lack(f"its log has {len(there)} of the run's {self._steps} batches; {which} not there")
 
-    def _absent_batches(self, shard: ShardAuditor) -> list[int]:
-        """Where an update is a whole batch: those that none is of; one that two are of is wrong."""
+    def _whole_batches(self, shard: ShardAuditor) -> set[int]:
+        """Where an update is a whole batch: those that one is of; one that two are of is wrong."""
         seen: dict[int, tuple[int, int]] = {}
         for (slot, clock), settled in shard.settled.items():
             batch = settled.batch
@@ -135,27 +131,28 @@ class _Whole:
                     f"clock {other[1]} was of it already"
                 )
             seen.setdefault(batch, (slot, clock))
-        return [batch for batch in range(self._steps) if batch not in seen]
+        return {batch for batch in seen if 0 <= batch < self._steps}
 
-    def _absent_steps(self, shard: ShardAuditor) -> list[int]:
-        """Where a step has the parts of one batch: those without all parts that count."""
-        absent = []
+    def _whole_steps(self, shard: ShardAuditor) -> set[int]:
+        """Where a step has the parts of one batch: those with all parts that count."""
+        there = set()
         may_be_late = self._policy.chosen_by_lead or self._is_restored
-        for clock in range(self._steps):
+        for clock in sorted({clock for _, clock in shard.settled if 0 <= clock < self._steps}):
             slots = shard.slots_at(clock)
             fates = [shard.settled.get((slot, clock)) for slot in slots]
             here = sum(one is not None and one.fate in (Fate.APPLIED, Fate.SKIPPED) for one in fates)
             if any(one is None for one in fates) or not here:
-                absent.append(clock)
-            elif here < len(fates):
+                continue
+            if here < len(fates):
                 late = next(slot for slot, one in zip(slots, fates, strict=True) if one and one.batch is None)
                 if not may_be_late:
                     shard.say(
                         f"slot {late}, clock {clock}: {self._policy} waits for every part, and this is not there"
                     )
                 elif self._is_restored and any(one is not None and one.fate is Fate.LOST for one in fates):
-                    absent.append(clock)
-        return absent
+                    continue
+            there.add(clock)
+        return there
 
     # ── shards against each other ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,7 +208,8 @@ class _Whole:
 
     def _is_cut(self) -> bool:
         """Whether a worker's record is known to lack its end."""
-        short = (n for n, count in self._evidence.recorded.items() if self._evidence.found.get(n, 0) < count)
+        found = self._evidence.found
+        short = (name for name, written in self._evidence.recorded.items() if found.get(name, 0) < written)
         return any("worker." in name for name in (*short, *self._evidence.unrecorded))
 
     def _compare(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.data.plan import BatchPlan, split
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, printable
+from manyhands.record.plain import whole
 from manyhands.server.audit import Audit, Evidence, audit
 from manyhands.server.strategy import Ps
 from manyhands.server.updates import computed_lengths, read_computed, read_logs, read_record
@@ -41,7 +42,7 @@ def audit_run(run: Path) -> AuditedRun:
     summary = directory.read_summary() or {}
     evidence = Evidence(
         computed=computed,
-        share=_share(directory.config),
+        share=_share(run, directory.config),
         versions=_versions(summary),
         recorded=_counts(summary.get("recorded")),
         found={**logs.lengths, **computed_lengths(computed)},
@@ -51,12 +52,17 @@ def audit_run(run: Path) -> AuditedRun:
     return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
 
 
-def _share(config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
-    """The part of a batch that a worker's share of it is, as workers reckon it."""
-    samples, batch_size = config.get("samples"), config.get("batch_size")
-    if type(samples) is not int or type(batch_size) is not int:
+def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
+    """The part of a batch that a worker's share of it is, as workers reckon it; None where no size is known."""
+    sizes = {name: config[name] for name in ("samples", "batch_size") if config.get(name) is not None}
+    for name, value in sizes.items():
+        if (whole(value) or 0) < 1:
+            raise DataError(
+                f"{run / 'config.json'}: {name} is {printable(repr(value))}; it must be a whole number of at least 1"
+            )
+    if len(sizes) < 2:
         return None
-    plan = BatchPlan(samples, batch_size, 0)
+    plan = BatchPlan(sizes["samples"], sizes["batch_size"], 0)
 
     def share(batch: int, part: int, parts: int) -> float:
         if batch < 0 or not 0 <= part < parts:

@@ -7,6 +7,7 @@ here knows the machine that wrote them, only the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 
 from manyhands.consistency.policy import Place, Policy, blend
 from manyhands.server.audit_found import Fate, Settled, ShardSummary, Violation
@@ -27,9 +28,9 @@ _ALL = 2**62
 
 
 class ShardAuditor:
-    """The check of one shard; `is_restored` says whether any shard of the run went back to a snapshot."""
+    """The check of one shard; `restores` is how often logs say that a shard of the run went back to a snapshot."""
 
-    def __init__(self, shard: int, policy: Policy, steps: int, *, is_restored: bool = False) -> None:
+    def __init__(self, shard: int, policy: Policy, steps: int, *, restores: int = 0) -> None:
         self.summary = ShardSummary(shard=shard)
         self.violations: list[Violation] = []
         self.missing: list[str] = []
@@ -37,7 +38,9 @@ class ShardAuditor:
         """What became of each update (slot, clock)."""
 
         self._shard, self._policy, self._steps = shard, policy, steps
-        self._is_restored = is_restored
+        self._is_restored = restores > 0
+        # Every clock of a slot is of a batch, and only after a restore may batches be given out again.
+        self._most_clocks = (steps + 1) * (restores + 1)
         self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has dealt with
         self._slots: list[SlotsRow] = []
         self._lives: list[RestoredRow] = []
@@ -59,9 +62,7 @@ class ShardAuditor:
                     self.summary.skipped += 1
                     self._settle(row.slot, row.clock, Fate.SKIPPED, batch=row.batch)
                 case LostRow():
-                    for clock in range(row.first, row.until):
-                        self._settle(row.slot, clock, Fate.LOST)
-                    self.summary.lost += row.until - row.first
+                    self._lose(row)
                 case SlotsRow():
                     self._change_slots(row)
                 case RestoredRow():
@@ -118,6 +119,17 @@ class ShardAuditor:
         self.summary.restores += 1
         self.summary.versions = row.version
         self._lives.append(row)
+
+    def _lose(self, row: LostRow) -> None:
+        if row.until - row.first > self._most_clocks:
+            self.say(
+                f"entry {row.sequence}: clocks {row.first} to {row.until - 1} of slot {row.slot} were lost, and the "
+                f"run has {self._steps} batches"
+            )
+            return
+        for clock in range(row.first, row.until):
+            self._settle(row.slot, clock, Fate.LOST)
+        self.summary.lost += row.until - row.first
 
     # ── exactly once ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,13 +224,14 @@ class ShardAuditor:
         """A slot's updates are applied in order: before one that was, none may be missing."""
         for slot, top in sorted(self._clocks.items()):
             starts = [row.start for row in self._slots if slot in row.slots]
-            for clock in range(min(starts, default=0), top):
-                if (slot, clock) not in self.settled:
-                    tell = self.lack if self.missing else self.say
-                    tell(
-                        f"version {self.summary.versions}, slot {slot}, clock {clock}: it was neither applied nor "
-                        f"reported, although clock {top} was applied"
-                    )
+            settled = sorted({clock for _, clock in self._settled_at[slot]})
+            for first, last in _holes(settled, min(starts, default=0), top):
+                tell = self.lack if self.missing else self.say
+                what = f"clock {first}: it was" if first == last else f"clocks {first} to {last}: they were"
+                tell(
+                    f"version {self.summary.versions}, slot {slot}, {what} neither applied nor reported, although "
+                    f"clock {top} was applied"
+                )
 
     # ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -231,21 +244,23 @@ class ShardAuditor:
         lag = self._policy.lag
         if lag is None:
             return
-        floors = self._floors()
-        for row in self._step_rows:
-            for update in row.updates:
-                if not 0 <= update.read_version < min(row.version, self._kept(update)):
-                    continue  # of a life that was lost; anywhere else that was said already
-                floor, slowest = floors[update.read_version]
-                if floor < update.clock - lag:
-                    self.say(
-                        f"version {row.version}, slot {update.slot}, clock {update.clock}: it read version "
-                        f"{update.read_version}, which lacks clock {floor} of slot {slowest}; {self._policy} "
-                        f"includes all below {update.clock - lag}"
-                    )
+        judged = [  # the others are of a life that was lost, or were named already
+            (row, update)
+            for row, update in self.applied
+            if 0 <= update.read_version < min(row.version, self._kept(update))
+        ]
+        floors = self._floors(sorted({update.read_version for _, update in judged}))
+        for row, update in judged:
+            floor, slowest = floors[update.read_version]
+            if floor < update.clock - lag:
+                self.say(
+                    f"version {row.version}, slot {update.slot}, clock {update.clock}: it read version "
+                    f"{update.read_version}, which lacks clock {floor} of slot {slowest}; {self._policy} "
+                    f"includes all below {update.clock - lag}"
+                )
 
-    def _floors(self) -> list[tuple[int, int]]:
-        """By version: the lowest clock that a slot owed when the next version came, and that slot."""
+    def _floors(self, versions: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """By version, of these ascending ones: the lowest clock that a slot owed when the next came, and that slot."""
         settled: dict[int, set[int]] = {}
         reached: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -260,13 +275,13 @@ class ShardAuditor:
         reached.update(dict.fromkeys(first, 0))
         events = sorted(
             (version, slot, clock)
-            for slot, versions in self._settled_at.items()
-            for version, clock in versions
+            for slot, settled_at in self._settled_at.items()
+            for version, clock in settled_at
         )
-        floors: list[tuple[int, int]] = []
+        floors: dict[int, tuple[int, int]] = {}
         at = 0
         owing = _Lowest({slot: clock for slot, clock in reached.items() if clock < ends.get(slot, clock + 1)})
-        for version in range(self.summary.versions + 1):
+        for version in versions:
             while at < len(events) and events[at][0] <= version:
                 _, slot, clock = events[at]
                 at += 1
@@ -278,12 +293,24 @@ class ShardAuditor:
                     now += 1
                 reached[slot] = now
                 owing.move(slot, now, ends.get(slot))
-            floors.append(owing.lowest())
+            floors[version] = owing.lowest()
         return floors
 
 
 def _said(settled: Settled) -> str:
     return f"applied as version {settled.version}" if settled.fate is Fate.APPLIED else settled.fate.value
+
+
+def _holes(settled: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """First and last of every stretch from `begin` up to, not including, `end` that is not among these, ascending."""
+    for clock in settled:
+        if clock >= end:
+            break
+        if clock > begin:
+            yield begin, clock - 1
+        begin = max(begin, clock + 1)
+    if begin < end:
+        yield begin, end - 1
 
 
 class _Lowest:
@@ -294,7 +321,8 @@ class _Lowest:
         self._at: dict[int, set[int]] = {}
         for slot, clock in clocks.items():
             self._at.setdefault(clock, set()).add(slot)
-        self._low = min(clocks.values(), default=0)
+        self._heap = list(self._at)  # every clock where a slot stands, and some where none does any more
+        heapify(self._heap)
 
     def move(self, slot: int, clock: int, end: int | None) -> None:
         """A slot has come to `clock`; at its `end` it does not count any more."""
@@ -305,12 +333,15 @@ class _Lowest:
                 del self._at[before]
         if end is None or clock < end:
             self._clocks[slot] = clock
-            self._at.setdefault(clock, set()).add(slot)
+            if clock not in self._at:
+                self._at[clock] = set()
+                heappush(self._heap, clock)
+            self._at[clock].add(slot)
 
     def lowest(self) -> tuple[int, int]:
         """The lowest clock, and one slot that stands there."""
         if not self._clocks:
             return 2**62, -1
-        while self._low not in self._at:
-            self._low += 1
-        return self._low, min(self._at[self._low])
+        while self._heap[0] not in self._at:
+            heappop(self._heap)
+        return self._heap[0], min(self._at[self._heap[0]])

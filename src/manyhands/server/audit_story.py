@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from manyhands.server.log import RestoredRow, Row, SlotsRow, StepRow
+from manyhands.server.log import RestoredRow, Row, SlotsRow, StepRow, UpdateRow
 
 __all__ = ["Story", "tell", "where"]
 
@@ -138,8 +138,12 @@ def _require_all(stint: _Stint, order: list[_Key], merged: dict[_Key, Row], stor
 
 
 def _difference(one: Row, other: Row) -> str:
-    if not isinstance(one, StepRow) or not isinstance(other, StepRow):
+    pairs = zip(_updates(one), _updates(other), strict=False)
+    update = next((a for a, b in pairs if a != b), None)
+    if not isinstance(one, StepRow) or update is None:
         return where(one)
-    pairs = zip(one.updates, other.updates, strict=False)
-    update = next((a for a, b in pairs if a != b), one.updates[0])
     return f"version {one.version} (slot {update.slot}, clock {update.clock})"
+
+
+def _updates(row: Row) -> tuple[UpdateRow, ...]:
+    return row.updates if isinstance(row, StepRow) else ()

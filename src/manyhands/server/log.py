@@ -8,10 +8,11 @@ that a run can be executed again in the recorded order. A primary and its backup
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from manyhands.errors import DataError
+from manyhands.server.fields import checked
 
 __all__ = [
     "LateRow",
@@ -134,7 +135,6 @@ _KINDS: dict[str, type[Row]] = {
     "restored": RestoredRow,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_T = TypeVar("_T")
 
 
 def row_to_json(row: Row) -> str:
@@ -157,43 +157,20 @@ def row_from_json(line: str) -> Row:
             f"a line of the log is no row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"
         )
     kind = _KINDS[str(table.pop("row"))]
+    where = f"a line of the log, a {_NAMES[kind]} row, {line[:80]!r}"
     if kind is StepRow and isinstance(table.get("updates"), list):
-        table["updates"] = tuple(_checked(UpdateRow, update, line) for update in table["updates"])
+        table["updates"] = tuple(
+            checked(UpdateRow, update, f"{where}, update {number}")
+            for number, update in enumerate(table["updates"])
+        )
     if kind is SlotsRow and isinstance(table.get("slots"), list):
         table["slots"] = tuple(table["slots"])
-    row = _checked(kind, table, line)
+    row = checked(kind, table, where)
     if isinstance(row, LostRow) and not 0 <= row.until - row.first <= _MOST_LOST:
         raise DataError(
-            f"a lost row of {row.until - row.first} clocks is none that a run writes: {line[:80]!r}"
+            f"{where}: {row.until - row.first} clocks are lost in it, which none that a run writes has"
         )
     return row
 
 
 _MOST_LOST = 1 << 24  # updates of one worker that one restore lost: readers go through them one by one
-_TYPES = {
-    "int": (int,),
-    "float": (int, float),
-    "tuple[int, ...]": (tuple,),
-    "tuple[UpdateRow, ...]": (tuple,),
-}
-
-
-def _checked(kind: type[_T], table: Any, line: str) -> _T:
-    """`table` as a value of `kind`, with exactly its fields and their types."""
-    wanted = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(table, dict) or table.keys() != wanted.keys():
-        raise DataError(f"a {_name(kind)} row needs exactly {', '.join(wanted)}: {line[:80]!r}")
-    for name, type_name in wanted.items():
-        value = table[name]
-        good = isinstance(value, _TYPES[type_name]) and not isinstance(value, bool)
-        if good and type_name == "tuple[int, ...]":
-            good = all(type(item) is int for item in value)
-        if not good:
-            raise DataError(
-                f"a {_name(kind)} row has {name}={value!r}, which is no {type_name}: {line[:80]!r}"
-            )
-    return kind(**table)
-
-
-def _name(kind: type[object]) -> str:
-    return kind.__name__.removesuffix("Row").lower()

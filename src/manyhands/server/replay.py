@@ -22,17 +22,19 @@ import torch
 from torch import nn
 
 from manyhands.data.batches import BatchSource
-from manyhands.errors import UserError, format_bytes
+from manyhands.errors import DataError, UserError, format_bytes, nearest, printable
 from manyhands.memory.segment import available_bytes
 from manyhands.randomness import preserved
 from manyhands.server.digests import layout_digest
 from manyhands.server.replay_order import ReplayOrder, steps_of
 from manyhands.server.replay_player import Difference, Player, Stage
-from manyhands.server.updates import RunRecord, read_computed, read_logs, read_record
+from manyhands.server.strategy import Ps
+from manyhands.server.updates import RunRecord, ShardLogs, read_computed, read_logs, read_record
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.tasks import build
+from manyhands.tasks import TASKS, build
 
 __all__ = ["Difference", "Replayed", "replay"]
 
@@ -78,19 +80,14 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
     """
     path = Path(run)
     directory = RunDirectory.open(path, lock=False)
-    record = read_record(path)
+    record, logs = read_record(path), read_logs(path)
+    strategy = _strategy(path, record, logs)
     if task is None:
         task = _built_in(path, directory.config)
         _require_room(path, task, record)
     with preserved(), _threads(record.threads):
-        stage = Stage(task, record)
+        stage = Stage(task, record, strategy)
         _require_same_task(path, task, record, directory.config, stage)
-        logs = read_logs(path)
-        missing = set(range(stage.layout.shards)) - logs.files.keys()
-        if missing:
-            raise UserError(
-                f"{path} has no log of shard {min(missing)}: it took no step, or its file is gone"
-            )
         order = ReplayOrder(
             [steps_of(shard, logs.files[shard]) for shard in range(stage.layout.shards)],
             read_computed(path),
@@ -126,6 +123,19 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:
+    """The strategy of a run that left a log of each of its shards; UserError where it is none or one is missing."""
+    strategy = Strategy.parse(record.strategy)
+    if not isinstance(strategy, Ps):
+        raise DataError(
+            f"{path / 'updates' / 'run.json'}: strategy={record.strategy!r} is none of servers (ps)"
+        )
+    missing = next((shard for shard in range(strategy.servers) if shard not in logs.files), None)
+    if missing is not None:
+        raise UserError(f"{path} has no log of shard {missing}: it took no step, or its file is gone")
+    return strategy
+
+
 # ── is it the same? ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -133,10 +143,16 @@ def _built_in(path: Path, config: Mapping[str, Any]) -> Task:
     options = config.get("task_options")
     if not isinstance(options, dict):
         raise UserError(
-            f"{path} is a run of {config.get('task')!r}, a task of your own: call manyhands.replay(run, task) from "
-            "Python"
+            f"{path} is a run of {printable(repr(config.get('task')))}, a task of your own: call "
+            "manyhands.replay(run, task) from Python"
         )
-    return build(config["task"], **options)
+    name = config.get("task")
+    if not isinstance(name, str) or name not in TASKS:
+        raise UserError(
+            f"{path / 'config.json'}: its task is {printable(repr(name))}, which is no built-in one; "
+            f"{nearest(str(name), TASKS)}"
+        )
+    return build(name, **options)
 
 
 def _require_room(path: Path, task: Task, record: RunRecord) -> None:
@@ -186,7 +202,10 @@ def _require_same_task(
 def _is_same(directory: RunDirectory, digests: list[str]) -> bool | None:
     """Whether these are the weights that the servers left; None for a run that did not come to its end."""
     summary = directory.read_summary() or {}
-    recorded = {one["shard"]: one.get("sha256") for one in summary.get("servers", ())}
+    servers = summary.get("servers")
+    if not isinstance(servers, list) or not all(isinstance(one, dict) for one in servers):
+        return None
+    recorded = {one["shard"]: one.get("sha256") for one in servers if type(one.get("shard")) is int}
     if not recorded:
         return None
     return [recorded.get(shard) for shard in range(len(digests))] == digests

@@ -94,6 +94,8 @@ def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
                 raise ReplayImpossible(
                     f"shard {shard}, version {row.version}: two servers logged it differently"
                 )
+    if 0 in steps:
+        raise ReplayImpossible(f"shard {shard}: a log has a step to version 0; the first is 1")
     for version in range(1, max(steps, default=0) + 1):
         if version not in steps:
             raise ReplayImpossible(
@@ -174,7 +176,7 @@ class ReplayOrder:
 
     def _checked(self, shard: int) -> dict[Name, int]:
         """The version of every update at a shard, each compared with what its worker recorded."""
-        versions = {}
+        versions: dict[Name, int] = {}
         for row in self._steps[shard]:
             for update in row.updates:
                 computed = self._computed.get(update.name)
@@ -190,6 +192,11 @@ class ReplayOrder:
                         raise ReplayImpossible(
                             f"{_where(row, update)}: the shard logged {what} {logged}, its worker recorded {recorded}"
                         )
+                if update.name in versions:
+                    before = versions[update.name]
+                    raise ReplayImpossible(
+                        f"{_where(row, update)}: it was applied as version {before} already"
+                    )
                 versions[update.name] = row.version
         return versions
 

@@ -26,7 +26,6 @@ from manyhands.server.store import Contribution, ShardStore
 from manyhands.server.strategy import Ps
 from manyhands.server.updates import ComputedRow, RunRecord
 from manyhands.store.fingerprint import parameter_shapes
-from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 
@@ -50,9 +49,7 @@ class Difference:
 class Stage:
     """What a worker and all servers of the run had, in one process; a context manager."""
 
-    def __init__(self, task: Task, record: RunRecord) -> None:
-        strategy = Strategy.parse(record.strategy)
-        assert isinstance(strategy, Ps), "nothing else is recorded"
+    def __init__(self, task: Task, record: RunRecord, strategy: Ps) -> None:
         plan = TrainingPlan(
             task=task,
             steps=record.steps,

@@ -15,11 +15,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from manyhands.errors import DataError, UserError
+from manyhands.server.fields import checked
 from manyhands.server.log import Row, row_from_json, row_to_json
 from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
 from manyhands.store.lines import LineFile
@@ -244,7 +245,7 @@ def read_record(run_path: Path) -> RunRecord:
     if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (_FORMAT, _VERSION):
         raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
     del table["format"], table["version"]
-    return _checked(RunRecord, table, f"{path}")
+    return checked(RunRecord, table, f"{path}")
 
 
 def read_logs(run_path: Path) -> ShardLogs:
@@ -256,7 +257,7 @@ def read_logs(run_path: Path) -> ShardLogs:
     lengths: dict[str, int] = {}
     notes: list[str] = []
     for shard, path in _found(run_path, _SHARD):
-        rows = _read(path, row_from_json, notes)
+        rows = _read(path, _row_of(shard), notes)
         files.setdefault(shard, []).append(rows)
         lengths[path.name] = len(rows)
     if not files:
@@ -266,7 +267,7 @@ def read_logs(run_path: Path) -> ShardLogs:
 
 def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
     """By process: what it computed, in order; a cut last line is no row."""
-    return {process: _read(path, _computed_from_json, []) for process, path in _found(run_path, _WORKER)}
+    return {process: _read(path, _computed_of(process), []) for process, path in _found(run_path, _WORKER)}
 
 
 def computed_lengths(computed: Mapping[int, Sequence[ComputedRow]]) -> dict[str, int]:
@@ -307,34 +308,31 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
     return rows
 
 
-def _computed_from_json(line: str) -> ComputedRow:
-    try:
-        table = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"it is not JSON ({error}): {line[:80]!r}") from None
-    if isinstance(table, dict):
-        table = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    return _checked(ComputedRow, table, f"{line[:80]!r}")
+def _row_of(shard: int) -> Callable[[str], Row]:
+    """Reads lines of a log of this shard."""
+
+    def parse(line: str) -> Row:
+        row = row_from_json(line)
+        if row.shard != shard:
+            raise DataError(f"shard={row.shard} in a log of shard {shard}: {line[:80]!r}")
+        return row
+
+    return parse
 
 
-def _checked(kind: type[_T], table: Any, where: str) -> _T:
-    """`table` as a value of `kind`, with exactly its fields and their types."""
-    wanted = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(table, dict) or table.keys() != wanted.keys():
-        raise DataError(f"{where}: it must have exactly the fields {', '.join(wanted)}")
-    for name, hint in wanted.items():
-        outer, item = _TYPES[hint]
-        value: Any = table[name]
-        items: Any = value if item is not None else ()
-        if type(value) is not outer or any(type(one) is not item for one in items):
-            raise DataError(f"{where}: {name}={value!r} is no {hint}")
-    return kind(**table)
+def _computed_of(process: int) -> Callable[[str], ComputedRow]:
+    """Reads lines of what this worker process computed."""
 
+    def parse(line: str) -> ComputedRow:
+        try:
+            table = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"it is not JSON ({error}): {line[:80]!r}") from None
+        if isinstance(table, dict):
+            table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
+        row = checked(ComputedRow, table, f"{line[:80]!r}")
+        if row.process != process:
+            raise DataError(f"process={row.process} in what process {process} computed: {line[:80]!r}")
+        return row
 
-_TYPES: dict[str, tuple[type, type | None]] = {
-    "int": (int, None),
-    "str": (str, None),
-    "bool": (bool, None),
-    "tuple[int, ...]": (tuple, int),
-    "tuple[str, ...]": (tuple, str),
-}
+    return parse

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, printable
 
 __all__ = ["Fingerprint", "fingerprint", "parameter_shapes"]
 
@@ -44,12 +44,16 @@ class Fingerprint:
         for name in _PLAIN_FIELDS:
             before, now = getattr(self, name), getattr(current, name)
             if before != now:
-                return f"{name} is {now!r}, but the run was started with {before!r}; resume with that"
+                return (
+                    f"{name} is {printable(repr(now))}, but the run was started with {printable(repr(before))}; resume "
+                    "with that"
+                )
         for name in [*self.parameters, *current.parameters]:
             before = self.parameters.get(name, "absent")
             now = current.parameters.get(name, "absent")
             if before != now:
-                return f"parameter {name!r} is {now}, but in the run it was {before}; resume with that model"
+                who, now, before = printable(repr(name)), printable(now), printable(before)
+                return f"parameter {who} is {now}, but in the run it was {before}; resume with that model"
         return None
 
 
@@ -57,10 +61,12 @@ def fingerprint(config: Mapping[str, Any]) -> Fingerprint:
     """Pick the fields that must stay the same out of a configuration; UserError names one it lacks."""
     for name, kind in _PLAIN_FIELDS.items():
         if not isinstance(config.get(name), kind):
-            raise UserError(f"the configuration's {name} is {config.get(name)!r}; it must be {kind.__name__}")
+            shown = printable(repr(config.get(name)))
+            raise UserError(f"the configuration's {name} is {shown}; it must be {kind.__name__}")
     parameters = config.get("parameters")
     if not isinstance(parameters, Mapping):
-        raise UserError(f"the configuration's parameters are {parameters!r}; they must map names to shapes")
+        shown = printable(repr(parameters))
+        raise UserError(f"the configuration's parameters are {shown}; they must map names to shapes")
     return Fingerprint(
         **{name: config[name] for name in _PLAIN_FIELDS},
         parameters={str(name): str(shape) for name, shape in parameters.items()},

@@ -16,7 +16,7 @@ __all__ = ["TASKS", "build"]
 TASKS: dict[str, BuiltinTask[Any]] = {entry.name: entry for entry in (DIGITS, MNIST, LANGUAGE)}
 
 
-def build(name: str, **options: Any) -> Task:
+def build(name: str, /, **options: Any) -> Task:
     """The built-in task `name`; a name or option that does not exist is a UserError with the nearest one."""
     if name not in TASKS:
         raise UserError(f"there is no built-in task {name!r}; {nearest(name, TASKS)}")

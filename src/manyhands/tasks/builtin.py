@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from manyhands.errors import UserError, nearest
+from manyhands.errors import UserError, nearest, printable
 from manyhands.task import Task
 
 __all__ = ["BuiltinTask", "Option", "about", "check_options"]
@@ -57,17 +59,19 @@ class Option:
             return value
         if self.kind is Path and isinstance(value, str):
             value = Path(value)
-        if self.kind is float and type(value) is int:
+        if self.kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             value = float(value)
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         if fits and self.kind in (int, float):
             fits = (
-                math.isfinite(value)
+                (isinstance(value, int) or math.isfinite(value))
                 and (self.at_least is None or value >= self.at_least)
                 and (self.above is None or value > self.above)
             )
+        if fits and self.kind is Path:
+            fits = _is_path(value)
         if not fits:
-            raise UserError(f"{self.name} is {value!r}; it must be {self.allowed}")
+            raise UserError(f"{self.name} is {printable(repr(value))}; it must be {self.allowed}")
         return value
 
     @property
@@ -105,7 +109,7 @@ class BuiltinTask(Generic[Options]):
         """Its options, in order."""
         return _options_of(self.options_type)
 
-    def build(self, **options: Any) -> Task:
+    def build(self, /, **options: Any) -> Task:
         """The Task with these options; an unknown one, or a required one left out, is a UserError."""
         names = [option.name for option in self.options]
         for name in options:
@@ -117,6 +121,14 @@ class BuiltinTask(Generic[Options]):
         chosen = self.options_type(**options)
         recorded = {option.name: _recorded(getattr(chosen, option.name)) for option in self.options}
         return dataclasses.replace(self.make(chosen), options=recorded)
+
+
+def _is_path(value: Path) -> bool:
+    """Whether a file can be called this at all."""
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _recorded(value: Any) -> Any:
