@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from manyhands.loop.join import open_group
 from manyhands.loop.place import Place
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def on_workers(
     world: int,
-    body: Callable[[Group], T],
+    body: Callable[[WorkerGroup], T],
     *,
     strategy: str | None = None,
     buffers: str = "broadcast",

@@ -13,7 +13,7 @@ from manyhands.server.messages import Message, Push
 from manyhands.server.updates import ComputedRow
 from manyhands.simulate import SimulatedRun, SimulationSpec, Witness, simulate
 from manyhands.simulate.models import LedgerStore
-from manyhands.simulate.run import Happening
+from manyhands.simulate.run import SimulatedHappening
 
 __all__ = ["Recorded", "changed", "record"]
 
@@ -138,7 +138,7 @@ class _Scribe(Witness):
         if self._witness is not None:
             self._witness.over(*arguments)
 
-    def happens(self, happening: Happening) -> None:
+    def happens(self, happening: SimulatedHappening) -> None:
         if self._witness is not None:
             self._witness.happens(happening)
 

@@ -13,30 +13,30 @@ from manyhands.server.server import ServerCore
 from manyhands.simulate import (
     ComputeModel,
     NetworkModel,
-    Promise,
     SimulationSpec,
     Timing,
     Witness,
+    WitnessedPromise,
     draw_faults,
     draw_storm,
     simulate,
 )
-from manyhands.simulate.faults import Kill, Pause, Role
+from manyhands.simulate.faults import FaultRole, Kill, Pause
 from manyhands.simulate.models import LedgerStore
 
 STEPS = 30
 
 PROMISES = {
-    "sync": Promise(steps=STEPS, bound=0),
-    "sync:1": Promise(steps=STEPS, bound=0, late=1),
-    "bounded:1": Promise(steps=STEPS, bound=1),
-    "bounded:3": Promise(steps=STEPS, bound=3),
-    "async": Promise(steps=STEPS, bound=None),
-    "softsync:2": Promise(steps=STEPS, bound=None, own=False),
-    "aware:bounded:2": Promise(steps=STEPS, bound=2),
-    "aware:softsync:3": Promise(steps=STEPS, bound=None, own=False),
-    "sync:2": Promise(steps=STEPS, bound=0, late=2),
-    "softsync:1": Promise(steps=STEPS, bound=None, own=False),
+    "sync": WitnessedPromise(steps=STEPS, bound=0),
+    "sync:1": WitnessedPromise(steps=STEPS, bound=0, late=1),
+    "bounded:1": WitnessedPromise(steps=STEPS, bound=1),
+    "bounded:3": WitnessedPromise(steps=STEPS, bound=3),
+    "async": WitnessedPromise(steps=STEPS, bound=None),
+    "softsync:2": WitnessedPromise(steps=STEPS, bound=None, own=False),
+    "aware:bounded:2": WitnessedPromise(steps=STEPS, bound=2),
+    "aware:softsync:3": WitnessedPromise(steps=STEPS, bound=None, own=False),
+    "sync:2": WitnessedPromise(steps=STEPS, bound=0, late=2),
+    "softsync:1": WitnessedPromise(steps=STEPS, bound=None, own=False),
 }
 """What each consistency promises, in plain numbers: said here again, so that a policy cannot agree with itself."""
 
@@ -135,7 +135,7 @@ def ending(seed: int, consistency: str, replicas: int) -> SimulationSpec:
     faults: list[Kill | Pause] = []
     at_s = over_s + draw.uniform(-0.1, timing.leave_s)
     for _ in range(draw.randint(1, 5)):
-        role = Role.SERVER if draw.random() < 0.8 else Role.WORKER
+        role = FaultRole.SERVER if draw.random() < 0.8 else FaultRole.WORKER
         strike = {"at_s": max(at_s, 0.0), "role": role, "pick": draw.randrange(2**16)}
         slept_s = draw.uniform(0.01, 0.6)
         faults.append(Kill(**strike) if draw.random() < 0.8 else Pause(seconds=slept_s, **strike))
@@ -151,10 +151,10 @@ def severed(seed: int, consistency: str, replicas: int) -> SimulationSpec:
     draw = random.Random(f"severed {seed} {consistency} {replicas}")
     faults: list[Kill | Pause] = []
     for at_s in sorted(draw.uniform(0.0, 2.5) for _ in range(draw.randint(3, 8))):
-        role = Role.WORKER if draw.random() < 0.8 else Role.SERVER
+        role = FaultRole.WORKER if draw.random() < 0.8 else FaultRole.SERVER
         strike = {"at_s": at_s, "role": role, "pick": draw.randrange(2**16)}
-        slept_s = draw.uniform(0.01, 0.25 if role is Role.SERVER else 0.6)
-        kills = role is Role.WORKER and draw.random() < 0.6
+        slept_s = draw.uniform(0.01, 0.25 if role is FaultRole.SERVER else 0.6)
+        kills = role is FaultRole.WORKER and draw.random() < 0.6
         faults.append(Kill(**strike) if kills else Pause(seconds=slept_s, **strike))
     return SimulationSpec(
         workers=draw.randint(1, 4),
@@ -195,7 +195,7 @@ def complaints(spec: SimulationSpec, make_server: MakeServer | None = None) -> l
 def _ends_by_design(sentence: str, witness: Witness, spec: SimulationSpec) -> bool:
     """Whether a run gave up as it should: so many deaths of one slot's workers, or of servers, did happen."""
     if "times in a row without getting past clock" in sentence:
-        return witness.struck(Role.WORKER) >= MAX_DEATHS
+        return witness.struck(FaultRole.WORKER) >= MAX_DEATHS
     if "times in a row, and not once between were all shards whole" in sentence:
-        return witness.struck(Role.SERVER) >= MAX_DEATHS * max(spec.shards, spec.replicas + 1)
+        return witness.struck(FaultRole.SERVER) >= MAX_DEATHS * max(spec.shards, spec.replicas + 1)
     return False

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from manyhands.consistency.bounded import Bounded
-from manyhands.server.actions import Action, Send
+from manyhands.server.actions import Action, SendMessage
 from manyhands.server.core import ShardCore
 from manyhands.server.messages import Chosen, ChosenKept, Hello, Outcome, Push, Read, ReadRows
 from manyhands.server.replica import ShardReplica
@@ -54,7 +54,9 @@ class _Untold(ShardReplica):
             action
             for action in super()._tell_others(before)
             if not (
-                isinstance(action, Send) and isinstance(action.message, Chosen) and action.message.updates
+                isinstance(action, SendMessage)
+                and isinstance(action.message, Chosen)
+                and action.message.updates
             )
         ]
 
@@ -63,7 +65,9 @@ class _Untold(ShardReplica):
             action
             for action in super()._take_kept(kept, sender)
             if not (
-                isinstance(action, Send) and isinstance(action.message, Chosen) and action.message.updates
+                isinstance(action, SendMessage)
+                and isinstance(action.message, Chosen)
+                and action.message.updates
             )
         ]
 

@@ -12,7 +12,7 @@ from manyhands.analyse.view import (
     ServerView,
     Shares,
     Staleness,
-    Traffic,
+    TrafficView,
     WorkerView,
 )
 
@@ -111,7 +111,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
         ),
         waits=tuple(tuple(4.2 if j == slow != i else 0.0 for j in range(workers)) for i in range(workers)),
         staleness=Staleness(histogram={0: 200, 1: 90, 2: 40, 5: 3}, mean=0.56, max=5),
-        traffic=(Traffic(wire="tcp", codec="raw", num_bytes=90_000_000, messages=1440),),
+        traffic=(TrafficView(wire="tcp", codec="raw", num_bytes=90_000_000, messages=1440),),
         epoch=2,
         happenings=(
             Happening(at_s=0.0, what="started", who="server 0", sentence="", epoch=1),

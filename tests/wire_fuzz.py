@@ -41,8 +41,8 @@ from manyhands.hub.frames import (
     Limits,
     encode_header,
 )
-from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, Proof, Refused
-from manyhands.hub.hub import Hub, Joined, Lost, Received, Shared, TurnedAway
+from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, HandshakeRefused, Proof
+from manyhands.hub.hub import Arrived, Hub, Joined, Lost, Shared, TurnedAway
 from manyhands.hub.strangers import Tally
 from manyhands.link.message import Header as LinkHeader
 from manyhands.link.message import ProtocolError
@@ -279,7 +279,7 @@ def handshakes(rng: random.Random) -> None:
                 )
             heard = _one_message(data)
             reply = ends[turn % 2].handle(heard)
-        except (ProtocolError, Refused):
+        except (ProtocolError, HandshakeRefused):
             break
         if heard != message:  # whether an arena comes along is not signed: the descriptor says it
             assert isinstance(message, Proof), f"{heard} was believed for {message}"
@@ -335,7 +335,7 @@ class LiveHub:
             for event in self.hub.poll(0):
                 self._check(event)
             for event in self.friend.poll(0.0005):
-                assert isinstance(event, Joined | Received), event
+                assert isinstance(event, Joined | Arrived), event
 
     def _check(self, event: Any) -> None:
         match event:
@@ -345,7 +345,7 @@ class LiveHub:
                 assert not (isinstance(event, Lost) and event.member == 2), reason
             case Shared(segment=segment):
                 segment.close()
-            case Received():
+            case Arrived():
                 event.release()
 
     def case(self, rng: random.Random) -> None:

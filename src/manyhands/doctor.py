@@ -15,10 +15,10 @@ import torch
 from manyhands.errors import format_bytes
 from manyhands.memory.segment import available_bytes
 
-__all__ = ["Finding", "Verdict", "examine"]
+__all__ = ["DoctorVerdict", "Finding", "examine"]
 
 
-class Verdict(Enum):
+class DoctorVerdict(Enum):
     """How a finding bears on training here."""
 
     GOOD = "good"
@@ -33,7 +33,7 @@ class Finding:
     """One thing looked at; `advice` says how to get what is missing."""
 
     subject: str
-    verdict: Verdict
+    verdict: DoctorVerdict
     found: str
     advice: str = ""
 
@@ -48,7 +48,7 @@ def _python() -> Finding:
     good = sys.version_info >= (3, 11)
     return Finding(
         subject="Python",
-        verdict=Verdict.GOOD if good else Verdict.BAD,
+        verdict=DoctorVerdict.GOOD if good else DoctorVerdict.BAD,
         found=f"{version} on {platform.system()} {platform.machine()}",
         advice="" if good else "install Python 3.11 or newer",
     )
@@ -59,7 +59,7 @@ def _cores() -> Finding:
     limited = f" (of {present}; this process may not use the others)" if usable < present else ""
     return Finding(
         subject="cores",
-        verdict=Verdict.GOOD if usable > 1 else Verdict.NOTE,
+        verdict=DoctorVerdict.GOOD if usable > 1 else DoctorVerdict.NOTE,
         found=f"{usable}{limited}",
         advice="" if usable > 1 else "more than one worker will take turns on one core",
     )
@@ -70,7 +70,7 @@ def _memory() -> Finding:
     small = room < 2 * 1024**3
     return Finding(
         subject="memory",
-        verdict=Verdict.NOTE if small else Verdict.GOOD,
+        verdict=DoctorVerdict.NOTE if small else DoctorVerdict.GOOD,
         found=f"{format_bytes(room)} available",
         advice="each worker holds torch and a model: expect about 0.5 GiB and three times the model"
         if small
@@ -82,7 +82,7 @@ def _shared_memory() -> Finding:
     works = hasattr(os, "memfd_create") and platform.system() == "Linux"
     return Finding(
         subject="shared memory",
-        verdict=Verdict.GOOD if works else Verdict.BAD,
+        verdict=DoctorVerdict.GOOD if works else DoctorVerdict.BAD,
         found="anonymous segments (memfd), no /dev/shm needed" if works else "no memfd on this system",
         advice="" if works else "several workers on one host need Linux; strategy=single works anywhere",
     )
@@ -96,9 +96,9 @@ def _gpus() -> Finding:
             if built
             else "this torch is a CPU build; for GPUs install a CUDA build of torch"
         )
-        return Finding(subject="GPUs", verdict=Verdict.NOTE, found="none", advice=advice)
+        return Finding(subject="GPUs", verdict=DoctorVerdict.NOTE, found="none", advice=advice)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding(subject="GPUs", verdict=Verdict.GOOD, found=", ".join(names))
+    return Finding(subject="GPUs", verdict=DoctorVerdict.GOOD, found=", ".join(names))
 
 
 def _engines() -> list[Finding]:
@@ -106,10 +106,10 @@ def _engines() -> list[Finding]:
     gloo = available and torch.distributed.is_gloo_available()
     nccl = available and torch.distributed.is_nccl_available()
     return [
-        Finding(subject="torch", verdict=Verdict.GOOD, found=torch.__version__),
+        Finding(subject="torch", verdict=DoctorVerdict.GOOD, found=torch.__version__),
         Finding(
             subject="Gloo",
-            verdict=Verdict.GOOD if gloo else Verdict.NOTE,
+            verdict=DoctorVerdict.GOOD if gloo else DoctorVerdict.NOTE,
             found="found" if gloo else "not in this torch",
             advice=""
             if gloo
@@ -117,7 +117,7 @@ def _engines() -> list[Finding]:
         ),
         Finding(
             subject="NCCL",
-            verdict=Verdict.GOOD if nccl else Verdict.NOTE,
+            verdict=DoctorVerdict.GOOD if nccl else DoctorVerdict.NOTE,
             found="found" if nccl else "not in this torch",
             advice=""
             if nccl
@@ -129,7 +129,7 @@ def _engines() -> list[Finding]:
 def _numba() -> Finding:
     return Finding(
         subject="numba",
-        verdict=Verdict.GOOD,
+        verdict=DoctorVerdict.GOOD,
         found=importlib.metadata.version("numba"),
     )
 
@@ -139,7 +139,7 @@ def _extras() -> list[Finding]:
     return [
         Finding(
             subject="scikit-learn",
-            verdict=Verdict.GOOD if found else Verdict.NOTE,
+            verdict=DoctorVerdict.GOOD if found else DoctorVerdict.NOTE,
             found=importlib.metadata.version("scikit-learn") if found else "missing",
             advice="" if found else "the digits task needs it: pip install scikit-learn",
         )

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset, TensorDataset
 
-from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.facts import Truth
 from manyhands.kernel import KernelTask
 from manyhands.link.shared import DEFAULT_CAPACITY_BYTES
@@ -70,16 +70,16 @@ def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True)
     )
 
 
-def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = False) -> Cost:
+def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = False) -> MemoryCost:
     """What a `fit` by `strategy` takes, for any number of workers; `single` starts none and costs nothing here."""
     if compiled and strategy.in_threads:
-        return Cost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
+        return MemoryCost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
     data = Amount(memory_bytes=sizes.data)
     model = sizes.parameters + sizes.buffers
     once, others = Amount(), 1  # the template that all are forked from
     match strategy.truth:
         case Truth.ONE_PROCESS:
-            return Cost()
+            return MemoryCost()
         case Truth.SERVERS:
             kept = (sizes.parameters + sizes.state) * strategy.kept_copies
             own = model + sizes.gradients

@@ -15,8 +15,8 @@ import torch
 
 from manyhands.c10d.calls import Reduction
 from manyhands.c10d.collectives import Collectives
-from manyhands.c10d.post import Post
-from manyhands.c10d.stage import Reason, Stage, create_segment
+from manyhands.c10d.post import LetterPost
+from manyhands.c10d.stage import CollectiveStage, StageReason, create_segment
 from manyhands.c10d.works import Conductor, PendingWork
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
 
@@ -25,9 +25,9 @@ TIMEOUT_S = 20.0
 
 
 @contextmanager
-def stages(world: int, first_round: int = 1) -> Iterator[list[Stage]]:
+def stages(world: int, first_round: int = 1) -> Iterator[list[CollectiveStage]]:
     with create_segment(world, first_round=first_round) as segment:
-        made = [Stage(os.dup(segment.descriptor), rank, world) for rank in range(world)]
+        made = [CollectiveStage(os.dup(segment.descriptor), rank, world) for rank in range(world)]
     try:
         yield made
     finally:
@@ -95,21 +95,21 @@ def test_a_call_that_some_rank_never_makes_ends_for_all_who_wait() -> None:
 @pytest.mark.parametrize(
     ("reason", "kind", "text"),
     [
-        (Reason.DIED, WorkerFailed, "rank 1 died: its process ended without leaving"),
-        (Reason.LEFT, WorkerFailed, "rank 1 left the group while others waited"),
-        (Reason.FAILED, Aborted, "because rank 1 failed or was interrupted"),
-        (Reason.ENDED, Aborted, "because rank 1 aborted the group"),
+        (StageReason.DIED, WorkerFailed, "rank 1 died: its process ended without leaving"),
+        (StageReason.LEFT, WorkerFailed, "rank 1 left the group while others waited"),
+        (StageReason.FAILED, Aborted, "because rank 1 failed or was interrupted"),
+        (StageReason.ENDED, Aborted, "because rank 1 aborted the group"),
     ],
 )
 def test_an_abort_wakes_whoever_waits_and_the_first_reason_stands(
-    reason: Reason, kind: type[ManyhandsError], text: str
+    reason: StageReason, kind: type[ManyhandsError], text: str
 ) -> None:
     with stages(2) as ends, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Collectives(ends[0]).barrier, TIMEOUT_S)
         ends[1].abort(1, reason)
         with pytest.raises(kind, match=text):
             waiting.result(TIMEOUT_S)
-        ends[1].abort(0, Reason.ENDED)
+        ends[1].abort(0, StageReason.ENDED)
         for end in ends:
             with pytest.raises(kind, match=text):
                 Collectives(end).barrier(TIMEOUT_S)
@@ -120,7 +120,7 @@ def test_a_closed_stage_takes_no_calls_and_its_rank_counts_as_gone() -> None:
         ends[1].close()
         with pytest.raises(UserError, match="the process group is closed"):
             Collectives(ends[1]).barrier(TIMEOUT_S)
-        ends[1].abort(0, Reason.ENDED)  # too late to matter
+        ends[1].abort(0, StageReason.ENDED)  # too late to matter
         with pytest.raises(WorkerFailed, match="rank 1 has left the group"):
             Collectives(ends[0]).barrier(TIMEOUT_S)
 
@@ -130,14 +130,14 @@ def test_memory_of_another_group_is_refused() -> None:
         create_segment(2) as segment,
         pytest.raises(ManyhandsError, match="not that of a process group of 3"),
     ):
-        Stage(os.dup(segment.descriptor), 0, 3)
+        CollectiveStage(os.dup(segment.descriptor), 0, 3)
 
 
 @contextmanager
-def posts(world: int) -> Iterator[list[Post]]:
+def posts(world: int) -> Iterator[list[LetterPost]]:
     memory = os.memfd_create("manyhands:test")
     with stages(world) as ends:
-        made = [Post(os.dup(memory), end, "a test") for end in ends]
+        made = [LetterPost(os.dup(memory), end, "a test") for end in ends]
         os.close(memory)
         try:
             yield made

@@ -35,8 +35,8 @@ from hubs import (
 )
 from manyhands.errors import UserError
 from manyhands.hub.frames import IN_ARENA, Limits, encode_header
-from manyhands.hub.handshake import NO_PROOF, Credentials, Handshake, Proof, Refusal, Welcome
-from manyhands.hub.hub import Hub, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.handshake import NO_PROOF, Credentials, Handshake, HandshakeWelcome, Proof, Refusal
+from manyhands.hub.hub import Arrived, Hub, Joined, Lost, Ready, Shared, TurnedAway
 from manyhands.hub.settings import Settings, spin_for
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
@@ -68,13 +68,13 @@ def test_messages_arrive_in_order_with_their_payloads(party: Party, how: str) ->
     for value, content in enumerate(contents):
         assert two.send(1, Number(value=value), [content[:30], content[30:]])
         assert one.send(2, Text(text=str(value)))
-    received: list[Received] = []
+    received: list[Arrived] = []
     for value in range(len(sizes)):
-        received.append(party.one(1, Received))
+        received.append(party.one(1, Arrived))
         assert received[-1].member == 2
         assert received[-1].message == Number(value=value)
         np.testing.assert_array_equal(np.frombuffer(received[-1].payload, np.uint8), contents[value])
-        assert party.one(2, Received).message == Text(text=str(value))
+        assert party.one(2, Arrived).message == Text(text=str(value))
     for event in received:
         event.release()
     assert two.flush(PATIENCE_S)
@@ -85,7 +85,7 @@ def test_a_payload_in_shared_memory_is_not_copied_and_its_room_is_used_again(par
     _, two = party.pair("unix", second={"settings": Settings(arena_bytes=64 << 10)})
     for value in range(20):
         two.send(1, Number(value=value), [bytes([value]) * 40_000])
-        event = party.one(1, Received)
+        event = party.one(1, Arrived)
         assert event.payload.readonly  # it is the arena itself
         assert bytes(event.payload) == bytes([value]) * 40_000
         event.release()
@@ -95,7 +95,7 @@ def test_payloads_go_by_the_stream_when_the_arena_is_full_or_too_small(party: Pa
     _, two = party.pair("unix", second={"settings": Settings(arena_bytes=64 << 10)})
     for value, size in enumerate((40_000, 40_000, 100_000)):
         two.send(1, Number(value=value), [bytes([value]) * size])
-    held, second, third = (party.one(1, Received) for _ in range(3))
+    held, second, third = (party.one(1, Arrived) for _ in range(3))
     assert [event.payload.readonly for event in (held, second, third)] == [True, False, False]
     assert bytes(held.payload) == bytes(40_000)
     assert bytes(second.payload) == b"\1" * 40_000
@@ -112,7 +112,7 @@ def test_payloads_land_where_the_application_wants_them(party: Party, how: str) 
     for size in (wanted.size, 1000):  # 1 MB goes by the stream, the other by shared memory where there is any
         sent = np.random.default_rng(size).random(size)
         two.send(1, Number(value=7), [sent])
-        event = party.one(1, Received)
+        event = party.one(1, Arrived)
         np.testing.assert_array_equal(np.frombuffer(event.payload), sent)
         assert np.shares_memory(np.frombuffer(event.payload), wanted) == (size == wanted.size)
         event.release()
@@ -140,7 +140,7 @@ def test_a_member_shares_memory_in_order_with_its_messages(party: Party) -> None
         party.until(lambda: len(party.events[1]) == 6)
         for shared, received in zip(party.events[1][::2], party.events[1][1::2], strict=True):
             assert isinstance(shared, Shared)
-            assert isinstance(received, Received)
+            assert isinstance(received, Arrived)
             assert received.message == Number(value=shared.tag)
             shared.segment.memory()[shared.tag : shared.tag + 1] = b"x"
             shared.segment.close()
@@ -186,8 +186,8 @@ def test_messages_that_are_held_back_leave_together(
     assert one.poll(0.05) == []
     let_go(two)
     assert two.send(1, Number(value=3))
-    party.until(lambda: len(party.of(1, Received)) == 3)
-    received = party.of(1, Received)
+    party.until(lambda: len(party.of(1, Arrived)) == 3)
+    received = party.of(1, Arrived)
     assert [event.message.value for event in received] == [1, 2, 3]
     assert [len(event.payload) for event in received] == [10, 100_000, 0]
 
@@ -197,15 +197,15 @@ def test_a_message_that_is_not_held_back_does_not_overtake(party: Party, how: st
     _, two = party.pair(how)
     two.hold_back()
     assert two.send(1, Number(value=1))
-    assert not party.of(1, Received)
+    assert not party.of(1, Arrived)
     with Segment.create(64, "a test") as segment:
         if how == "unix":
             assert two.share(1, segment)  # not a message, but in order with them
     two.send_off()
     assert two.send(1, Number(value=2))
-    party.until(lambda: len(party.of(1, Received)) == 2)
-    kinds = [type(event) for event in party.events[1] if isinstance(event, Received | Shared)]
-    assert kinds == [Received, *([Shared] if how == "unix" else []), Received]
+    party.until(lambda: len(party.of(1, Arrived)) == 2)
+    kinds = [type(event) for event in party.events[1] if isinstance(event, Arrived | Shared)]
+    assert kinds == [Arrived, *([Shared] if how == "unix" else []), Arrived]
     for event in party.of(1, Shared):
         event.segment.close()
 
@@ -219,9 +219,9 @@ def test_many_members_at_one_hub(party: Party) -> None:
     for member in range(2, 22):
         party.until(lambda member=member: party.hubs[member].members() == (1,))  # type: ignore[misc]
         assert party.hubs[member].send(1, Number(value=member), [bytes([member]) * 10_000])
-    party.until(lambda: len(party.of(1, Received)) == 20)
+    party.until(lambda: len(party.of(1, Arrived)) == 20)
     assert {
-        (event.member, event.message.value, bytes(event.payload[:1])[0]) for event in party.of(1, Received)
+        (event.member, event.message.value, bytes(event.payload[:1])[0]) for event in party.of(1, Arrived)
     } == {(member, member, member) for member in range(2, 22)}
 
 
@@ -239,8 +239,8 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_bounded(party: Party, how: 
     assert not two.sent(1)
     assert not two.flush(0.0)
     assert not two.send(1, Number(value=-1), [content])  # nothing of it is taken
-    party.until(lambda: len(party.of(1, Received)) == taken)
-    assert [event.message.value for event in party.of(1, Received)] == [*range(taken)]
+    party.until(lambda: len(party.of(1, Arrived)) == taken)
+    assert [event.message.value for event in party.of(1, Arrived)] == [*range(taken)]
     assert two.sent(1)
     assert one.members() == (2,)
 
@@ -254,7 +254,7 @@ def test_what_a_kernel_has_taken_arrives_once_the_other_end_has_room_for_it(part
         count += 1
         assert count < 10_000
     assert two.sent(1), "all of it has left this process"
-    party.until(lambda: len(party.of(1, Received)) == count)
+    party.until(lambda: len(party.of(1, Arrived)) == count)
     party.until(lambda: two.arrives(1))
     assert one.members() == (2,)
     assert two.arrives(3), "who is not there lacks nothing"
@@ -280,7 +280,7 @@ def test_an_empty_queue_takes_a_message_of_any_size_and_two_may_flush_to_each_ot
 
     def flush_and_read(member: int) -> None:
         assert party.hubs[member].flush(PATIENCE_S)
-        while not party.of(member, Received):
+        while not party.of(member, Arrived):
             party.events[member] += party.hubs[member].poll(PATIENCE_S)
 
     other = threading.Thread(target=flush_and_read, args=(1,))
@@ -288,7 +288,7 @@ def test_an_empty_queue_takes_a_message_of_any_size_and_two_may_flush_to_each_ot
     flush_and_read(2)
     other.join(PATIENCE_S)
     for member in (1, 2):
-        np.testing.assert_array_equal(np.frombuffer(party.one(member, Received).payload, np.uint8), content)
+        np.testing.assert_array_equal(np.frombuffer(party.one(member, Arrived).payload, np.uint8), content)
 
 
 def test_sending_to_nobody_takes_nothing(party: Party) -> None:
@@ -374,7 +374,7 @@ def test_a_proof_can_not_be_used_again_or_turned_around(party: Party) -> None:
             again.handle(replace(proof, proof=challenge.proof))  # type: ignore[union-attr]
         assert (again.trusted, again.peer) == (False, None)
     welcome = server.handle(proof)
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, HandshakeWelcome)
     assert server.peer == proof.claim
     with pytest.raises(ProtocolError, match="token"):
         client.handle(replace(welcome, claim=replace(welcome.claim, role="worker")))
@@ -425,7 +425,7 @@ def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party)
         assert party.one(1, Lost).member == 2
         assert party.one(1, Joined) == Joined(2, "again")
         assert one.send(2, Number(value=1))
-        assert party.one(3, Received).message == Number(value=1)
+        assert party.one(3, Arrived).message == Number(value=1)
         assert party.one(2, Lost).member == 1
         del party.hubs[3]
 
@@ -442,7 +442,7 @@ def test_a_member_that_connects_anew_replaces_its_older_connection(party: Party)
         (encode_header(1, 1, 1 << 20, 0), "body_bytes"),
         (encode_header(1, 1, 0, 1), "payload_bytes"),
         (encode_header(6, 1, 8, 0) + bytes(8), "out of turn"),
-        (control(Welcome(claim=CLAIM, proof=bytes(32))), "out of turn"),
+        (control(HandshakeWelcome(claim=CLAIM, proof=bytes(32))), "out of turn"),
         (control(Proof(claim=CLAIM, expected=1, proof=bytes(32), arena=False)), "out of turn"),
         (control(Refusal(field="x", reason="\x1b[2J")), "it refused"),
         (raw(5, b'["x","\\ud800"]'), "lone surrogate"),
@@ -476,7 +476,7 @@ def test_a_stranger_is_turned_away_and_the_hub_goes_on(
         assert away.reason.isprintable()
         assert read_end(end) in (b"", control(NO_PROOF))
     assert two.send(1, Number(value=1))
-    assert party.one(1, Received).message == Number(value=1)
+    assert party.one(1, Arrived).message == Number(value=1)
 
 
 @both
@@ -514,14 +514,14 @@ def test_a_bad_member_is_lost_after_what_it_said_well_and_the_hub_goes_on(
     with impostor(party, one.listen(how)) as end:
         end.sendall(GOOD + data)
         end.shutdown(socket.SHUT_WR)
-        assert party.one(1, Received).message == Number(value=0)
+        assert party.one(1, Arrived).message == Number(value=0)
         lost = party.one(1, Lost)
     assert lost.member == 9
     assert reason in lost.reason
     assert not lost.in_peace
     assert one.members() == (2,)
     assert two.send(1, Number(value=1))
-    assert party.one(1, Received).message == Number(value=1)
+    assert party.one(1, Arrived).message == Number(value=1)
 
 
 def test_descriptors_that_nobody_announced_end_the_connection_and_are_closed(party: Party) -> None:
@@ -548,7 +548,7 @@ def test_a_silent_member_is_lost_at_the_limit(party: Party, how: str) -> None:
             clock.now_s += 0.5
             assert one.poll(0) == []
         end.sendall(GOOD)
-        assert party.one(1, Received).message == Number(value=0)
+        assert party.one(1, Arrived).message == Number(value=0)
         for _ in range(9):
             clock.now_s += 0.5
             assert one.poll(0) == []
@@ -579,7 +579,7 @@ def test_a_member_that_computes_is_kept_alive_by_its_heart_and_shows_its_progres
     party.until(lambda: time.monotonic() > until_s and one.progress(2) == 118)
     assert party.events[1] == []
     two.send(1, Number(value=1), [bytes(8 << 20)])  # what does not fit at once also leaves by itself
-    assert party.one(1, Received).message == Number(value=1)
+    assert party.one(1, Arrived).message == Number(value=1)
 
 
 @both
@@ -589,7 +589,7 @@ def test_leaving_is_told_as_peace(party: Party, how: str) -> None:
     two.close()
     two.close()
     assert party.hubs.pop(2) is two
-    assert party.one(1, Received).message == Number(value=1)
+    assert party.one(1, Arrived).message == Number(value=1)
     assert party.one(1, Lost) == Lost(2, "it closed its connection", in_peace=True)
     assert not one.send(2, Number(value=1))
 

@@ -19,7 +19,7 @@ from hubs import FAST, TOKEN, Clock, Number, Party, control, dial, raw, read_all
 from manyhands.hub.calls import Calls
 from manyhands.hub.frames import HEADER_BYTES
 from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
-from manyhands.hub.hub import Joined, Lost, Received, TurnedAway
+from manyhands.hub.hub import Arrived, Joined, Lost, TurnedAway
 from manyhands.hub.settings import Settings
 from manyhands.hub.strangers import Newcomers, Tally
 from manyhands.version import __version__
@@ -196,7 +196,7 @@ def test_members_get_in_beside_hundreds_of_strangers(party: Party, how: str, com
         # Those of the strangers, who are of this process too, and no more of ours than there are places.
         assert len(open_descriptors()) - before < 400 + 256 + 50
         assert party.hubs[2].send(1, Number(value=1))
-        assert party.one(1, Received).message == Number(value=1)
+        assert party.one(1, Arrived).message == Number(value=1)
     assert len(party.of(1, TurnedAway)) <= 5
 
 
@@ -376,7 +376,7 @@ def test_a_mistake_of_ours_before_the_proof_ends_that_connection_and_is_named(
     assert reason.startswith("a defect of this library")
     assert "KeyError('a mistake of ours')" in reason
     assert two.send(1, Number(value=1))
-    assert party.one(1, Received).message == Number(value=1)
+    assert party.one(1, Arrived).message == Number(value=1)
 
 
 def test_a_mistake_of_the_application_is_not_hidden(party: Party) -> None:

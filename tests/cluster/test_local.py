@@ -16,7 +16,7 @@ from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_i
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import NonFinite, UserError
 from manyhands.group.shared import SharedGroup
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.strategy import Strategy
 from manyhands.training.computing import TrainingPlan
@@ -231,7 +231,7 @@ def test_own_loop_that_joins_averages_its_replicas(every: float) -> None:
     seen: dict[int, list[list[torch.Tensor]]] = {}
     models: dict[int, nn.Module] = {}
 
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         model = mlp()
         model, optimizer, loader = group.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1), shuffled(regression(39))

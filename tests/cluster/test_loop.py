@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equality import Awkward, distance, same_bits
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from own_loop import Nobody, mlp, on_workers, regression, shuffled, weights
 
 WORLDS = (2, 3, 8)  # with 8 workers the last batch of 6 samples leaves two of them without
@@ -205,7 +205,7 @@ def normed() -> nn.Module:
     return nn.Sequential(model[0], nn.BatchNorm1d(8).double(), model[1], model[2])
 
 
-def train_with_batch_norm(group: Group) -> dict[str, torch.Tensor]:
+def train_with_batch_norm(group: WorkerGroup) -> dict[str, torch.Tensor]:
     model = normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = group.prepare(model, optimizer, DataLoader(regression(40), batch_size=11))
@@ -271,7 +271,7 @@ class Remembering(nn.Module):
 
 
 def test_a_buffer_that_is_replaced_comes_from_worker_0() -> None:
-    def loop(group: Group) -> torch.Tensor:
+    def loop(group: WorkerGroup) -> torch.Tensor:
         model = Remembering()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = group.prepare(model, optimizer, DataLoader(regression(12), batch_size=4))

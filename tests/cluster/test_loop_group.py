@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from equality import distance, same_bits
 from manyhands.errors import Aborted, PeerTimeout, UserError
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from own_loop import mlp, on_workers, regression, shuffled, weights
 
 
@@ -24,7 +24,7 @@ def one_thread_each() -> None:
     torch.set_num_threads(1)
 
 
-def prepared(group: Group, *others: Any, lr: float = 0.1) -> Any:
+def prepared(group: WorkerGroup, *others: Any, lr: float = 0.1) -> Any:
     model = mlp()
     return group.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), *others)
 
@@ -43,7 +43,7 @@ def rows(count: int) -> TensorDataset:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("moment", ["before forward", "before backward", "after step"])
 def test_a_stop_by_one_worker_ends_the_loops_of_all_after_the_same_step(world: int, moment: str) -> None:
-    def loop(group: Group) -> tuple[int, int, bool]:
+    def loop(group: WorkerGroup) -> tuple[int, int, bool]:
         model, optimizer, loader, evaluation = prepared(
             group, shuffled(regression()), DataLoader(rows(10), batch_size=4)
         )
@@ -70,7 +70,7 @@ def test_a_stop_by_one_worker_ends_the_loops_of_all_after_the_same_step(world: i
 
 
 def test_a_stop_holds_for_a_loop_that_was_broken_off() -> None:
-    def loop(group: Group) -> list[int]:
+    def loop(group: WorkerGroup) -> list[int]:
         model, optimizer, loader = prepared(group, shuffled(regression()))
         lengths = []
         for _ in range(3):
@@ -88,7 +88,7 @@ def test_a_stop_holds_for_a_loop_that_was_broken_off() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_gathered_shares_are_the_batches_of_the_loader(world: int) -> None:
-    def loop(group: Group) -> list[list[int]]:
+    def loop(group: WorkerGroup) -> list[list[int]]:
         loader = group.prepare(DataLoader(rows(45), batch_size=13))
         return [group.gather(x).tolist() for (x,) in loader]
 
@@ -97,7 +97,7 @@ def test_gathered_shares_are_the_batches_of_the_loader(world: int) -> None:
 
 
 def test_no_worker_meets_an_empty_batch_and_fillers_weigh_nothing() -> None:
-    def loop(group: Group) -> list[tuple[int, float]]:
+    def loop(group: WorkerGroup) -> list[tuple[int, float]]:
         loader = group.prepare(DataLoader(rows(6), batch_size=5))
         return [(len(x), float(group.mean(x.double().mean()))) for (x,) in loader]
 
@@ -123,7 +123,7 @@ def test_gather_keeps_every_bit_of_uneven_tensors(dtype: torch.dtype) -> None:
 
 
 def test_gather_of_a_large_tensor_and_of_scalars() -> None:
-    def loop(group: Group) -> tuple[torch.Tensor, list[int]]:
+    def loop(group: WorkerGroup) -> tuple[torch.Tensor, list[int]]:
         return group.gather(torch.full((200_000,), float(group.rank))), group.gather(
             torch.tensor(group.rank)
         ).tolist()
@@ -161,7 +161,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_weights_of_an_uninterrupted_one(
 ) -> None:
     batches = [tuple(column[at : at + 5] for column in regression().tensors) for at in range(0, 45, 5)]
 
-    def train(group: Group, save_at: int | None, stop_at: int) -> dict[str, torch.Tensor]:
+    def train(group: WorkerGroup, save_at: int | None, stop_at: int) -> dict[str, torch.Tensor]:
         model, optimizer = prepared(group)
         resumed = group.load(tmp_path)
         start = 0
@@ -184,7 +184,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_weights_of_an_uninterrupted_one(
 
 
 def test_a_checkpoint_of_two_models_and_optimizers(tmp_path: Path) -> None:
-    def train(group: Group, folder: Path, steps: range) -> dict[str, torch.Tensor]:
+    def train(group: WorkerGroup, folder: Path, steps: range) -> dict[str, torch.Tensor]:
         one, two = mlp(), mlp()
         adam = torch.optim.Adam(one.parameters(), lr=0.01)
         sgd = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
@@ -221,7 +221,7 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 def test_streams_end_together_with_the_shortest_and_every_batch_weighs_the_same() -> None:
     ends = [(0, 12), (12, 20), (20, 36)]  # 3, 2 and 4 batches of 4 rows
 
-    def loop(group: Group) -> tuple[int, dict[str, torch.Tensor]]:
+    def loop(group: WorkerGroup) -> tuple[int, dict[str, torch.Tensor]]:
         model, optimizer, loader = prepared(group, DataLoader(Stream(*ends[group.rank]), batch_size=4))
         steps = 0
         for _ in range(2):
@@ -242,7 +242,7 @@ def test_streams_end_together_with_the_shortest_and_every_batch_weighs_the_same(
 
 
 def test_an_empty_stream_ends_the_loops_of_all() -> None:
-    def loop(group: Group) -> int:
+    def loop(group: WorkerGroup) -> int:
         return sum(1 for _ in group.prepare(DataLoader(Stream(0, 4 * group.rank), batch_size=2)))
 
     assert on_workers(3, loop) == [0, 0, 0]
@@ -252,7 +252,7 @@ def test_who_leaves_early_brings_nothing_and_ends_with_the_weights_of_the_others
     """Each batch counts for a third, whoever is still there: as torch's own `Join` does it."""
     counts = [2, 5, 3]
 
-    def loop(group: Group) -> nn.Module:
+    def loop(group: WorkerGroup) -> nn.Module:
         model, optimizer = prepared(group)
         x, y = regression().tensors
         for number in range(counts[group.rank]):
@@ -277,7 +277,7 @@ def test_who_leaves_early_brings_nothing_and_ends_with_the_weights_of_the_others
 
 
 def test_under_central_nobody_leaves_early() -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         model, optimizer = prepared(group)
         for _ in range(1 + group.rank):
             step(model, optimizer, regression().tensors)
@@ -289,7 +289,7 @@ def test_under_central_nobody_leaves_early() -> None:
 
 
 def test_workers_that_go_different_ways_are_named() -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         model, optimizer = prepared(group)
         step(model, optimizer, regression().tensors)
         if group.rank == 1:
@@ -318,7 +318,7 @@ class Moody(Sampler[int]):
 
 
 def test_workers_that_read_different_batches_are_named() -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         seed = 1 if group.rank == 2 else 0
         loader = DataLoader(regression(), batch_size=9, sampler=Moody(seed))
         model, optimizer, loader = prepared(group, loader)
@@ -332,7 +332,7 @@ def test_workers_that_read_different_batches_are_named() -> None:
 
 
 def test_generators_that_differ_are_made_worker_0s() -> None:
-    def loop(group: Group) -> list[list[int]]:
+    def loop(group: WorkerGroup) -> list[list[int]]:
         generator = torch.Generator().manual_seed(group.rank)
         loader = group.prepare(DataLoader(rows(20), batch_size=7, shuffle=True, generator=generator))
         return [group.gather(x).tolist() for _ in range(2) for (x,) in loader]
@@ -344,7 +344,7 @@ def test_generators_that_differ_are_made_worker_0s() -> None:
 
 
 def test_a_worker_that_raises_ends_the_waiting_of_the_others() -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         if group.rank == 1:
             raise ZeroDivisionError("a batch without labels")
         group.barrier()
@@ -357,7 +357,7 @@ def test_a_worker_that_raises_ends_the_waiting_of_the_others() -> None:
 
 
 def test_a_worker_that_does_not_come_is_named_at_the_deadline() -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         model, optimizer = prepared(group)
         if group.rank == 1:
             while not release:
@@ -410,11 +410,11 @@ def test_bad_input_is_refused_in_one_sentence(wrong: Any, told: str) -> None:
 
 
 def test_central_refuses_two_optimizers_and_a_closure() -> None:
-    def two(group: Group) -> None:
+    def two(group: WorkerGroup) -> None:
         one, other = mlp(), mlp()
         group.prepare(one, other, *(torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, other)))
 
-    def closure(group: Group) -> None:
+    def closure(group: WorkerGroup) -> None:
         _, optimizer = prepared(group)
         optimizer.step(lambda: 0.0)
 

@@ -17,7 +17,7 @@ from manyhands.analyse.explain import explain
 from manyhands.analyse.timeline import build_timeline
 from manyhands.errors import Aborted, UserError
 from manyhands.loop.alignment import align
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from manyhands.loop.join import open_group
 from manyhands.loop.place import Place
 from manyhands.record.clocks import Bracket, Offset, offset_from
@@ -50,7 +50,7 @@ def test_the_truth_is_in_the_narrowest_bracket_whatever_the_network_did(seed: in
 def test_workers_with_clocks_apart_find_how_far(strategy: str) -> None:
     shifts = [0, 7 * HOUR_NS, -3 * HOUR_NS]
 
-    def body(group: Group) -> Offset:
+    def body(group: WorkerGroup) -> Offset:
         shift = shifts[group.rank]
         return align(group._rounds.words, lambda: time.monotonic_ns() + shift)[0]
 
@@ -78,7 +78,7 @@ def test_files_of_one_clock_are_moved_alike_and_those_of_another_by_their_own_of
 def test_each_worker_keeps_its_events_where_it_is_told(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
-    def body(group: Group) -> int:
+    def body(group: WorkerGroup) -> int:
         model = mlp()
         loader = shuffled(regression())
         model, optimizer, loader = group.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)

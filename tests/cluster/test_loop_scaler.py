@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equality import distance, same_bits
 from manyhands.errors import Aborted, UserError
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from own_loop import Nobody, mlp, on_workers, regression, weights
 
 
@@ -114,21 +114,21 @@ def test_a_prepared_scaler_scales_and_skips_under_central_as_in_one_process(
     require_scaled_alike(loop, on_workers(world, loop, strategy="central"))
 
 
-def _clip(_group: Group, model: nn.Module, _optimizer: Any, _scaler: Any) -> None:
+def _clip(_group: WorkerGroup, model: nn.Module, _optimizer: Any, _scaler: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-def _clip_twice(group: Group, model: nn.Module, _optimizer: Any, _scaler: Any) -> None:
+def _clip_twice(group: WorkerGroup, model: nn.Module, _optimizer: Any, _scaler: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     group.clip_grad_norm_(1.0)
 
 
-def _replace(_group: Group, model: nn.Module, _optimizer: Any, _scaler: Any) -> None:
+def _replace(_group: WorkerGroup, model: nn.Module, _optimizer: Any, _scaler: Any) -> None:
     for parameter in model.parameters():
         parameter.grad = parameter.grad / 2
 
 
-def _unscale(_group: Group, _model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
+def _unscale(_group: WorkerGroup, _model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
     scaler.unscale_(optimizer)
 
 
@@ -150,7 +150,7 @@ def _nothing(*_: Any) -> None:
 def test_central_refuses_what_would_see_a_part_of_the_gradient(
     between: Any, scales: bool, fused: bool, told: str
 ) -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         model = mlp()
         model, optimizer = group.prepare(model, torch.optim.AdamW(model.parameters(), fused=fused))
         scaler = torch.amp.GradScaler("cpu", enabled=scales)
@@ -166,7 +166,7 @@ def test_central_refuses_what_would_see_a_part_of_the_gradient(
 
 @pytest.mark.parametrize(("strategy", "enabled"), [("mirrored", True), ("central", False)])
 def test_a_scaler_that_needs_nothing_stays_what_it_is(strategy: str, enabled: bool) -> None:
-    def loop(group: Group) -> bool:
+    def loop(group: WorkerGroup) -> bool:
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         return group.prepare(scaler) is scaler
 
@@ -174,7 +174,7 @@ def test_a_scaler_that_needs_nothing_stays_what_it_is(strategy: str, enabled: bo
 
 
 def test_a_prepared_scaler_goes_on_from_where_the_given_one_was() -> None:
-    def loop(group: Group) -> dict[str, Any]:
+    def loop(group: WorkerGroup) -> dict[str, Any]:
         scaler = torch.amp.GradScaler("cpu", 8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=5)
         scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 4})
         return group.prepare(scaler).state_dict()
@@ -197,7 +197,7 @@ def test_a_prepared_scaler_goes_on_from_where_the_given_one_was() -> None:
     ],
 )
 def test_a_prepared_scaler_refuses_what_it_can_not_unscale(dtype: torch.dtype, own: bool, told: str) -> None:
-    def loop(group: Group) -> None:
+    def loop(group: WorkerGroup) -> None:
         model = nn.Linear(6, 1).to(dtype)
         other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
@@ -210,7 +210,7 @@ def test_a_prepared_scaler_refuses_what_it_can_not_unscale(dtype: torch.dtype, o
 
 
 def test_after_the_group_an_optimizer_takes_any_scaler_again() -> None:
-    def loop(group: Group) -> Any:
+    def loop(group: WorkerGroup) -> Any:
         model = mlp()
         return group.prepare(model, adamw(model))
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 import manyhands as mh
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
-from manyhands.hub.arrivals import Joined, Lost, Received
+from manyhands.hub.arrivals import Arrived, Joined, Lost
 from manyhands.server.live.job import Job
 from manyhands.server.live.reports import Evaluated, Remark, StepComputed
 from manyhands.server.messages import Hello, Installed, ReadRows, RowsUnknown, RowValues
@@ -303,7 +303,7 @@ def talk(run: ThreadedRun, *sent: tuple[object, bytes]) -> list[Any]:
                     case Joined():
                         for message, payload in sent:
                             hub.send(1, message, [payload])
-                    case Received(message=message):
+                    case Arrived(message=message):
                         heard.append(message)
                         if isinstance(message, RowValues):
                             return heard

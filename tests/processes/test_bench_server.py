@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from manyhands.bench.server import HAS_RAY, format_table, run_bench
-from manyhands.bench.server_work import Exchange, Flat, Rows
+from manyhands.bench.server_work import Flat, RowWork, TimedExchange
 from manyhands.errors import UserError
 
 SMALL = (
     Flat(name="dense", num_bytes=1 << 20),
-    Rows(name="rows", table_rows=500, width=8, rows=50, sets=3),
+    RowWork(name="rows", table_rows=500, width=8, rows=50, sets=3),
 )
 OURS = ["manyhands, shared memory, sync", "manyhands, shared memory, async", "manyhands, TCP, sync"]
 ROUNDS = 3
@@ -88,8 +88,8 @@ def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("exchange", SMALL)
-def test_exchanges_travel_as_text_and_know_a_wrong_answer(exchange: Exchange) -> None:
-    assert Exchange.from_json(exchange.to_json()) == exchange
+def test_exchanges_travel_as_text_and_know_a_wrong_answer(exchange: TimedExchange) -> None:
+    assert TimedExchange.from_json(exchange.to_json()) == exchange
     right = exchange.expected(5)
     assert exchange.agrees(right, 5)
     assert not exchange.agrees(exchange.expected(4), 5)
@@ -104,4 +104,4 @@ def test_bad_input_gets_a_sentence() -> None:
     with pytest.raises(UserError, match="1023 is not a multiple of 4"):
         Flat(name="odd", num_bytes=1023)
     with pytest.raises(UserError, match="3 sets of 11 rows of 2 are not of a table of 10 rows"):
-        Rows(name="rows", table_rows=10, width=2, rows=11, sets=3)
+        RowWork(name="rows", table_rows=10, width=2, rows=11, sets=3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyhands.bench.step import agreed_losses, format_table, named_workloads, run_bench
-from manyhands.bench.step_worker import Measured
+from manyhands.bench.step_worker import StepMeasured
 from manyhands.bench.workloads import WORKLOADS, Cnn, Language, Mlp, Workload
 from manyhands.errors import ManyhandsError, UserError
 
@@ -58,8 +58,8 @@ def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
 def test_a_loss_that_differs_is_found_out() -> None:
     losses = {"ddp": [2.0, 1.0], "mirrored": [2.0, 1.0], "central": [2.0, 1.0]}
     ranks = [
-        Measured(parameters=1, seconds={}, losses={**losses, "single": [2.0, 1.5]}),
-        Measured(parameters=1, seconds={}, losses={**losses, "ddp": [2.0, 2.0]}),
+        StepMeasured(parameters=1, seconds={}, losses={**losses, "single": [2.0, 1.5]}),
+        StepMeasured(parameters=1, seconds={}, losses={**losses, "ddp": [2.0, 2.0]}),
     ]
     with pytest.raises(ManyhandsError, match=r"mirrored has a loss of 1 in step 1 and ddp one of 1\.5"):
         agreed_losses(ranks)

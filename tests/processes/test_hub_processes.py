@@ -16,7 +16,7 @@ import pytest
 
 from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.handshake import Credentials
-from manyhands.hub.hub import Hub, HubEvent, Joined, Lost, Received
+from manyhands.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
 from manyhands.hub.settings import Settings
 from manyhands.link.silence import Silence
 
@@ -96,10 +96,10 @@ def next_event(here: Hub, kind: type, within_s: float = PATIENCE_S) -> HubEvent:
     raise AssertionError(f"no {kind.__name__} within {within_s} s")
 
 
-def answer_to(here: Hub, value: int, payload: bytes = b"") -> Received:
+def answer_to(here: Hub, value: int, payload: bytes = b"") -> Arrived:
     assert here.send(2, Number(value=value), [payload])
-    event = next_event(here, Received)
-    assert isinstance(event, Received)
+    event = next_event(here, Arrived)
+    assert isinstance(event, Arrived)
     assert event.message == Number(value=value)
     assert bytes(event.payload) == payload
     return event
@@ -108,7 +108,7 @@ def answer_to(here: Hub, value: int, payload: bytes = b"") -> Received:
 @pytest.mark.parametrize("how", ["unix", "tcp"])
 def test_a_killed_process_is_noticed_at_once(how: str) -> None:
     with hub() as here, child(here.listen(how)) as process:
-        next_event(here, Received)
+        next_event(here, Arrived)
         for size in (0, 10_000, 3_000_000):
             answer_to(here, size, os.urandom(size)).release()
         process.send_signal(signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_a_killed_process_is_noticed_at_once(how: str) -> None:
 @pytest.mark.parametrize("how", ["unix", "tcp"])
 def test_a_frozen_process_is_noticed_at_the_limit_and_told_when_it_wakes(how: str) -> None:
     with hub() as here, child(here.listen(how)) as process:
-        next_event(here, Received)
+        next_event(here, Arrived)
         process.send_signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
         lost = next_event(here, Lost)
@@ -143,7 +143,7 @@ def test_a_fork_of_a_process_does_not_hide_its_death() -> None:
             os._exit(0)
     """
     with hub() as here, child(here.listen("unix"), fork) as process:
-        next_event(here, Received)
+        next_event(here, Arrived)
         answer_to(here, 1)
         answer_to(here, 2)  # the fork of the first message is done
         process.send_signal(signal.SIGKILL)

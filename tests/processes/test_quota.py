@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.analyse.totals import Snapshot
+from manyhands.analyse.totals import TotalsSnapshot
 from quota import cpu_quota
 
 pytestmark = pytest.mark.timeout(240)
@@ -63,7 +63,7 @@ class Starving:
         self._over = threading.Event()
 
     @contextmanager
-    def view(self, steps: int, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+    def view(self, steps: int, snapshot: Callable[[], TotalsSnapshot]) -> Iterator[None]:
         assert steps == STEPS
         thread = threading.Thread(target=self._watch, args=(snapshot,))
         thread.start()
@@ -73,7 +73,7 @@ class Starving:
             self._over.set()
             thread.join()
 
-    def _watch(self, snapshot: Callable[[], Snapshot]) -> None:
+    def _watch(self, snapshot: Callable[[], TotalsSnapshot]) -> None:
         try:
             while snapshot().step < 20 and not self._over.wait(0.05):
                 pass

@@ -15,7 +15,7 @@ import pytest
 from manyhands.consistency.policy import Policy
 from manyhands.server.audit import Verdict
 from manyhands.server.log import LostRow, Row, SlotsRow, StepRow
-from manyhands.simulate import ComputeModel, Kill, NetworkModel, Role, SimulationSpec, Timing, Witness
+from manyhands.simulate import ComputeModel, FaultRole, Kill, NetworkModel, SimulationSpec, Timing, Witness
 from manyhands.simulate.models import LedgerStore
 from recorded import Recorded, changed, record
 from simulated import PROMISES, STEPS, drawn
@@ -206,7 +206,7 @@ def restored(consistency: str) -> Recorded:
         compute=ComputeModel(step_s=0.1, spread=0.5),
         network=NetworkModel(latency_s=1e-3),
         timing=Timing(start_s=0.2, snapshot_every_s=0.3, limit_s=600.0),
-        faults=(Kill(at_s=0.75, role=Role.SERVER, pick=1),),
+        faults=(Kill(at_s=0.75, role=FaultRole.SERVER, pick=1),),
     )
     witness = Witness(PROMISES[consistency])
     found = record(spec, witness)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from manyhands.c10d import layout
 from manyhands.c10d.calls import (
     RECORD_WORDS,
-    Call,
-    Kind,
+    CallKind,
+    CollectiveCall,
     Reduction,
     call_of,
     describe_lateness,
@@ -27,9 +27,9 @@ from manyhands.memory.segment import CACHE_LINE, PAGE
 from manyhands.wire.dtypes import CODES
 
 
-def all_reduce(tensor: torch.Tensor, number: int = 17) -> Call:
+def all_reduce(tensor: torch.Tensor, number: int = 17) -> CollectiveCall:
     return call_of(
-        number, Kind.ALL_REDUCE, [tensor], reduction=Reduction.SUM, items=tensor.numel(), extent_bytes=0
+        number, CallKind.ALL_REDUCE, [tensor], reduction=Reduction.SUM, items=tensor.numel(), extent_bytes=0
     )
 
 
@@ -37,19 +37,19 @@ def all_reduce(tensor: torch.Tensor, number: int = 17) -> Call:
 def test_a_record_is_read_back(shape: tuple[int, ...]) -> None:
     call = all_reduce(torch.ones(shape))
     assert len(call.words()) == RECORD_WORDS
-    assert Call.from_words(call.words()) == call
+    assert CollectiveCall.from_words(call.words()) == call
 
 
 def test_calls_read_like_calls() -> None:
     assert str(all_reduce(torch.ones(2, 3))) == "all_reduce(sum) of float32[2, 3]"
-    assert str(Call(3, Kind.BARRIER)) == "barrier"
+    assert str(CollectiveCall(3, CallKind.BARRIER)) == "barrier"
     reduced = call_of(
-        1, Kind.REDUCE, [torch.ones(0)], reduction=Reduction.MAX, root=2, items=0, extent_bytes=0
+        1, CallKind.REDUCE, [torch.ones(0)], reduction=Reduction.MAX, root=2, items=0, extent_bytes=0
     )
     assert str(reduced) == "reduce(max, root 2) of float32[0]"
-    many = call_of(1, Kind.ALL_GATHER, [torch.ones(1, dtype=torch.bool)] * 3, items=1, extent_bytes=1)
+    many = call_of(1, CallKind.ALL_GATHER, [torch.ones(1, dtype=torch.bool)] * 3, items=1, extent_bytes=1)
     assert str(many) == "all_gather of 3 tensors, first bool[1]"
-    deep = call_of(1, Kind.BROADCAST, [torch.ones([1] * 8)], root=0, items=1, extent_bytes=4)
+    deep = call_of(1, CallKind.BROADCAST, [torch.ones([1] * 8)], root=0, items=1, extent_bytes=4)
     assert str(deep) == "broadcast(root 0) of float32[1, 1, 1, 1, 1, 1, …]"
 
 
@@ -64,7 +64,7 @@ def test_a_mismatch_names_ranks_and_loads() -> None:
         "shape and dtype"
     )
     assert "ranks 0, 2 bring float32[4], rank 1 brings float64[4]" in describe_mismatch(calls)
-    others = [calls[0], Call(17, Kind.BARRIER)]
+    others = [calls[0], CollectiveCall(17, CallKind.BARRIER)]
     assert describe_mismatch(others, lambda rank: f"{rank} (global {rank + 5})") == (
         "collective #17: rank 0 (global 5) calls all_reduce(sum) of float32[4], rank 1 (global 6) calls barrier; all "
         "ranks must make the same calls in the same order"

@@ -20,14 +20,14 @@ from manyhands.cli.main import app
 from manyhands.cluster.capacity import (
     PROCESS_BYTES,
     Amount,
-    Cost,
+    MemoryCost,
     Room,
     check_room,
     most_workers,
     of_processes,
 )
 from manyhands.cluster.room import free_memory, free_tasks, group_folders, read_room
-from manyhands.compare.run import Settings, compare
+from manyhands.compare.run import CompareSettings, compare
 from manyhands.errors import Overload
 from manyhands.fitting import require_room_for
 from manyhands.footprint import Sizes, cost_of, sizes_of
@@ -61,7 +61,7 @@ def test_the_largest_number_that_fits_is_exact_for_each_thing_that_runs_out() ->
     assert most_workers(cost, Room(memory_bytes=8 * GIB - 1)) == 7
     assert most_workers(cost, Room(memory_bytes=8 * GIB, tasks=20)) == 6  # three tasks each
     assert most_workers(cost, Room(memory_bytes=GIB - 1)) == 0
-    pairs = Cost(per_pair=Amount(descriptors=3))
+    pairs = MemoryCost(per_pair=Amount(descriptors=3))
     assert most_workers(pairs, Room(descriptors=3 * 45)) == 10
     assert most_workers(pairs, Room(descriptors=3 * 45 - 1)) == 9
 
@@ -239,7 +239,10 @@ def test_every_other_way_in_refuses_too(tmp_path: Path) -> None:
     ways: dict[str, Callable[[], object]] = {
         "launch": lambda: launch(script, workers=TOO_MANY),
         "compare": lambda: compare(
-            task(), "mirrored; ps", out=tmp_path / "compared", settings=Settings(workers=TOO_MANY, steps=1)
+            task(),
+            "mirrored; ps",
+            out=tmp_path / "compared",
+            settings=CompareSettings(workers=TOO_MANY, steps=1),
         ),
         "glove": lambda: Learning(workers=TOO_MANY, strategy="hogwild hands=processes"),
         "glove ps": lambda: Learning(workers=TOO_MANY, strategy="ps", glove=GloveOptions(batch=2)),

@@ -18,7 +18,7 @@ from manyhands.errors import CorruptCheckpoint, UserError
 from manyhands.store import CheckpointStore, Loaded, NoCheckpoint, NonFiniteSnapshot, Snapshot, WriteFailed
 from manyhands.store.atomic import FileDigest
 from manyhands.store.manifest import CONTENT_FILES, MANIFEST_FILE, Manifest
-from manyhands.store.rotation import Entry, rotated_out
+from manyhands.store.rotation import SavedStep, rotated_out
 
 FILES = (*CONTENT_FILES, MANIFEST_FILE)
 
@@ -199,19 +199,64 @@ def test_a_huge_manifest_and_a_checkpoint_under_another_name_are_refused(tmp_pat
 @pytest.mark.parametrize(
     ("entries", "saved", "keep", "removed"),
     [
-        ([Entry(step=s) for s in (1, 2, 3)], 3, 3, ()),
-        ([Entry(step=s) for s in (1, 2, 3, 4)], 4, 3, (1,)),
-        ([Entry(step=s) for s in (1, 2, 3, 4)], 4, 1, (1, 2, 3)),
-        ([Entry(step=1, score=0.1), Entry(step=2, score=0.5), Entry(step=3)], 3, 1, (2,)),
-        ([Entry(step=1, score=0.1), Entry(step=2, score=0.1), Entry(step=3, score=0.2)], 3, 1, (1,)),
-        ([Entry(step=1, score=0.1, intact=False), Entry(step=2, score=0.5), Entry(step=3)], 3, 1, (1,)),
-        ([Entry(step=1), Entry(step=2, intact=False), Entry(step=3)], 3, 2, ()),
-        ([Entry(step=1), Entry(step=2, intact=False), Entry(step=3), Entry(step=4)], 4, 2, (1, 2)),
-        ([Entry(step=10), Entry(step=20), Entry(step=15)], 15, 1, (10,)),
-        ([Entry(step=10), Entry(step=15), Entry(step=20), Entry(step=30, intact=False)], 15, 2, ()),
+        ([SavedStep(step=s) for s in (1, 2, 3)], 3, 3, ()),
+        ([SavedStep(step=s) for s in (1, 2, 3, 4)], 4, 3, (1,)),
+        ([SavedStep(step=s) for s in (1, 2, 3, 4)], 4, 1, (1, 2, 3)),
+        (
+            [SavedStep(step=1, score=0.1), SavedStep(step=2, score=0.5), SavedStep(step=3)],
+            3,
+            1,
+            (2,),
+        ),
+        (
+            [
+                SavedStep(step=1, score=0.1),
+                SavedStep(step=2, score=0.1),
+                SavedStep(step=3, score=0.2),
+            ],
+            3,
+            1,
+            (1,),
+        ),
+        (
+            [
+                SavedStep(step=1, score=0.1, intact=False),
+                SavedStep(step=2, score=0.5),
+                SavedStep(step=3),
+            ],
+            3,
+            1,
+            (1,),
+        ),
+        ([SavedStep(step=1), SavedStep(step=2, intact=False), SavedStep(step=3)], 3, 2, ()),
+        (
+            [
+                SavedStep(step=1),
+                SavedStep(step=2, intact=False),
+                SavedStep(step=3),
+                SavedStep(step=4),
+            ],
+            4,
+            2,
+            (1, 2),
+        ),
+        ([SavedStep(step=10), SavedStep(step=20), SavedStep(step=15)], 15, 1, (10,)),
+        (
+            [
+                SavedStep(step=10),
+                SavedStep(step=15),
+                SavedStep(step=20),
+                SavedStep(step=30, intact=False),
+            ],
+            15,
+            2,
+            (),
+        ),
     ],
 )
-def test_rotation_as_a_table(entries: list[Entry], saved: int, keep: int, removed: tuple[int, ...]) -> None:
+def test_rotation_as_a_table(
+    entries: list[SavedStep], saved: int, keep: int, removed: tuple[int, ...]
+) -> None:
     assert rotated_out(entries, saved, keep) == removed
 
 

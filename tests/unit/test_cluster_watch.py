@@ -8,18 +8,18 @@ import signal
 import pytest
 
 from manyhands.cluster.board import NOBODY, Board, Line, State, pack_mark, unpack_mark
-from manyhands.cluster.control import Failed, Finished, Note, Started, Stop
+from manyhands.cluster.control import Failed, Finished, Note, RoleStarted, Stop
 from manyhands.cluster.failure import describe_exit, report
-from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, Kill, Patience
+from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.cluster.watch import (
     Action,
-    Alarm,
     AskToStop,
     Deliver,
     Event,
-    Interrupted,
+    HangAlarm,
     Looked,
     Watch,
+    WatchInterrupted,
 )
 from manyhands.errors import (
     Aborted,
@@ -39,7 +39,7 @@ class Play:
         self.now_s = 1000.0
         self.lines = [Line() for _ in range(num_roles)]
         self.silent: set[int] = set()
-        self.kills: set[Kill] = set()
+        self.kills: set[KillProcess] = set()
         patience = Patience(silent_after_s=silent_after_s, grace_s=2.0, start_timeout_s=120.0)
         roles = [(f"worker {rank}", 100 + rank) for rank in range(num_roles)]
         self.watch = Watch(roles, patience, self.now_ns)
@@ -50,7 +50,7 @@ class Play:
 
     def at_work(self) -> Play:
         for rank in range(len(self.lines)):
-            self.do(Heard(rank, Started(pid=100 + rank)))
+            self.do(Heard(rank, RoleStarted(pid=100 + rank)))
             self.mark(rank, 17, State.COMPUTING)
         return self
 
@@ -85,7 +85,7 @@ class Play:
                     )
             actions = self.do(Looked(self.lines))
             seen += [(self.now_s - start_s, action) for action in actions if action not in self.kills]
-            self.kills |= {action for action in actions if isinstance(action, Kill)}
+            self.kills |= {action for action in actions if isinstance(action, KillProcess)}
         return seen
 
     def failure(self) -> Exception:
@@ -116,10 +116,10 @@ def test_a_run_without_trouble_ends_with_every_result_by_rank() -> None:
 def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -> None:
     play = Play(3).at_work()
     actions = play.do(Heard(1, failed(ValueError("bad thing"))))
-    assert actions == [Alarm(1), AskToStop(0), AskToStop(2)]
+    assert actions == [HangAlarm(1), AskToStop(0), AskToStop(2)]
     assert play.do(Exited(1, 1)) == []
     assert play.do(Exited(0, 1)) == []
-    assert play.let_pass(5.0) == [(2.0, Kill(2))]
+    assert play.let_pass(5.0) == [(2.0, KillProcess(2))]
     assert play.do(Exited(2, -9)) == []
     assert play.watch.over
     error = play.failure()
@@ -141,7 +141,7 @@ def test_an_error_raises_the_alarm_and_takes_the_others_down_after_the_grace() -
 def test_a_death_without_a_report_is_told_with_place_and_last_words(status: int, said: str) -> None:
     play = Play(2).at_work()
     play.let_pass(1.0)
-    assert play.do(Exited(0, status, "it hurts\n"))[0] == Alarm(0)
+    assert play.do(Exited(0, status, "it hurts\n"))[0] == HangAlarm(0)
     text = str(play.failure())
     assert text.startswith(said)
     assert "last seen computing step 17, 0.0 s ago" in text
@@ -157,7 +157,7 @@ def test_a_silent_role_is_killed_at_once_within_the_promise() -> None:
     play.silent = {1}
     actions = play.let_pass(5.0, tick_s=0.2)
     stops = [AskToStop(rank) for rank in range(2)]
-    assert [action for _, action in actions] == [Alarm(1), *stops, Kill(1)]
+    assert [action for _, action in actions] == [HangAlarm(1), *stops, KillProcess(1)]
     assert 4.5 < actions[0][0] < 5.0
     assert "worker 1 (pid 101) fell silent" in str(play.failure())
     assert "last seen computing step 17, 4." in str(play.failure())
@@ -172,19 +172,19 @@ def test_a_launcher_that_was_paused_blames_nobody() -> None:
     play.silent = set()
     assert play.let_pass(20.0) == []
     play.silent = {0}
-    assert play.let_pass(30.0, tick_s=1.5)[0][1] == Alarm(0), "a slow launcher still notices"
+    assert play.let_pass(30.0, tick_s=1.5)[0][1] == HangAlarm(0), "a slow launcher still notices"
 
 
 def test_a_role_that_never_starts_is_told() -> None:
     play = Play(1)
     actions = play.let_pass(121.0)
-    assert [action for _, action in actions] == [Alarm(0), AskToStop(0), Kill(0)]
+    assert [action for _, action in actions] == [HangAlarm(0), AskToStop(0), KillProcess(0)]
     assert "did not start within 120 s; never seen on the board" in str(play.failure())
 
 
 def test_a_consequence_gives_way_to_its_cause() -> None:
     play = Play(3).at_work()
-    assert play.do(Heard(0, failed(PeerTimeout("no answer from 2", peer=2))))[0] == Alarm(0)
+    assert play.do(Heard(0, failed(PeerTimeout("no answer from 2", peer=2))))[0] == HangAlarm(0)
     assert play.do(Heard(1, failed(Aborted("someone failed")))) == []
     assert "worker 0 (pid 100) raised PeerTimeout" in str(play.failure())
     assert play.do(Exited(2, -11)) == []
@@ -219,14 +219,14 @@ def test_an_error_while_waiting_tells_what_the_other_was_doing() -> None:
 def test_an_interruption_asks_then_kills_and_a_second_kills_now() -> None:
     play = Play(2).at_work()
     stop = [AskToStop(rank) for rank in range(2)]
-    assert play.do(Interrupted()) == stop
-    assert play.let_pass(2.0) == [(2.0, Kill(0)), (2.0, Kill(1))]
+    assert play.do(WatchInterrupted()) == stop
+    assert play.let_pass(2.0) == [(2.0, KillProcess(0)), (2.0, KillProcess(1))]
     assert play.watch.failure is None
 
     play = Play(2).at_work()
-    assert play.do(Interrupted()) == stop
-    assert play.do(Interrupted()) == []
-    assert play.let_pass(0.25) == [(0.25, Kill(0)), (0.25, Kill(1))]
+    assert play.do(WatchInterrupted()) == stop
+    assert play.do(WatchInterrupted()) == []
+    assert play.let_pass(0.25) == [(0.25, KillProcess(0)), (0.25, KillProcess(1))]
 
 
 def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_stands() -> None:
@@ -234,7 +234,7 @@ def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_st
     play.do(Heard(0, Finished(payload={"x": 1})))
     play.silent = {0}  # no heartbeat is owed after the result
     ((after_s, action),) = play.let_pass(EXIT_S + 1)
-    assert (action, after_s) == (Kill(0), EXIT_S + 0.25)
+    assert (action, after_s) == (KillProcess(0), EXIT_S + 0.25)
     play.do(Exited(0, -9))
     assert play.watch.failure is None
     assert play.watch.results() == [Finished(payload={"x": 1})]
@@ -242,17 +242,17 @@ def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_st
 
 def test_who_is_to_be_killed_is_named_until_it_is_gone_as_an_exception_may_come_between() -> None:
     play = Play(2).at_work()
-    play.do(Interrupted())
-    play.do(Interrupted())
-    assert [play.do(Looked(play.lines)) for _ in range(3)] == [[Kill(0), Kill(1)]] * 3
+    play.do(WatchInterrupted())
+    play.do(WatchInterrupted())
+    assert [play.do(Looked(play.lines)) for _ in range(3)] == [[KillProcess(0), KillProcess(1)]] * 3
     play.do(Exited(0, -9))
-    assert play.do(Looked(play.lines)) == [Kill(1)]
+    assert play.do(Looked(play.lines)) == [KillProcess(1)]
 
 
 def test_a_process_that_can_not_be_killed_is_given_up_by_name() -> None:
     play = Play(2).at_work()
-    play.do(Interrupted())
-    assert play.do(Exited(1, 1)) == [Alarm(1)]
+    play.do(WatchInterrupted())
+    assert play.do(Exited(1, 1)) == [HangAlarm(1)]
     play.let_pass(2.0 + EXIT_S)
     assert play.watch.failure is None
     before = play.watch.over
@@ -263,10 +263,10 @@ def test_a_process_that_can_not_be_killed_is_given_up_by_name() -> None:
 
 def test_what_a_child_may_not_say_is_its_failure() -> None:
     play = Play(1).at_work()
-    assert play.do(Garbled(0, "not a message"))[0] == Alarm(0)
+    assert play.do(Garbled(0, "not a message"))[0] == HangAlarm(0)
     assert "worker 0 (pid 100) broke the control channel's rules: not a message" in str(play.failure())
     play = Play(1).at_work()
-    assert play.do(Heard(0, Stop())) == [Alarm(0), AskToStop(0)]
+    assert play.do(Heard(0, Stop())) == [HangAlarm(0), AskToStop(0)]
 
 
 @pytest.mark.parametrize(

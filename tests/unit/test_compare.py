@@ -8,7 +8,7 @@ from rich.console import Console
 
 from manyhands.allreduce.strategy import AllReduce
 from manyhands.compare.bandwidth import Rate, shaped_command, why_not
-from manyhands.compare.figures import Failed, Figures, Measured, Point, Spread, figures
+from manyhands.compare.figures import FailedTrial, Figures, Measured, Point, Spread, figures
 from manyhands.compare.measure import Stops
 from manyhands.compare.narrate import Conditions, paragraph
 from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
@@ -51,7 +51,7 @@ def measured(
     return Measured(**{**values, **changes})
 
 
-def found(*runs: Measured | Failed, target: Target | None = None, strategies=TWO) -> Figures:
+def found(*runs: Measured | FailedTrial, target: Target | None = None, strategies=TWO) -> Figures:
     return figures([(strategy, 2) for strategy in strategies], runs, target, 5)
 
 
@@ -174,11 +174,13 @@ def test_every_run_reaches_the_target_that_is_chosen() -> None:
 
 
 def test_a_failed_run_is_a_row_of_its_own_kind() -> None:
-    one = found(measured(), Failed(place=1, repeat=0, sentence="the disk is full"))
+    one = found(measured(), FailedTrial(place=1, repeat=0, sentence="the disk is full"))
     assert (one.rows[1].runs, one.rows[1].failures) == ((), ("the disk is full",))
     assert cells(one, one.rows[1])[0] == "failed"
     assert one.to_dict()["strategies"][1]["failures"] == ["the disk is full"]
-    nothing = found(Failed(place=0, repeat=0, sentence="no"), Failed(place=1, repeat=0, sentence="no"))
+    nothing = found(
+        FailedTrial(place=0, repeat=0, sentence="no"), FailedTrial(place=1, repeat=0, sentence="no")
+    )
     assert nothing.target is None
     assert "No run came to its end." in told(nothing)
 
@@ -324,7 +326,10 @@ def test_the_table_is_readable_at_a_hundred_columns() -> None:
 def test_the_report_is_well_formed_and_has_every_strategy() -> None:
     strategies = parse_strategies("allreduce; ps consistency=async; hogwild")
     one = found(
-        measured(0), measured(1), Failed(place=2, repeat=0, sentence="<no> & never"), strategies=strategies
+        measured(0),
+        measured(1),
+        FailedTrial(place=2, repeat=0, sentence="<no> & never"),
+        strategies=strategies,
     )
     made = Made(title="a < b", command="manyhands compare 'a' & b", facts={"cores": "2"}, notes=("a note",))
     page = report(one, paragraph(one, Conditions()), made)

@@ -7,7 +7,7 @@ import torch
 
 import manyhands as mh
 from manyhands.compare.plan import Target
-from manyhands.compare.run import Progress, Settings, compare
+from manyhands.compare.run import CompareSettings, Progress, compare
 from manyhands.errors import UserError
 
 FEATURES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ class Counted:
 
 def test_the_figures_are_those_of_the_runs(tmp_path: Path) -> None:
     seen: list[Progress] = []
-    settings = Settings(steps=20, repeats=2, target=Target.parse("evaluation_loss=0.5"))
+    settings = CompareSettings(steps=20, repeats=2, target=Target.parse("evaluation_loss=0.5"))
     done = compare(task(), "single", out=tmp_path / "c", settings=settings, tell=seen.append)
     (row,) = done.figures.rows
     plain = mh.fit(task(), "single", steps=20, options=mh.Options(evaluate_every=2))
@@ -61,7 +61,7 @@ def test_the_figures_are_those_of_the_runs(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_kept_with_its_sentence(tmp_path: Path) -> None:
     broken = Counted(14, lambda loss: loss * float("nan"))
-    done = compare(task(broken), "single", out=tmp_path / "c", settings=Settings(steps=10, repeats=3))
+    done = compare(task(broken), "single", out=tmp_path / "c", settings=CompareSettings(steps=10, repeats=3))
     (row,) = done.figures.rows
     assert done.failed
     assert [run.repeat for run in row.runs] == [0, 2]
@@ -74,7 +74,10 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     done = compare(
-        task(Counted(14, interrupt)), "single", out=tmp_path / "c", settings=Settings(steps=10, repeats=3)
+        task(Counted(14, interrupt)),
+        "single",
+        out=tmp_path / "c",
+        settings=CompareSettings(steps=10, repeats=3),
     )
     assert done.interrupted
     assert [run.repeat for run in done.figures.rows[0].runs] == [0]
@@ -83,17 +86,17 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategies", "settings", "part"),
     [
-        ("single; sinlge", Settings(), "'sinlge'"),
-        ("single; tensor", Settings(), "only glove"),
-        ("single", Settings(repeats=0), "--repeats 0"),
-        ("single", Settings(target=Target.parse("accuracy=0.5")), "measures no such metric"),
-        ("single; ps", Settings(workers=0), "workers=0"),
-        ("single", Settings(steps=5, epochs=5), "give one of them"),
-        ("single", Settings(slow=mh.Slowdown.parse("worker=2,factor=2")), "no worker 2 among 2"),
+        ("single; sinlge", CompareSettings(), "'sinlge'"),
+        ("single; tensor", CompareSettings(), "only glove"),
+        ("single", CompareSettings(repeats=0), "--repeats 0"),
+        ("single", CompareSettings(target=Target.parse("accuracy=0.5")), "measures no such metric"),
+        ("single; ps", CompareSettings(workers=0), "workers=0"),
+        ("single", CompareSettings(steps=5, epochs=5), "give one of them"),
+        ("single", CompareSettings(slow=mh.Slowdown.parse("worker=2,factor=2")), "no worker 2 among 2"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_runs(
-    tmp_path: Path, strategies: str, settings: Settings, part: str
+    tmp_path: Path, strategies: str, settings: CompareSettings, part: str
 ) -> None:
     with pytest.raises(UserError, match=part):
         compare(task(), strategies, out=tmp_path / "c", settings=settings)
@@ -107,6 +110,6 @@ def test_a_directory_in_use_is_not_written_into(tmp_path: Path) -> None:
 
 
 def test_a_task_without_evaluation_has_no_target(tmp_path: Path) -> None:
-    done = compare(task(evaluation=None), "single", out=tmp_path / "c", settings=Settings(steps=5))
+    done = compare(task(evaluation=None), "single", out=tmp_path / "c", settings=CompareSettings(steps=5))
     assert done.figures.target is None
     assert set(done.figures.rows[0].final) == {"loss"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manyhands.consistency.asynchronous import Async
 from manyhands.consistency.bounded import Bounded
 from manyhands.consistency.parse import parse_consistency
-from manyhands.consistency.policy import Group, Place, Policy, blend
+from manyhands.consistency.policy import BatchPlace, Group, Policy, blend
 from manyhands.consistency.rates import StalenessAware
 from manyhands.consistency.softsync import SoftSync
 from manyhands.consistency.sync import Sync
@@ -152,7 +152,7 @@ def test_batches_are_shared_out_by_clock() -> None:
     shared = [Bounded(1).place(rank, 3, clock, first) for clock in (10, 11) for rank in range(3)]
     assert [place.batch for place in shared] == [100, 101, 102, 103, 104, 105]
     assert all((place.part, place.parts) == (0, 1) for place in shared)
-    assert Sync().place(1, 3, 12, first) == Place(12, 1, 3)
+    assert Sync().place(1, 3, 12, first) == BatchPlace(12, 1, 3)
 
 
 def test_a_whole_batch_is_summed_as_it_is() -> None:

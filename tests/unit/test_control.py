@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from manyhands.cluster.control import (
     MAX_FRAME_BYTES,
     Channel,
+    ControlError,
     Decoder,
     Failed,
     Finished,
     Message,
     Note,
-    ProtocolError,
-    Started,
+    RoleStarted,
     Stop,
     Unread,
     encode,
@@ -30,7 +30,7 @@ from manyhands.cluster.control import (
 from manyhands.errors import Aborted, PeerTimeout
 
 MESSAGES: list[Message] = [
-    Started(pid=4242),
+    RoleStarted(pid=4242),
     Note(payload={"rows": [{"step": 1, "loss": 0.5}], "text": "größer \ud800 \x00"}),
     Failed(
         kind="NonFinite",
@@ -57,9 +57,9 @@ def test_every_message_survives_in_any_pieces(cuts: list[int]) -> None:
 
 
 def test_a_frame_is_a_big_endian_length_and_json() -> None:
-    frame = encode(Started(pid=7))
+    frame = encode(RoleStarted(pid=7))
     assert struct.unpack("!I", frame[:4]) == (len(frame) - 4,)
-    assert json.loads(frame[4:]) == {"message type": "Started", "pid": 7}
+    assert json.loads(frame[4:]) == {"message type": "RoleStarted", "pid": 7}
 
 
 def test_values_that_are_not_finite_arrive_as_they_are() -> None:
@@ -70,7 +70,7 @@ def test_values_that_are_not_finite_arrive_as_they_are() -> None:
 
 
 def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
-    with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
+    with pytest.raises(ControlError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
         Decoder().feed(struct.pack("!I", MAX_FRAME_BYTES + 1))
 
 
@@ -81,24 +81,24 @@ def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
         b"\xff\xfe",
         b"not json",
         b"[]",
-        b'"Started"',
+        b'"RoleStarted"',
         b"{}",
         b'{"message type": "Exec", "pid": 1}',
-        b'{"message type": "Started"}',
-        b'{"message type": "Started", "pid": "1"}',
+        b'{"message type": "RoleStarted"}',
+        b'{"message type": "RoleStarted", "pid": "1"}',
         b'{"message type": "Finished", "payload": [1]}',
-        b'{"message type": ["Started"], "pid": 1}',
+        b'{"message type": ["RoleStarted"], "pid": 1}',
     ],
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:
-    with pytest.raises(ProtocolError, match="not a message of this channel"):
+    with pytest.raises(ControlError, match="not a message of this channel"):
         Decoder().feed(struct.pack("!I", len(body)) + body)
 
 
 def test_what_can_not_be_sent_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="holds a complex"):
         encode(Note(payload={"x": 1j}))
-    with pytest.raises(ProtocolError, match="shared memory or a file"):
+    with pytest.raises(ControlError, match="shared memory or a file"):
         encode(Finished(payload={"x": "y" * MAX_FRAME_BYTES}))
 
 
@@ -169,7 +169,7 @@ def test_what_is_posted_to_a_slow_reader_waits_within_bounds_and_arrives_in_orde
 def test_sending_to_one_who_is_gone_is_an_abort(channels: tuple[Channel, Channel]) -> None:
     child, launcher = channels
     launcher.close()
-    with pytest.raises(Aborted, match="the launcher is gone: Started was not delivered"):
-        child.send(Started(pid=1), timeout_s=1.0)
+    with pytest.raises(Aborted, match="the launcher is gone: RoleStarted was not delivered"):
+        child.send(RoleStarted(pid=1), timeout_s=1.0)
     child.post(Stop())
     assert not child.has_more

@@ -17,7 +17,7 @@ from manyhands.fitting import fit
 from manyhands.group.shared import SharedGroup
 from manyhands.words.glove import train_glove
 from manyhands.words.glove_batches import AllReduceStep, TensorStep
-from manyhands.words.glove_model import GloveModel, GloveOptions, Snapshot
+from manyhands.words.glove_model import GloveModel, GloveOptions, GloveSnapshot
 from manyhands.words.glove_server import GloveTables, glove_tables
 from manyhands.words.glove_task import GloveTask
 from manyhands.words.records import RECORD
@@ -63,16 +63,16 @@ def by_numpy(records: NDArray[np.void], options: GloveOptions) -> tuple[NDArray[
     return rows, costs
 
 
-def assert_equal(found: Snapshot, expected: Snapshot) -> None:
+def assert_equal(found: GloveSnapshot, expected: GloveSnapshot) -> None:
     for name in ("word", "context", "word_bias", "context_bias"):
         np.testing.assert_allclose(
             getattr(found, name), getattr(expected, name), rtol=0, atol=1e-9, err_msg=name
         )
 
 
-def reference(path: Path) -> tuple[Snapshot, list[float]]:
+def reference(path: Path) -> tuple[GloveSnapshot, list[float]]:
     result = train_glove(path, SIZE, OPTIONS)
-    kept = Snapshot(
+    kept = GloveSnapshot(
         word=result.word, context=result.context, word_bias=result.word_bias, context_bias=result.context_bias
     )
     return kept, result.costs
@@ -84,11 +84,11 @@ def task_of(path: Path) -> GloveTask:
 
 def in_threads(
     task: GloveTask, workers: int, kind: Callable[[GloveTask, SharedGroup, int], AllReduceStep | TensorStep]
-) -> tuple[list[Snapshot], list[float]]:
+) -> tuple[list[GloveSnapshot], list[float]]:
     """The models of all ranks at the end, and the costs of both passes."""
     with SharedGroup.create(workers) as files:
 
-        def run(rank: int) -> tuple[Snapshot, list[float]]:
+        def run(rank: int) -> tuple[GloveSnapshot, list[float]]:
             control, arena = os.dup(files.control), os.dup(files.arena)
             with (
                 SharedGroup(control=control, arena=arena, rank=rank, world=workers, timeout_s=30) as group,
@@ -109,7 +109,7 @@ def in_threads(
 def test_one_thread_is_numpys_sum_by_row_and_one_step_per_row(path: Path) -> None:
     rows, costs = by_numpy(np.fromfile(path, RECORD), OPTIONS)
     found, found_costs = reference(path)
-    expected = Snapshot(
+    expected = GloveSnapshot(
         word=rows[:SIZE, :-1],
         context=rows[SIZE:, :-1],
         word_bias=rows[:SIZE, -1],

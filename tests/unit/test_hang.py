@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from manyhands.cluster.board import NOBODY, Line, State
-from manyhands.cluster.hang import Being, End, Seen, Stall, details, headline, is_busy, judge, page
+from manyhands.cluster.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.cluster.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.errors import UserError
@@ -24,7 +24,7 @@ def role(
     being: Being = Being.RUNNING,
     state: State = State.EXCHANGING,
     stack: tuple[Frame, ...] = (),
-) -> Seen:
+) -> SeenRole:
     line = Line(
         pid=100 + number,
         marked_ns=NOW_NS - 70_000_000_000,
@@ -33,10 +33,10 @@ def role(
         waiting_for=waits_for,
         waiting_since_ns=NOW_NS - 61_000_000_000 if waits_for != NOBODY else 0,
     )
-    return Seen(name=f"worker {number}", pid=100 + number, line=line, being=being, stack=stack)
+    return SeenRole(name=f"worker {number}", pid=100 + number, line=line, being=being, stack=stack)
 
 
-def roles(*waits_for: int | Being | None) -> dict[int, Seen]:
+def roles(*waits_for: int | Being | None) -> dict[int, SeenRole]:
     """One role for each: whom it waits for, None for nobody, or what it is in."""
     made = {}
     for number, one in enumerate(waits_for):
@@ -131,7 +131,7 @@ def test_each_kind_of_end_has_its_sentence(waits: tuple[int | Being | None, ...]
 def test_a_page_stays_a_page_and_the_details_hold_everything() -> None:
     deep = tuple(Frame(file="/home/me/deep.py", line=n, function="f", text="f()") for n in range(90))
     events = tuple(f"event {n}" for n in range(50))
-    stuck = Seen(
+    stuck = SeenRole(
         name="worker 0", pid=1, line=role(0).line, stack=deep, other_threads=("  File x",), events=events
     )
     seen = {0: stuck, **{n: role(n, 0) for n in range(1, 200)}}

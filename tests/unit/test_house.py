@@ -1,8 +1,9 @@
-"""Nobody outside a strategy's own package and the registry names a strategy's class."""
+"""Nobody outside a strategy's own package and the registry names its class, and no two classes have one name."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,16 @@ def test_module_names_no_strategy_of_another_room(module: str) -> None:
 
 def test_modules_that_are_excused_still_need_it() -> None:
     assert {module: name for module, name in WORKLOADS.items() if name in named(SOURCE / module)} == WORKLOADS
+
+
+SAME_ON_PURPOSE = {"Options": {"training/request.py", "c10d/options.py"}}
+"""`mh.Options` is of `fit`; `manyhands.c10d.Options` is what torch calls the options of a process group."""
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    homes: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        for node in ast.parse((SOURCE / module).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].add(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == SAME_ON_PURPOSE

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from manyhands.loop.loader import Part, Readings, SplitLoader, StreamLoader, prepare_loader
+from manyhands.loop.loader import LoaderPart, Readings, SplitLoader, StreamLoader, prepare_loader
 
 
 class Worker:
@@ -77,7 +77,7 @@ def test_shares_make_up_the_batches(kind: str, world: int) -> None:
         loader = prepare_loader(LOADERS[kind](), worker, as_it_is)
         assert isinstance(loader, SplitLoader)
         assert len(loader) == len(together)
-        parts: list[Part] = []
+        parts: list[LoaderPart] = []
         for number, batch in enumerate(loader):
             parts.append(worker.readings.part)
             samples = flat(batch)
@@ -141,5 +141,6 @@ def test_what_can_not_be_split_is_a_stream_and_tells_its_last_batch_ahead() -> N
         assert isinstance(loader, StreamLoader)
         seen = [(int(number), worker.readings.part) for number in loader]
         assert seen == [
-            (number, Part(share=0.25, last=last)) for number, last in ((0, False), (1, False), (2, True))
+            (number, LoaderPart(share=0.25, last=last))
+            for number, last in ((0, False), (1, False), (2, True))
         ]

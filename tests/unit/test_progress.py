@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from manyhands.analyse.slowness import Straggler
-from manyhands.analyse.totals import Snapshot, Split, WorkerTotals
+from manyhands.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
 from manyhands.draw.progress import ProgressView, RunPicture, split_bar
 from manyhands.draw.table import end_table, end_text
 
@@ -31,9 +31,9 @@ SLOW = Straggler(worker=1, ratio=2.22, since_step=40, until_step=None, from_the_
 SLOWED = (worker(0, 4.1, 0.9, (0.0, 5.0)), worker(1, 9.1, 0.9, (0.0, 0.0)))
 
 
-def snapshot(workers: tuple[WorkerTotals, ...] = SLOWED, **changes: float | None) -> Snapshot:
+def snapshot(workers: tuple[WorkerTotals, ...] = SLOWED, **changes: float | None) -> TotalsSnapshot:
     values = {"step": 120, "loss": 0.21343, "samples_per_s": 12345.0, "steps_per_s": 12.0} | changes
-    return Snapshot(workers=workers, slow=(SLOW,) if workers is SLOWED else (), **values)  # type: ignore[arg-type]
+    return TotalsSnapshot(workers=workers, slow=(SLOW,) if workers is SLOWED else (), **values)  # type: ignore[arg-type]
 
 
 def drawn(picture: object, width: int = 80, height: int = 24, encoding: str = "utf-8") -> list[str]:
@@ -110,15 +110,15 @@ def test_many_workers_leave_the_bar_in_sight() -> None:
 @pytest.mark.parametrize(
     ("split", "bar"),
     [
-        (Split(1.0, 0.0, 0.0), "##########"),
-        (Split(0.0, 0.0, 1.0), ".........."),
-        (Split(0.5, 0.25, 0.25), "#####===.."),
-        (Split(1 / 3, 1 / 3, 1 / 3), "###====..."),
-        (Split(0.04, 0.92, 0.04), "=========="),
-        (Split(0.0, 0.0, 0.0), "          "),
+        (TimeSplit(1.0, 0.0, 0.0), "##########"),
+        (TimeSplit(0.0, 0.0, 1.0), ".........."),
+        (TimeSplit(0.5, 0.25, 0.25), "#####===.."),
+        (TimeSplit(1 / 3, 1 / 3, 1 / 3), "###====..."),
+        (TimeSplit(0.04, 0.92, 0.04), "=========="),
+        (TimeSplit(0.0, 0.0, 0.0), "          "),
     ],
 )
-def test_bar_is_divided_as_the_shares_are(split: Split, bar: str) -> None:
+def test_bar_is_divided_as_the_shares_are(split: TimeSplit, bar: str) -> None:
     assert split_bar(split, 10, ascii_only=True).plain == bar
 
 
@@ -126,7 +126,7 @@ def test_view_draws_in_the_background_and_stops() -> None:
     asked = threading.Event()
     calls = 0
 
-    def ask() -> Snapshot:
+    def ask() -> TotalsSnapshot:
         nonlocal calls
         calls += 1
         if calls >= 3:
@@ -148,7 +148,7 @@ def test_view_draws_in_the_background_and_stops() -> None:
 
 
 def test_view_says_nothing_without_a_terminal() -> None:
-    def never() -> Snapshot:
+    def never() -> TotalsSnapshot:
         raise AssertionError("a view that shows nothing asked for a snapshot")
 
     file = io.StringIO()

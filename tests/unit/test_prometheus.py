@@ -19,7 +19,7 @@ from manyhands.analyse.view import (
     ServerView,
     Shares,
     Staleness,
-    Traffic,
+    TrafficView,
     WorkerView,
 )  # fmt: skip
 from manyhands.draw.prometheus import metrics_text
@@ -95,7 +95,7 @@ def full_view() -> RunView:
         workers=(worker(0), worker(1)),
         servers=(server,),
         staleness=Staleness(histogram={0: 1, 4: 1}, mean=2.0, max=4),
-        traffic=(Traffic(wire="tcp", codec="raw", num_bytes=5, messages=2),),
+        traffic=(TrafficView(wire="tcp", codec="raw", num_bytes=5, messages=2),),
     )
 
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import pytest
 
-from manyhands.link.heartbeats import Heartbeats, Place, address_of_interface, data_ages, exchange_places
-from manyhands.link.pulse import BETWEEN_HOSTS, FRAME, Kind, Lost, Pulse
+from manyhands.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, data_ages, exchange_places
+from manyhands.link.pulse import BETWEEN_HOSTS, FRAME, Pulse, PulseKind, PulseLost
 
 SECRET = b"s" * 32
 B, C = "b (10.0.0.2)", "c (10.0.0.3)"
@@ -32,10 +32,10 @@ class World:
     def beat(self, *ranks: int, progress: int = 7) -> None:
         for rank in ranks:
             self.counts[rank] += 1
-            frame = self.others[rank].frame(0, Kind.BEAT, self.counts[rank], progress)
+            frame = self.others[rank].frame(0, PulseKind.BEAT, self.counts[rank], progress)
             assert self.pulse.handle(frame, self.now) is None
 
-    def run(self, seconds: float, *beating: int, data_of: str | None = None) -> Lost | None:
+    def run(self, seconds: float, *beating: int, data_of: str | None = None) -> PulseLost | None:
         end = self.now + seconds
         while self.now < end:
             self.now += 0.25
@@ -87,7 +87,7 @@ def test_data_from_a_host_excuses_it_as_long_as_none_of_its_beats_come_through()
 def test_one_that_says_goodbye_is_not_missed() -> None:
     world = World()
     assert world.run(5.0, 1, 2, 3) is None
-    assert world.pulse.handle(world.others[3].frame(0, Kind.GOODBYE), world.now) is None
+    assert world.pulse.handle(world.others[3].frame(0, PulseKind.GOODBYE), world.now) is None
     assert world.run(60.0, 1, 2) is None
     assert world.pulse.unheard(world.now) == ()
 
@@ -95,11 +95,11 @@ def test_one_that_says_goodbye_is_not_missed() -> None:
 def test_a_cut_in_one_direction_is_known_at_its_other_end() -> None:
     world = World()
     world.beat(1, 2, 3)
-    told = world.pulse.handle(world.others[1].frame(0, Kind.GIVEN_UP, blamed=0), world.now)
+    told = world.pulse.handle(world.others[1].frame(0, PulseKind.GIVEN_UP, blamed=0), world.now)
     assert told is not None
     assert told.rank == 1
     assert f"rank 1 on {B} hears nothing of rank 0 any more, though it is heard here" in told.sentence
-    told = world.pulse.handle(world.others[2].frame(0, Kind.GIVEN_UP, blamed=3), world.now)
+    told = world.pulse.handle(world.others[2].frame(0, PulseKind.GIVEN_UP, blamed=3), world.now)
     assert told is not None
     assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in told.sentence
 
@@ -115,15 +115,15 @@ def test_one_who_did_not_look_blames_nobody_before_reading_what_came_meanwhile()
 @pytest.mark.parametrize("change", ["length", "magic", "token", "rank", "own", "secret", "replay", "kind"])
 def test_strangers_and_other_jobs_are_not_heard(change: str) -> None:
     world = World()
-    good = world.others[1].frame(0, Kind.BEAT, 1)
+    good = world.others[1].frame(0, PulseKind.BEAT, 1)
     stranger = {
         "length": good[:-1],
         "magic": b"x" + good[1:],
         "token": good[:8] + bytes(16) + good[24:],
-        "rank": Pulse(9, {0: "a"}, SECRET, 0.0).frame(0, Kind.BEAT, 1),
-        "own": world.pulse.frame(1, Kind.BEAT, 1),
-        "secret": Pulse(1, {0: "a"}, b"t" * 32, 0.0).frame(0, Kind.GIVEN_UP, blamed=0),
-        "replay": world.others[1].frame(0, Kind.BEAT, 5),
+        "rank": Pulse(9, {0: "a"}, SECRET, 0.0).frame(0, PulseKind.BEAT, 1),
+        "own": world.pulse.frame(1, PulseKind.BEAT, 1),
+        "secret": Pulse(1, {0: "a"}, b"t" * 32, 0.0).frame(0, PulseKind.GIVEN_UP, blamed=0),
+        "replay": world.others[1].frame(0, PulseKind.BEAT, 5),
         "kind": FRAME.pack(*FRAME.unpack(good)[:2], 77, *FRAME.unpack(good)[3:]),
     }[change]
     if change == "replay":
@@ -172,7 +172,7 @@ class Table:
 
 def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_watch() -> None:
     table = Table()
-    met: dict[int, tuple[socket.socket, dict[int, Place], bytes]] = {}
+    met: dict[int, tuple[socket.socket, dict[int, BeatPlace], bytes]] = {}
 
     def meet(rank: int) -> None:
         met[rank] = exchange_places(table, rank, 2, "127.0.0.1")
@@ -211,7 +211,7 @@ def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_w
         beats.close()
         beats.close()
     kinds = set()
-    while Kind.GOODBYE not in kinds:
+    while PulseKind.GOODBYE not in kinds:
         kinds.add(FRAME.unpack(other.recv(100))[2])
     other.close()
     assert lost == []

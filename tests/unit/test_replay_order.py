@@ -9,12 +9,12 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.server.log import RestoredRow, SkippedRow, SlotsRow, StepRow, UpdateRow
 from manyhands.server.replay_order import (
-    Apply,
-    Compute,
     Forget,
-    Keep,
     ReplayAction,
+    ReplayApply,
+    ReplayCompute,
     ReplayImpossible,
+    ReplayKeep,
     ReplayOrder,
     steps_of,
 )
@@ -65,11 +65,11 @@ def text(actions: Iterable[ReplayAction]) -> list[str]:
     lines = []
     for action in actions:
         match action:
-            case Compute(row=row, shards=shards):
+            case ReplayCompute(row=row, shards=shards):
                 lines.append(f"compute {row.slot}.{row.clock} for {','.join(map(str, shards))}")
-            case Apply(row=row):
+            case ReplayApply(row=row):
                 lines.append(f"apply {row.shard}@{row.version}")
-            case Keep(shard=shard, version=version):
+            case ReplayKeep(shard=shard, version=version):
                 lines.append(f"keep {shard}@{version}")
             case Forget(shard=shard, version=version):
                 lines.append(f"forget {shard}@{version}")
@@ -164,9 +164,9 @@ def test_with_buffers_what_a_process_had_begun_when_it_lost_its_place_is_undone(
     rows = by_process([first, torn, later])
     order = ReplayOrder([log(0, first, later)], rows, stateful=True)
     assert text(order) == ["compute 0.0 for 0", "apply 0@1", "compute 1.2 for 0", "apply 0@2"]
-    assert not any(action.undone for action in order if isinstance(action, Compute))
+    assert not any(action.undone for action in order if isinstance(action, ReplayCompute))
     taken = ReplayOrder([log(0, first, (torn, later))], rows, stateful=True)  # it was whole after all
-    computes = [action for action in taken if isinstance(action, Compute)]
+    computes = [action for action in taken if isinstance(action, ReplayCompute)]
     assert [(action.row, action.undone) for action in computes] == [
         (first, False),
         (torn, True),
@@ -272,19 +272,19 @@ def run_again(order: ReplayOrder, shards: int) -> tuple[list[int], int, int]:
     most_kept = most_gradients = 0
     for action in order:
         match action:
-            case Keep(shard=shard, version=version):
+            case ReplayKeep(shard=shard, version=version):
                 assert versions[shard] == version
                 kept[shard, version] = values[shard]
             case Forget(shard=shard, version=version):
                 del kept[shard, version]
-            case Compute(row=row, shards=users):
+            case ReplayCompute(row=row, shards=users):
                 read = [
                     values[shard] if versions[shard] == version else kept[shard, version]
                     for shard, version in enumerate(row.versions)
                 ]
                 for shard in users:
                     gradients[shard, row.name] = gradient_of(row, read)
-            case Apply(row=done):
+            case ReplayApply(row=done):
                 (update,) = done.updates
                 values[done.shard] = stepped(values[done.shard], gradients.pop((done.shard, update.name)))
                 versions[done.shard] = done.version

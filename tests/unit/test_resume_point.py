@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manyhands.consistency.parse import parse_consistency
-from manyhands.server.actions import Action, Send
+from manyhands.server.actions import Action, SendMessage
 from manyhands.server.live.losses import LossBook
 from manyhands.server.live.reports import Evaluated, StepComputed
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
@@ -76,7 +76,7 @@ class Shard:
 
     def _take(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send) and isinstance(action.message, Parameters):
+            if isinstance(action, SendMessage) and isinstance(action.message, Parameters):
                 self.work[action.message.slot] = action.message
 
 

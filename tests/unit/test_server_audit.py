@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.consistency.parse import parse_consistency
 from manyhands.errors import DataError
-from manyhands.server.actions import Action, Log, Send
+from manyhands.server.actions import Action, Log, SendMessage
 from manyhands.server.audit import Audit, audit
 from manyhands.server.audit_files import audit_run
 from manyhands.server.log import (
@@ -46,7 +46,7 @@ def drive(consistency: str, steps: int = 30, order: tuple[int, ...] = SLOTS) -> 
         for action in actions:
             if isinstance(action, Log):
                 rows.append(action.row)
-            elif isinstance(action, Send) and isinstance(action.message, Parameters):
+            elif isinstance(action, SendMessage) and isinstance(action.message, Parameters):
                 work[action.message.slot] = action.message
 
     place = ShardView(shard=0, epoch=1, primary=1)

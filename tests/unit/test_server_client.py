@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.actions import Send
+from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.server.messages import (
     Ack,
@@ -55,8 +55,8 @@ def read(shard: int, clock: int) -> Read:
 
 
 def sent(actions: list[ClientAction]) -> list[tuple[int, Message]]:
-    assert all(isinstance(action, Send) for action in actions), actions
-    return [(action.to, action.message) for action in actions if isinstance(action, Send)]
+    assert all(isinstance(action, SendMessage) for action in actions), actions
+    return [(action.to, action.message) for action in actions if isinstance(action, SendMessage)]
 
 
 def client(num_shards: int = 2, *, skip_nonfinite: bool = False) -> ClientCore:

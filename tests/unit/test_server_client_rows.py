@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.consistency.sync import Sync
 from manyhands.errors import ManyhandsError
-from manyhands.server.actions import Send
+from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Wait
 from manyhands.server.messages import (
     Fenced,
@@ -55,8 +55,8 @@ def unknown(shard: int, clock: int = CLOCK) -> RowsUnknown:
 
 
 def sent(actions: list[ClientAction]) -> list[tuple[int, Message]]:
-    assert all(isinstance(action, Send) for action in actions), actions
-    return [(action.to, action.message) for action in actions if isinstance(action, Send)]
+    assert all(isinstance(action, SendMessage) for action in actions), actions
+    return [(action.to, action.message) for action in actions if isinstance(action, SendMessage)]
 
 
 def computing() -> ClientCore:
@@ -160,11 +160,11 @@ def test_a_primary_answers_at_once_a_backup_refers_and_an_old_holder_is_fenced()
     server.view(view(1, 1, 2))
     read = Read(shard=0, slot=SLOT, member=MEMBER, clock=0)
     server.handle(read, MEMBER)
-    assert server.handle(asked(0), MEMBER) == [Send(to=MEMBER, message=values(0, 0))]
-    assert server.handle(asked(1), MEMBER) == [Send(to=MEMBER, message=NotPrimary(shard=1, epoch=-1))]
+    assert server.handle(asked(0), MEMBER) == [SendMessage(to=MEMBER, message=values(0, 0))]
+    assert server.handle(asked(1), MEMBER) == [SendMessage(to=MEMBER, message=NotPrimary(shard=1, epoch=-1))]
     old = ReadRows(shard=0, slot=SLOT, member=MEMBER - 1, clock=0)
     assert server.handle(old, MEMBER - 1) == [
-        Send(to=MEMBER - 1, message=Fenced(shard=0, slot=SLOT, holder=MEMBER))
+        SendMessage(to=MEMBER - 1, message=Fenced(shard=0, slot=SLOT, holder=MEMBER))
     ]
     server.view(view(2, 3, 2))
-    assert server.handle(asked(0), MEMBER) == [Send(to=MEMBER, message=NotPrimary(shard=0, epoch=2))]
+    assert server.handle(asked(0), MEMBER) == [SendMessage(to=MEMBER, message=NotPrimary(shard=0, epoch=2))]

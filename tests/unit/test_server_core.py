@@ -21,11 +21,11 @@ from manyhands.server.messages import (
     Closing,
     Entry,
     Generation,
-    Lost,
     Outcome,
     Push,
     SlotsChanged,
     Update,
+    UpdatesLost,
     Work,
     WorkKind,
 )
@@ -183,7 +183,7 @@ def test_a_follower_takes_one_by_one_what_was_chosen_in_a_life_that_is_lost() ->
 def test_a_lead_frees_what_it_can_not_choose_any_more() -> None:
     shard = core("softsync:1", shards=2)
     shard.commit(push(0, 0))
-    change = shard.commit(Lost(slot=0, until=5))
+    change = shard.commit(UpdatesLost(slot=0, until=5))
     assert [(d.freely, d.updates) for d in change.decisions] == [(True, (Update(slot=0, clock=4),))]
     for slot in (1, 2):
         change = shard.commit(push(slot, 0))
@@ -265,15 +265,15 @@ def test_a_push_without_gradient_has_its_place_in_a_step() -> None:
 
 def test_what_was_lost_is_not_waited_for() -> None:
     shard = core("sync", slots=2)
-    shard.commit(Lost(slot=0, until=2))
+    shard.commit(UpdatesLost(slot=0, until=2))
     change = shard.commit(push(1, 0, parts=2))
     assert steps_of(change) == [[(1, 0)]]
     assert [(row.slot, row.first) for row in rows_of(change) if isinstance(row, LostRow)] == [(0, 0)]
-    change = shard.commit(Lost(slot=1, until=2))
+    change = shard.commit(UpdatesLost(slot=1, until=2))
     assert [(row.slot, row.first) for row in rows_of(change) if isinstance(row, LostRow)] == [(0, 1), (1, 1)]
     assert (shard.steps.step, shard.version) == (2, 1)
     free = core("bounded:1", slots=2)
-    assert rows_of(free.commit(Lost(slot=0, until=3))) == [
+    assert rows_of(free.commit(UpdatesLost(slot=0, until=3))) == [
         LostRow(shard=0, term=0, sequence=1, slot=0, first=0, until=3)
     ]
 
@@ -386,7 +386,7 @@ def test_an_update_that_was_given_out_and_lost_is_not_said_to_be_here() -> None:
     for clock in (0, 1):
         shard.commit(Assigned(slot=0, clock=clock))
     shard.commit(push(0, 0))
-    shard.commit(Lost(slot=0, until=3))
+    shard.commit(UpdatesLost(slot=0, until=3))
     shard = ShardCore.from_state(shard.config, json.loads(json.dumps(shard.state())))
     assert shard.outcome_of(0, 0) is Outcome.DUPLICATE
     assert shard.outcome_of(0, 1) is Outcome.LATE, (
@@ -423,7 +423,7 @@ def test_a_restored_shard_closes_no_step_before_it_knows_the_slots() -> None:
 def test_a_slot_that_begins_before_the_steps_that_are_closed_is_not_waited_for() -> None:
     """A shard and its lead went back to the start, and the lead added the slot before it heard how far others are."""
     shard = core("sync", shard=1, shards=2, slots=1)
-    shard.commit(Lost(slot=0, until=3))
+    shard.commit(UpdatesLost(slot=0, until=3))
     assert shard.steps.step == 3
     table = (Generation(start=0, base=0, slots=(0,)), Generation(start=1, base=1, slots=(0, 1)))
     change = shard.commit(replace(chosen(1), updates=None, generations=table))
@@ -439,7 +439,7 @@ def test_a_slot_that_begins_before_the_steps_that_are_closed_is_not_waited_for()
 def test_an_update_beyond_the_end_of_its_slot_counts_for_nothing() -> None:
     shard = core("bounded:1", slots=2)
     shard.commit(SlotsChanged(slots=(0,)))
-    shard.commit(Lost(slot=1, until=4))
+    shard.commit(UpdatesLost(slot=1, until=4))
     change = shard.commit(push(1, 4))
     assert (change.outcome, steps_of(change)) == (Outcome.LATE, [])
     assert [type(row) for row in rows_of(change)] == [LateRow]
@@ -467,7 +467,7 @@ def test_an_update_from_before_its_slot_began_is_not_said_to_be_here(consistency
 def test_what_is_lost_beyond_the_end_of_a_slot_is_reported_too(consistency: str) -> None:
     shard = core(consistency, slots=2)
     shard.commit(SlotsChanged(slots=(0,)))
-    rows = rows_of(shard.commit(Lost(slot=1, until=4)))
+    rows = rows_of(shard.commit(UpdatesLost(slot=1, until=4)))
     for clock in range(2):
         rows += rows_of(shard.commit(push(0, clock, parts=2)))
     lost = [(row.first, row.until) for row in rows if isinstance(row, LostRow)]
@@ -568,7 +568,7 @@ def test_a_copy_made_at_any_moment_goes_the_same_way(consistency: str, data: st.
                         parts=3 if consistency[:4] == "sync" else 1,
                     ),
                     push(slot, record.next_clock, skip=True),
-                    Lost(slot=slot, until=record.next_clock + 2),
+                    UpdatesLost(slot=slot, until=record.next_clock + 2),
                     Assigned(slot=slot, clock=record.next_clock),
                     SlotsChanged(slots=tuple(s for s in original.table.active if s != slot) or (slot,)),
                 ]

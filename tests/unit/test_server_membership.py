@@ -10,20 +10,20 @@ from manyhands.server.changes import (
     Assign,
     Died,
     Fail,
-    Finished,
-    Joined,
-    Kill,
+    KillMember,
     Left,
-    Lost,
+    MemberJoined,
     MembershipAction,
     MembershipEvent,
+    MemberSilent,
     Over,
     Progressed,
     Publish,
     Recovered,
     Rejoin,
     RemoveSlot,
-    Silent,
+    ShardLost,
+    SlotFinished,
     StartServer,
     StartWorker,
 )
@@ -61,7 +61,7 @@ class Play:
     def join(self) -> list[MembershipAction]:
         """Everybody who was held back joins."""
         self.hold, held, self.starting = False, self.starting, []
-        return [action for member in held for action in self.do(Joined(member=member))]
+        return [action for member in held for action in self.do(MemberJoined(member=member))]
 
     def holder(self, slot: int) -> int:
         return next(place.member for place in self.view.slots if place.slot == slot)
@@ -77,7 +77,7 @@ class Play:
                     if self.hold:
                         self.starting.append(member)
                     else:
-                        self._obey(self.core.handle(Joined(member=member)))
+                        self._obey(self.core.handle(MemberJoined(member=member)))
 
 
 def kinds(actions: list[MembershipAction]) -> list[str]:
@@ -120,7 +120,7 @@ def test_a_silent_server_is_killed_before_its_shard_moves() -> None:
     play = Play()
     play.install()
     before = play.view
-    assert play.do(Silent(member=1)) == [Kill(member=1)]
+    assert play.do(MemberSilent(member=1)) == [KillMember(member=1)]
     assert play.view == before
     play.do(Died(member=1))
     assert play.view.shards[0].primary == 2
@@ -134,8 +134,8 @@ def test_without_a_whole_copy_a_snapshot_is_restored_or_the_run_fails(replicas: 
     play.do(Died(member=1))
     assert play.view.shards[0].primary == 0
     seen = play.join()
-    assert kinds(seen) == ["Lost", "Publish"]
-    assert seen[0] == Lost(shard=0, member=5)
+    assert kinds(seen) == ["ShardLost", "Publish"]
+    assert seen[0] == ShardLost(shard=0, member=5)
     assert play.view.shards[0].primary == 5
     assert all(shard.primary != shard.backup for shard in play.view.shards)
     assert play.install()[-1] == Recovered(what="every shard", member=play.view.shards[1].backup or 5)
@@ -175,8 +175,8 @@ def test_a_paused_worker_that_wakes_takes_the_slot_whose_successor_is_not_there_
     play = Play(workers=2)
     play.hold = True
     zombie = play.holder(0)
-    assert kinds(play.do(Silent(member=zombie))) == ["Publish", "StartWorker"], "it is not killed"
-    assert play.do(Silent(member=zombie)) == []
+    assert kinds(play.do(MemberSilent(member=zombie))) == ["Publish", "StartWorker"], "it is not killed"
+    assert play.do(MemberSilent(member=zombie)) == []
     seen = play.do(Rejoin(member=zombie))
     assert isinstance(seen[0], Assign)
     assert seen[0].member == zombie
@@ -193,7 +193,7 @@ def test_a_paused_worker_that_wakes_takes_the_slot_whose_successor_is_not_there_
 def test_a_paused_worker_that_wakes_too_late_stands_by() -> None:
     play = Play(workers=2)
     zombie = play.holder(0)
-    play.do(Silent(member=zombie))
+    play.do(MemberSilent(member=zombie))
     assert play.do(Rejoin(member=zombie)) == []
     play.hold = True
     assert kinds(play.do(Died(member=play.holder(1)))) == ["Publish", "Assign", "Publish", "Recovered"]
@@ -204,14 +204,14 @@ def test_a_process_that_comes_back_to_a_slot_with_a_higher_number_gets_one_too()
     play = Play(workers=2)
     play.hold = True
     zombie = play.holder(0)
-    play.do(Silent(member=zombie))
+    play.do(MemberSilent(member=zombie))
     play.do(Rejoin(member=zombie))
     play.do(Died(member=play.holder(0)))  # the zombie, under its new number; a second successor is started
     first, second = play.starting
-    seen = play.do(Joined(member=first))
+    seen = play.do(MemberJoined(member=first))
     assert seen[0] == Assign(member=first, as_member=play.holder(0), slot=0)
     assert play.holder(0) > second
-    assert play.do(Joined(member=second)) == []
+    assert play.do(MemberJoined(member=second)) == []
 
 
 def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> None:
@@ -231,8 +231,8 @@ def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> Non
     worker = seen[1]
     assert isinstance(worker, StartWorker)
     for member in (play.holder(0), play.holder(2)):
-        assert play.do(Finished(member=member, reason=Reason.FINISHED)) == []
-    assert play.do(Finished(member=worker.member, reason=Reason.RETIRED)) == [Over(shards=(0, 1))]
+        assert play.do(SlotFinished(member=member, reason=Reason.FINISHED)) == []
+    assert play.do(SlotFinished(member=worker.member, reason=Reason.RETIRED)) == [Over(shards=(0, 1))]
     with pytest.raises(UserError, match="slot=1"):
         Play(workers=1).do(RemoveSlot(slot=1))
     with pytest.raises(UserError, match="last active slot"):
@@ -246,15 +246,15 @@ def test_an_added_slot_that_is_removed_before_its_worker_came_was_never_there() 
     assert play.do(RemoveSlot(slot=1)) == []
     assert play.join() == []
     assert [place.slot for place in play.view.slots] == [0]
-    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
+    assert play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
 
 
 def test_the_run_is_over_when_every_slot_has_finished() -> None:
     play = Play(workers=2)
     first, second = play.holder(0), play.holder(1)
-    assert play.do(Finished(member=first, reason=Reason.FINISHED)) == []
+    assert play.do(SlotFinished(member=first, reason=Reason.FINISHED)) == []
     assert play.do(Died(member=first)) == [], "it was done"
-    assert play.do(Finished(member=second, reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
+    assert play.do(SlotFinished(member=second, reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
     assert play.do(Died(member=second)) == [], "it was done, too"
     assert play.do(AddSlot()) == []
 
@@ -262,19 +262,19 @@ def test_the_run_is_over_when_every_slot_has_finished() -> None:
 def test_a_server_that_dies_when_all_is_done_is_followed_by_its_backup() -> None:
     play = Play(workers=1)
     play.install()
-    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
+    assert play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
     play.hold = True
-    assert play.do(Silent(member=1)) == [Kill(member=1)]
+    assert play.do(MemberSilent(member=1)) == [KillMember(member=1)]
     assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer", "Over"]
     assert places(play.view) == [(2, 0), (2, 0)], "it leaves both shards now"
 
 
 def test_a_server_that_dies_when_all_is_done_is_followed_by_one_that_restores() -> None:
     play = Play(workers=1, replicas=0)
-    play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
+    play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED))
     play.hold = True
     assert kinds(play.do(Died(member=1))) == ["Publish", "StartServer"], "shard 0 cannot be left by anybody"
-    assert kinds(play.join()) == ["Lost", "Publish"]
+    assert kinds(play.join()) == ["ShardLost", "Publish"]
     assert kinds(play.install())[-1:] == ["Publish"]
     assert play.do(Concluded(shard=1, view=play.view.epoch)) == []
     assert play.do(Concluded(shard=0, view=play.view.epoch)) == [Over(shards=(0, 1))], (
@@ -284,7 +284,7 @@ def test_a_server_that_dies_when_all_is_done_is_followed_by_one_that_restores() 
 
 def test_a_server_that_has_left_its_shards_is_followed_only_if_another_needs_it() -> None:
     play = Play(workers=1, replicas=0)
-    play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
+    play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED))
     play.hold = True
     assert play.do(Left(member=1, shards=(0,))) == []
     assert play.do(Died(member=1)) == [], "shard 0 is where it is wanted"
@@ -302,7 +302,7 @@ def test_a_server_that_has_left_its_shards_is_followed_only_if_another_needs_it(
 
 def test_a_server_that_has_left_its_shards_is_followed_while_another_comes_back() -> None:
     play = Play(workers=1, replicas=0)
-    play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))
+    play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED))
     play.do(Left(member=1, shards=(0,)))
     play.hold = True
     assert kinds(play.do(Died(member=2))) == ["Publish", "StartServer"]
@@ -319,7 +319,7 @@ def test_a_copy_that_died_unfollowed_is_not_taken_for_one() -> None:
     play.install()
     backup = play.view.shards[0].backup
     assert places(play.view) == [(2, backup), (2, backup)]
-    assert play.do(Finished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
+    assert play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
     play.hold = True
     assert play.do(Died(member=backup)) == []
     play.do(Died(member=2))
@@ -363,14 +363,16 @@ def test_a_restored_shard_is_told_of_the_slots_that_were_left_for_good() -> None
     play = Play(workers=3, replicas=0)
     first, second = play.holder(0), play.holder(1)
     play.do(Progressed(member=first, clock=7))
-    assert play.do(Finished(member=first, reason=Reason.FINISHED)) == [], "no shard can lack anything"
+    assert play.do(SlotFinished(member=first, reason=Reason.FINISHED)) == [], "no shard can lack anything"
     play.do(Died(member=play.view.shards[1].primary))
     assert play.view.gone == (Update(slot=0, clock=8),)
-    assert kinds(play.do(Finished(member=second, reason=Reason.FINISHED))) == ["Publish"]
+    assert kinds(play.do(SlotFinished(member=second, reason=Reason.FINISHED))) == ["Publish"]
     assert play.view.gone == (Update(slot=0, clock=8), Update(slot=1, clock=0))
     play.hold = True
     play.do(Died(member=play.view.shards[0].primary))
-    assert kinds(play.do(Finished(member=play.holder(2), reason=Reason.FINISHED))) == ["Publish"], "not yet"
+    assert kinds(play.do(SlotFinished(member=play.holder(2), reason=Reason.FINISHED))) == ["Publish"], (
+        "not yet"
+    )
     play.join()
     assert "Over" not in kinds(play.install())
     assert [last.slot for last in play.view.gone] == [0, 1, 2]
@@ -380,7 +382,7 @@ def test_after_a_restore_the_run_is_over_when_nothing_is_open_at_any_shard() -> 
     play = Play(workers=1, replicas=0)
     play.do(Died(member=play.view.shards[1].primary))
     play.install()
-    assert kinds(play.do(Finished(member=play.holder(0), reason=Reason.FINISHED))) == ["Publish"]
+    assert kinds(play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED))) == ["Publish"]
     assert play.do(Concluded(shard=0, view=play.view.epoch)) == []
     play.hold = True
     play.do(Died(member=play.view.shards[0].primary))
@@ -396,10 +398,10 @@ def test_who_was_given_a_new_place_keeps_it_when_it_says_that_it_is_there() -> N
     play = Play(workers=3)
     play.hold = True
     zombie = play.holder(0)
-    play.do(Silent(member=zombie))
+    play.do(MemberSilent(member=zombie))
     assigned = next(action for action in play.do(Rejoin(member=zombie)) if isinstance(action, Assign))
     assert (assigned.member, assigned.slot) == (zombie, 0)
-    assert play.do(Joined(member=assigned.as_member)) == [], "it has its place"
+    assert play.do(MemberJoined(member=assigned.as_member)) == [], "it has its place"
     assert kinds(play.do(Died(member=play.holder(1)))) == ["Publish", "StartWorker"], (
         "who works in slot 0 does not stand by for slot 1"
     )
@@ -433,12 +435,12 @@ def test_who_can_not_be_used_while_silent_is_killed() -> None:
     play = Play(workers=2)
     play.hold = True
     zombie = play.holder(0)
-    play.do(Silent(member=zombie))
+    play.do(MemberSilent(member=zombie))
     successor = play.starting[0]
-    assert play.do(Silent(member=successor)) == [Kill(member=successor)]
+    assert play.do(MemberSilent(member=successor)) == [KillMember(member=successor)]
     play.join()
     play.do(Rejoin(member=zombie))
-    assert play.do(Silent(member=zombie)) == [Kill(member=zombie)], "it stood by"
+    assert play.do(MemberSilent(member=zombie)) == [KillMember(member=zombie)], "it stood by"
     assert play.do(Died(member=zombie)) == []
 
 

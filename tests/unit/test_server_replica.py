@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.consistency.parse import parse_consistency
-from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
+from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.server.log import LateRow, LostRow, RestoredRow
 from manyhands.server.messages import (
     LAUNCHER,
@@ -36,7 +36,7 @@ from manyhands.server.messages import (
     WorkKind,
     Yield,
 )
-from manyhands.server.replica import Role, ShardReplica
+from manyhands.server.replica import ReplicaRole, ShardReplica
 from manyhands.server.server import ServerCore
 from manyhands.server.steps import ShardConfig
 
@@ -92,7 +92,7 @@ def hello(slot: int, settled: int = 0, *, shard: int = 0, member: int = 0) -> He
 
 
 def sent(actions: list[Action]) -> list[tuple[int, Message]]:
-    return [(action.to, action.message) for action in actions if isinstance(action, Send)]
+    return [(action.to, action.message) for action in actions if isinstance(action, SendMessage)]
 
 
 def said(actions: list[Action]) -> list[Message]:
@@ -124,7 +124,7 @@ def test_without_backup_a_push_is_applied_and_acknowledged_at_once() -> None:
     shard = primary()
     actions = shard.handle(push(0, 0), WORKER)
     assert actions[0] == Keep(shard=0, slot=0, clock=0, copy=False)
-    assert [type(action) for action in actions[1:]] == [Apply, Log, Send]
+    assert [type(action) for action in actions[1:]] == [Apply, Log, SendMessage]
     assert sent(actions) == [(WORKER, Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED))]
 
 
@@ -132,7 +132,9 @@ def test_a_push_sent_again_is_acknowledged_and_not_applied() -> None:
     shard = primary()
     shard.handle(push(0, 0), WORKER)
     actions = shard.handle(push(0, 0), WORKER)
-    assert actions == [Send(to=WORKER, message=Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE))]
+    assert actions == [
+        SendMessage(to=WORKER, message=Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE))
+    ]
     assert shard.core.version == 1
 
 
@@ -146,7 +148,7 @@ def test_nothing_is_told_before_the_backup_has_it() -> None:
     assert first.handle(read(0, 1), WORKER) == []
 
     actions = second.handle(forward, FIRST)
-    assert [type(action) for action in actions] == [Keep, Apply, Log, Send]
+    assert [type(action) for action in actions] == [Keep, Apply, Log, SendMessage]
     [(to, forwarded)] = sent(actions)
     assert (to, forwarded) == (FIRST, Forwarded(shard=0, epoch=1, sequence=1))
     assert sent(second.handle(forward, FIRST)) == [(FIRST, forwarded)], "again: answered, not applied"
@@ -163,7 +165,7 @@ def test_the_backup_takes_over_with_everything_that_was_acknowledged() -> None:
     second.handle(forward, FIRST)
     assert said(second.handle(push(1, 0), WORKER + 1)) == [NotPrimary(shard=0, epoch=1)]
     second.view(view(2, (SECOND, 0)))
-    assert second.role is Role.PRIMARY
+    assert second.role is ReplicaRole.PRIMARY
     assert said(second.handle(hello(0), WORKER)) == [Welcome(shard=0, slot=0, next_clock=1, version=1)]
     assert said(second.handle(push(0, 0), WORKER)) == [
         Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE)

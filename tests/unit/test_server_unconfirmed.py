@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.consistency.parse import parse_consistency
-from manyhands.server.actions import Action, Apply, Drop, Keep, Send
+from manyhands.server.actions import Action, Apply, Drop, Keep, SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush
 from manyhands.server.messages import (
     Ack,
@@ -74,11 +74,11 @@ def shard_of(consistency: str = "sync", *, shards: int = 2, backup: int = 0) -> 
 
 
 def said(actions: list[Action] | list[ClientAction]) -> list[Message]:
-    return [action.message for action in actions if isinstance(action, Send)]
+    return [action.message for action in actions if isinstance(action, SendMessage)]
 
 
 def kinds(actions: list[Action]) -> list[type]:
-    return [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
+    return [type(action.message) if isinstance(action, SendMessage) else type(action) for action in actions]
 
 
 # ── what is held ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,19 +12,19 @@ from torch import nn
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.simulate import (
-    AddWorker,
     ComputeModel,
+    FaultRole,
     Kill,
     NetworkModel,
     Pause,
-    Promise,
-    RemoveWorker,
-    Role,
+    SimulatedTrained,
     SimulationSpec,
     SlowLink,
     Timing,
-    Trained,
     Witness,
+    WitnessedPromise,
+    WorkerComes,
+    WorkerGoes,
     draw_faults,
     simulate,
 )
@@ -103,8 +103,8 @@ def test_bandwidth_counts() -> None:
     assert simulate(spec).updates_per_s > 3 * slow.updates_per_s
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_a_death_is_told_and_made_good(role: Role) -> None:
+@pytest.mark.parametrize("role", list(FaultRole))
+def test_a_death_is_told_and_made_good(role: FaultRole) -> None:
     spec = SimulationSpec(
         workers=2,
         steps=40,
@@ -114,12 +114,12 @@ def test_a_death_is_told_and_made_good(role: Role) -> None:
         timing=FAST,
         faults=(Kill(at_s=0.5, role=role, pick=0),),
     )
-    witness = Witness(Promise(steps=40, bound=2))
+    witness = Witness(WitnessedPromise(steps=40, bound=2))
     run = simulate(spec, observer=witness)
     whats = [happening.what for happening in run.happenings if "left" not in happening.what]
     assert whats == [
         f"{role.value} killed",
-        "recovered slot 0" if role is Role.WORKER else "recovered every shard",
+        "recovered slot 0" if role is FaultRole.WORKER else "recovered every shard",
     ]
     assert witness.complaints(run) == []
 
@@ -131,8 +131,8 @@ def test_a_paused_worker_is_fenced_and_comes_back() -> None:
         consistency="async",
         timing=FAST,
         faults=(
-            Pause(at_s=0.5, seconds=0.8, role=Role.WORKER, pick=0),
-            Kill(at_s=1.6, role=Role.WORKER, pick=1),
+            Pause(at_s=0.5, seconds=0.8, role=FaultRole.WORKER, pick=0),
+            Kill(at_s=1.6, role=FaultRole.WORKER, pick=1),
         ),
     )
     run = simulate(spec)
@@ -148,22 +148,22 @@ def test_a_paused_worker_is_fenced_and_comes_back() -> None:
 
 def test_workers_come_and_go() -> None:
     faults = (
-        AddWorker(at_s=0.5),
-        RemoveWorker(at_s=1.2, pick=0),
-        SlowLink(at_s=0.1, seconds=1, factor=9, role=Role.WORKER, pick=1),
+        WorkerComes(at_s=0.5),
+        WorkerGoes(at_s=1.2, pick=0),
+        SlowLink(at_s=0.1, seconds=1, factor=9, role=FaultRole.WORKER, pick=1),
     )
     spec = SimulationSpec(workers=2, steps=60, consistency="bounded:1", shards=2, timing=FAST, faults=faults)
-    witness = Witness(Promise(steps=60, bound=1))
+    witness = Witness(WitnessedPromise(steps=60, bound=1))
     run = simulate(spec, observer=witness)
     assert witness.complaints(run) == []
     assert set(run.times) == {0, 1, 2}
     assert any("slot 0 was removed" in happening.what for happening in run.happenings)
-    alone = SimulationSpec(workers=1, steps=10, timing=FAST, faults=(RemoveWorker(at_s=0.3, pick=0),))
+    alone = SimulationSpec(workers=1, steps=10, timing=FAST, faults=(WorkerGoes(at_s=0.3, pick=0),))
     assert any("refused" in happening.what for happening in simulate(alone).happenings)
 
 
 def test_a_shard_without_copy_or_snapshot_ends_the_run() -> None:
-    faults = (Kill(at_s=0.5, role=Role.SERVER, pick=0),)
+    faults = (Kill(at_s=0.5, role=FaultRole.SERVER, pick=0),)
     spec = SimulationSpec(workers=2, steps=60, can_restore=False, faults=faults)
     with pytest.raises(ManyhandsError, match="shard 0 is gone"):
         simulate(spec)
@@ -229,8 +229,8 @@ def test_the_weights_are_those_of_a_plain_loop(
         optimizer.zero_grad()
         loss(plain, batch, 0, 1).backward()
         optimizer.step()
-    model = Trained(module(), loss, make_optimizer, weight)
-    faults = (Kill(at_s=0.5, role=Role.SERVER, pick=0),) if replicas else ()
+    model = SimulatedTrained(module(), loss, make_optimizer, weight)
+    faults = (Kill(at_s=0.5, role=FaultRole.SERVER, pick=0),) if replicas else ()
     spec = SimulationSpec(
         workers=workers,
         steps=steps,
@@ -251,7 +251,7 @@ def test_the_weights_are_those_of_a_plain_loop(
 
 def test_a_module_with_buffers_is_refused() -> None:
     with pytest.raises(UserError, match="buffers"):
-        Trained(nn.BatchNorm1d(3), loss, adam)
+        SimulatedTrained(nn.BatchNorm1d(3), loss, adam)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_module_with_buffers_is_refused() -> None:
         (lambda: NetworkModel(bandwidth_bytes_per_s=0), "bandwidth_bytes_per_s=0"),
         (lambda: Timing(start_s=math.inf), "start_s=inf"),
         (lambda: Timing(apply_s=-1), "apply_s=-1"),
-        (lambda: Kill(at_s=-1, role=Role.WORKER, pick=0), "at_s=-1"),
+        (lambda: Kill(at_s=-1, role=FaultRole.WORKER, pick=0), "at_s=-1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], match: str) -> None:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from manyhands.cluster.board import Board, Line, State
-from manyhands.cluster.control import Failed, Finished, Note, Stop
-from manyhands.cluster.control import Started as JobStarted
-from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, Kill, Patience
+from manyhands.cluster.control import Failed, Finished, Note, RoleStarted, Stop
+from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.cluster.roster import Ended, Event, Roster, Said, Silent, Started
 from manyhands.errors import DataError, UserError, WorkerFailed
 
@@ -22,7 +21,7 @@ class Play:
         self.now_s = 1000.0
         self.lines: dict[int, Line] = {}
         self.still: set[int] = set()
-        self.kills: set[Kill] = set()
+        self.kills: set[KillProcess] = set()
         patience = Patience(silent_after_s=5.0, grace_s=2.0, start_timeout_s=120.0)
         self.roster = Roster(patience, self.now_ns)
 
@@ -37,11 +36,13 @@ class Play:
     def at_work(self, *numbers: int) -> Play:
         for number in numbers:
             self.add(number)
-            assert self.hear(number, JobStarted(pid=100 + number)) == [Started(number, 100 + number)]
+            assert self.hear(number, RoleStarted(pid=100 + number)) == [Started(number, 100 + number)]
             self.lines[number] = Line(pid=1, marked_ns=self.now_ns, step=17, state=State.COMPUTING)
         return self
 
-    def hear(self, number: int, message: JobStarted | Note | Failed | Finished | Stop) -> list[Event | Kill]:
+    def hear(
+        self, number: int, message: RoleStarted | Note | Failed | Finished | Stop
+    ) -> list[Event | KillProcess]:
         return self.roster.handle(Heard(number, message), self.now_ns)
 
     def exit(self, number: int, status: int, last_words: str = "") -> Ended:
@@ -49,9 +50,9 @@ class Play:
         assert isinstance(ended, Ended)
         return ended
 
-    def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Event | Kill]]:
+    def let_pass(self, seconds: float, *, tick_s: float = 0.25) -> list[tuple[float, Event | KillProcess]]:
         """Look every tick; what was told, with the time since the start of this call, a kill only when it is new."""
-        told: list[tuple[float, Event | Kill]] = []
+        told: list[tuple[float, Event | KillProcess]] = []
         start_s = self.now_s
         while self.now_s < start_s + seconds:
             self.now_s += tick_s
@@ -60,7 +61,7 @@ class Play:
                     self.lines[number] = replace(line, heartbeat_ns=self.now_ns)
             items = self.roster.look(self.lines, self.now_ns)
             told += [(self.now_s - start_s, item) for item in items if item not in self.kills]
-            self.kills |= {item for item in items if isinstance(item, Kill)}
+            self.kills |= {item for item in items if isinstance(item, KillProcess)}
         return told
 
 
@@ -141,7 +142,7 @@ def test_who_was_asked_to_stop_and_stays_is_killed_after_the_grace() -> None:
     play.roster.ask_to_stop(1, play.now_ns)
     assert play.let_pass(1.0) == []
     play.roster.ask_to_stop(1, play.now_ns)  # asking again gives no more time
-    assert play.let_pass(5.0) == [(1.0, Kill(1))]
+    assert play.let_pass(5.0) == [(1.0, KillProcess(1))]
     ended = play.exit(1, -9)
     assert ended.failure is not None
     assert "server 1 (pid 101) was killed by its launcher; last seen computing" in ended.failure.sentence
@@ -154,7 +155,7 @@ def test_who_was_asked_to_stop_and_stays_is_killed_after_the_grace() -> None:
 def test_a_kill_is_done_once_and_a_result_that_came_before_stands() -> None:
     play = Play().at_work(1)
     play.hear(1, Finished(payload={"x": 1}))
-    assert play.roster.kill(1, play.now_ns) == [Kill(1)]
+    assert play.roster.kill(1, play.now_ns) == [KillProcess(1)]
     assert play.roster.kill(1, play.now_ns) == []
     ended = play.exit(1, -9)
     assert (ended.payload, ended.failure) == ({"x": 1}, None)
@@ -164,13 +165,13 @@ def test_one_who_does_not_leave_after_its_result_is_killed() -> None:
     play = Play().at_work(1)
     play.hear(1, Finished(payload={}))
     play.still = {1}  # no heartbeat is owed after the result
-    assert play.let_pass(EXIT_S + 1) == [(EXIT_S + 0.25, Kill(1))]
+    assert play.let_pass(EXIT_S + 1) == [(EXIT_S + 0.25, KillProcess(1))]
 
 
 def test_one_who_never_starts_is_killed_and_told() -> None:
     play = Play()
     play.add(3)
-    assert play.let_pass(121.0) == [(120.25, Kill(3))]
+    assert play.let_pass(121.0) == [(120.25, KillProcess(3))]
     failure = play.exit(3, -9).failure
     assert failure is not None
     assert "server 3 (pid 103) did not start within 120 s; never seen on the board" in failure.sentence
@@ -178,8 +179,8 @@ def test_one_who_never_starts_is_killed_and_told() -> None:
 
 def test_who_is_to_be_killed_is_named_until_it_is_gone_as_an_exception_may_come_between() -> None:
     play = Play().at_work(1, 2)
-    assert play.roster.kill(1, play.now_ns) == [Kill(1)]
-    assert [play.roster.look(play.lines, play.now_ns) for _ in range(2)] == [[Kill(1)]] * 2
+    assert play.roster.kill(1, play.now_ns) == [KillProcess(1)]
+    assert [play.roster.look(play.lines, play.now_ns) for _ in range(2)] == [[KillProcess(1)]] * 2
     play.exit(1, -9)
     assert play.roster.look(play.lines, play.now_ns) == []
 
@@ -199,8 +200,8 @@ def test_one_who_can_not_be_killed_is_given_up_and_its_later_end_is_no_news() ->
 def test_what_a_child_may_not_say_is_its_end() -> None:
     message = Stop()
     play = Play().at_work(1, 2)
-    assert play.hear(1, message) == [Kill(1)]
-    assert play.roster.handle(Garbled(2, "not a message"), play.now_ns) == [Kill(2)]
+    assert play.hear(1, message) == [KillProcess(1)]
+    assert play.roster.handle(Garbled(2, "not a message"), play.now_ns) == [KillProcess(2)]
     failure = play.exit(1, -9).failure
     assert failure is not None
     assert f"a child may not send {type(message).__name__}" in failure.sentence

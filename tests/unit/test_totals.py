@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from manyhands.analyse.remarks import about_imbalance, about_workers, straggler_advice
-from manyhands.analyse.totals import Snapshot, Split, Totals, WorkerTotals
+from manyhands.analyse.totals import TimeSplit, Totals, TotalsSnapshot, WorkerTotals
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, RECORD, EventKind, Records
 
@@ -109,10 +109,10 @@ def test_sums_are_those_worked_out_by_hand() -> None:
         bytes_sent=1500,
         messages_sent=3,
     )
-    assert first.split() == pytest.approx(Split(0.25, 0.05, 0.7))
+    assert first.split() == pytest.approx(TimeSplit(0.25, 0.05, 0.7))
     assert first.waits_mostly_for() == 2
     assert second.accounted_s == 0
-    assert second.split() == Split(0.0, 0.0, 0.0)
+    assert second.split() == TimeSplit(0.0, 0.0, 0.0)
     assert second.waits_mostly_for() is None
     assert (third.bytes_sent, third.messages_sent, third.exchange_s) == (24, 1, 0.05)
 
@@ -204,7 +204,7 @@ def steady(workers: int, seconds: float, *, first_step: int = 0, step_ms: int = 
     return totals_of(workers, records)
 
 
-def rates(snapshot: Snapshot) -> tuple[float, float]:
+def rates(snapshot: TotalsSnapshot) -> tuple[float, float]:
     return snapshot.samples_per_s, snapshot.steps_per_s
 
 

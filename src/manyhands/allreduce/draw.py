@@ -23,7 +23,7 @@ from manyhands.allreduce.schedule import Algorithm, chunk_bounds, span_bounds
 from manyhands.allreduce.symbolic import replay
 from manyhands.errors import UserError
 
-__all__ = ["EXAMPLE", "Arrow", "Item", "Picture", "as_svg", "as_text", "figure", "refresh", "watch"]
+__all__ = ["EXAMPLE", "Item", "MessageArrow", "Picture", "as_svg", "as_text", "figure", "refresh", "watch"]
 
 EXAMPLE: Final = ((17, 11, 1, 9), (5, 13, 23, 14), (3, 6, 10, 8), (12, 7, 2, 12))
 """The worked example: four workers with four numbers each, whose sum is 37 37 36 43."""
@@ -38,7 +38,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrow:
+class MessageArrow:
     """A message of a round: items `begin` to `end` from one rank to another."""
 
     source: int
@@ -55,7 +55,7 @@ class Picture:
     """
 
     rows: tuple[tuple[tuple[Item, ...], ...], ...]
-    arrows: tuple[tuple[Arrow, ...], ...]
+    arrows: tuple[tuple[MessageArrow, ...], ...]
 
     @property
     def world(self) -> int:
@@ -88,7 +88,7 @@ def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
         rows.append(tuple(tuple(item for chunk in one for item in chunk) for one in held))
     arrows = [
         tuple(
-            Arrow(rank, send.to, *span_bounds(count, chunks, send.chunks))
+            MessageArrow(rank, send.to, *span_bounds(count, chunks, send.chunks))
             for rank, step in enumerate(steps)
             for send in step.sends
         )
@@ -146,7 +146,7 @@ def _line(label: str, cells: Iterable[str]) -> str:
     return f"{label:<9}{'  |  '.join(cells)}".rstrip()
 
 
-def _arrow_lines(arrows: Sequence[Arrow], per_line: int = 8) -> list[str]:
+def _arrow_lines(arrows: Sequence[MessageArrow], per_line: int = 8) -> list[str]:
     words = [
         f"{a.source}→{a.to}:{''.join(_letter(index) for index in range(a.begin, a.end))}" for a in arrows
     ]
@@ -232,7 +232,7 @@ def _drawn_arrows(picture: Picture, number: int) -> list[str]:
     ]
 
 
-def _fan(arrows: Sequence[Arrow], rank_of: Callable[[Arrow], int]) -> dict[Arrow, float]:
+def _fan(arrows: Sequence[MessageArrow], rank_of: Callable[[MessageArrow], int]) -> dict[MessageArrow, float]:
     """Where each arrow touches its rank, in items: spread evenly over the items it carries."""
     places = defaultdict(list)
     for arrow in arrows:

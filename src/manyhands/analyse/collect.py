@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from manyhands.analyse.totals import Snapshot, Totals
+from manyhands.analyse.totals import Totals, TotalsSnapshot
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.record.keeper import DEFAULT_MAX_BYTES, EventKeeper
 from manyhands.record.ring import EventRing
@@ -70,7 +70,7 @@ class Collector:
                     with self._adding:
                         self._totals.update(records)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TotalsSnapshot:
         """The run as far as it was read; from any thread."""
         with self._adding:
             return self._totals.snapshot(time.monotonic_ns())

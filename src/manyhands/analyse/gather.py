@@ -19,7 +19,7 @@ from manyhands.analyse.members import Members, ServerPlace
 from manyhands.analyse.recent import WINDOW_NS, Recent
 from manyhands.analyse.remarks import about_imbalance, about_quiet, about_workers
 from manyhands.analyse.seen import TOLD, Seen
-from manyhands.analyse.totals import Snapshot, Totals, WorkerTotals
+from manyhands.analyse.totals import Totals, TotalsSnapshot, WorkerTotals
 from manyhands.analyse.view import (
     Happening,
     Phase,
@@ -27,7 +27,7 @@ from manyhands.analyse.view import (
     ServerView,
     Shares,
     Staleness,
-    Traffic,
+    TrafficView,
     WorkerView,
 )
 from manyhands.link.wire import codec_of
@@ -215,13 +215,13 @@ class Gather:
     def _until_ns(self, now_ns: int, phase: Phase) -> int:
         return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
 
-    def _rate_of(self, snapshot: Snapshot, phase: Phase) -> float:
+    def _rate_of(self, snapshot: TotalsSnapshot, phase: Phase) -> float:
         if phase is Phase.ENDED and self._summary is not None:
             rate = number(self._summary.get("samples_per_s"))
             return snapshot.samples_per_s if rate is None else rate
         return snapshot.samples_per_s
 
-    def _shown(self, snapshot: Snapshot) -> list[WorkerTotals]:
+    def _shown(self, snapshot: TotalsSnapshot) -> list[WorkerTotals]:
         """The workers that were asked for, and those that came; not the room for more."""
         return [
             worker
@@ -229,7 +229,7 @@ class Gather:
             if worker.worker < self._workers or worker.steps or worker.worker in self._seen.last_event
         ]
 
-    def _worker_views(self, snapshot: Snapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
+    def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
         durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
         waits = self._recent.wait_for_ns(now_ns)
         views = []
@@ -321,7 +321,7 @@ class Gather:
             sums[0] += int(num_bytes[column])
             sums[1] += int(messages[column])
 
-    def _traffic_views(self) -> tuple[Traffic, ...]:
+    def _traffic_views(self) -> tuple[TrafficView, ...]:
         """A role that tells of each message has told all; of others, the exchanges say what they sent."""
         tells = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
         sums: dict[int, list[int]] = {}
@@ -334,7 +334,7 @@ class Gather:
         for both, (num_bytes, messages) in sorted(sums.items()):
             wire, codec = codec_of(both)
             views.append(
-                Traffic(
+                TrafficView(
                     wire=wire.name.lower(),
                     codec=codec,
                     num_bytes=num_bytes,
@@ -356,7 +356,9 @@ class Gather:
             for at_ns, role, kind in self._seen.told
         )
 
-    def _warnings(self, snapshot: Snapshot, now_ns: int, phase: Phase, held: bool | None) -> tuple[str, ...]:
+    def _warnings(
+        self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase, held: bool | None
+    ) -> tuple[str, ...]:
         warnings = []
         if phase is Phase.ENDED:
             warnings += about_workers(self._shown(snapshot), self._totals.slow_ever(), self._strategy)
@@ -378,7 +380,7 @@ class Gather:
             )
         return tuple(warnings)
 
-    def _recent_workers(self, snapshot: Snapshot, now_ns: int) -> list[WorkerTotals]:
+    def _recent_workers(self, snapshot: TotalsSnapshot, now_ns: int) -> list[WorkerTotals]:
         """The last seconds of each worker, as totals."""
         durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
         waits = self._recent.wait_for_ns(now_ns)

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from manyhands.analyse.picture import Slice, Step
+from manyhands.analyse.picture import PictureStep, Slice
 
 __all__ = ["laid_out"]
 
@@ -25,7 +25,7 @@ class _Group:
     parts: list[Slice] = field(default_factory=list)
 
 
-def laid_out(slices: Sequence[Slice], steps: Sequence[Step]) -> tuple[Slice, ...]:
+def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Slice, ...]:
     """The same slices, none overlapping another: moved inside their step, cut only where that is not enough."""
     starts = [step.start_ns for step in steps]
     groups: list[_Group] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from manyhands.record.events import NOBODY, EventKind
 
-__all__ = ["Arrow", "Gap", "Mark", "Row", "Slice", "Step", "Timeline", "Window"]
+__all__ = ["Arrow", "Gap", "Mark", "PictureStep", "Row", "Slice", "Timeline", "Window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PictureStep:
     """One whole step of one role."""
 
     step: int
@@ -65,7 +65,7 @@ class Row:
     role: int
     name: str
     slices: tuple[Slice, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PictureStep, ...]
     gaps: tuple[Gap, ...]
     marks: tuple[Mark, ...]
     holds: tuple[Slice, ...] = ()

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from manyhands.analyse.arrows import Span, message_arrows, wait_arrows
 from manyhands.analyse.layout import laid_out
-from manyhands.analyse.picture import Gap, Mark, Row, Slice, Step, Timeline, Window
+from manyhands.analyse.picture import Gap, Mark, PictureStep, Row, Slice, Timeline, Window
 from manyhands.errors import UserError
 from manyhands.record.events import NO_STEP, EventKind, Records
 from manyhands.record.recorded import RoleEvents, role_name
@@ -249,17 +249,19 @@ def _slices(parts: Records, zero_ns: int) -> list[Slice]:
     ]
 
 
-def _step_spans(records: Records, zero_ns: int) -> tuple[Step, ...]:
+def _step_spans(records: Records, zero_ns: int) -> tuple[PictureStep, ...]:
     """The steps in the order of time, cut where a clock made one overlap the next."""
     records = records[np.argsort(records["start_ns"], kind="stable")]
     names = ("step", "start_ns", "duration_ns", "count", "value")
     columns = zip(*(records[name].tolist() for name in names), strict=True)
-    spans: list[Step] = []
+    spans: list[PictureStep] = []
     for step, start, duration, samples, loss in columns:
         begin = start - zero_ns
         if spans and spans[-1].end_ns > begin:
             spans[-1] = replace(spans[-1], end_ns=begin)
-        spans.append(Step(step=step, start_ns=begin, end_ns=begin + duration, samples=samples, loss=loss))
+        spans.append(
+            PictureStep(step=step, start_ns=begin, end_ns=begin + duration, samples=samples, loss=loss)
+        )
     return tuple(spans)
 
 

@@ -19,12 +19,12 @@ from manyhands.analyse.slowness import Slowness, Straggler
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, EventKind, Records
 
-__all__ = ["Snapshot", "Split", "Totals", "WorkerTotals"]
+__all__ = ["TimeSplit", "Totals", "TotalsSnapshot", "WorkerTotals"]
 
 _NS_PER_S = 1_000_000_000
 
 
-class Split(NamedTuple):
+class TimeSplit(NamedTuple):
     """Shares of the time a worker accounted for; they add up to 1, or are all 0 before the first event."""
 
     compute: float
@@ -51,12 +51,12 @@ class WorkerTotals:
         """Computing, exchanging and waiting together."""
         return self.compute_s + self.exchange_s + self.wait_s
 
-    def split(self) -> Split:
+    def split(self) -> TimeSplit:
         """The three as shares of their sum."""
         whole = self.accounted_s
         if whole == 0:
-            return Split(0.0, 0.0, 0.0)
-        return Split(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
+            return TimeSplit(0.0, 0.0, 0.0)
+        return TimeSplit(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
 
     def waits_mostly_for(self) -> int | None:
         """The peer behind the largest part of the waiting, if any."""
@@ -75,7 +75,7 @@ class WorkerTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class TotalsSnapshot:
     """A run at one moment, for views."""
 
     workers: tuple[WorkerTotals, ...]
@@ -174,10 +174,10 @@ class Totals:
         spent: npt.NDArray[np.int64] = self._duration_ns[worker]
         return spent
 
-    def snapshot(self, now_ns: int) -> Snapshot:
+    def snapshot(self, now_ns: int) -> TotalsSnapshot:
         """The run as of `now_ns`, on the clock of the events."""
         samples_per_s, steps_per_s = self._pace.rates(now_ns)
-        return Snapshot(
+        return TotalsSnapshot(
             workers=tuple(self.worker(worker) for worker in range(self._workers)),
             step=int(self._last_step.max()) + 1,
             loss=self._loss(),

@@ -18,7 +18,7 @@ __all__ = [
     "ServerView",
     "Shares",
     "Staleness",
-    "Traffic",
+    "TrafficView",
     "WorkerView",
 ]
 
@@ -106,7 +106,7 @@ class Staleness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class TrafficView:
     """What went through one kind of link in one codec, from all roles together."""
 
     wire: str
@@ -152,7 +152,7 @@ class RunView:
     waits: tuple[tuple[float, ...], ...]
     """Seconds that worker i (row) waited for worker j (column)."""
     staleness: Staleness
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[TrafficView, ...]
     epoch: int
     """Of the membership; 0 where a run has none."""
     happenings: tuple[Happening, ...]

@@ -25,7 +25,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.group.shared import SharedGroup
 from manyhands.link.mesh import SharedMesh
 
-__all__ = ["BUCKET", "GLOO", "ITEM_BYTES", "Contender", "WorkerPlan"]
+__all__ = ["BUCKET", "GLOO", "ITEM_BYTES", "AllReduceContender", "WorkerPlan"]
 
 BUCKET, GLOO = "bucket", "gloo"
 ITEM_BYTES = torch.float32.itemsize
@@ -62,7 +62,7 @@ class WorkerPlan:
         return json.dumps(asdict(self))
 
 
-class Contender:
+class AllReduceContender:
     """One way to all-reduce a buffer in place: the tensor to fill, and the call."""
 
     def __init__(self, name: str, buffer: torch.Tensor, reduce: Callable[[], object]) -> None:
@@ -80,7 +80,7 @@ class Contender:
         return time.perf_counter() - began
 
 
-class Worker:
+class AllReduceWorker:
     """One rank of the benchmark, with all contenders at hand."""
 
     def __init__(self, plan: WorkerPlan, group: SharedGroup, executors: dict[str, ScheduleExecutor]) -> None:
@@ -98,7 +98,7 @@ class Worker:
                 seconds[contender.name].append(contender.seconds)
         return seconds
 
-    def _measure_size(self, count: int, repeats: int) -> list[Contender]:
+    def _measure_size(self, count: int, repeats: int) -> list[AllReduceContender]:
         pattern = torch.arange(count, dtype=torch.float32).remainder_(13).add_(1)
         source = pattern * (self._plan.rank + 1)
         total = pattern * (self._plan.world * (self._plan.world + 1) // 2)  # small whole numbers: exact
@@ -114,17 +114,17 @@ class Worker:
                 contender.seconds.append(contender.run(source, self._group.barrier))
         return contenders
 
-    def _contenders(self, count: int) -> list[Contender]:
+    def _contenders(self, count: int) -> list[AllReduceContender]:
         group, plain = self._group, self._plain[:count]
         bucket = group.bucket(0, count, torch.float32)
         by_schedule = [
-            Contender(name, plain, lambda executor=executor: executor.all_reduce(plain))  # type: ignore[misc]
+            AllReduceContender(name, plain, lambda executor=executor: executor.all_reduce(plain))  # type: ignore[misc]
             for name, executor in self._executors.items()
         ]
         return [
-            Contender(BUCKET, bucket.tensor, lambda: group.all_reduce(bucket)),
+            AllReduceContender(BUCKET, bucket.tensor, lambda: group.all_reduce(bucket)),
             *by_schedule,
-            Contender(GLOO, plain, lambda: dist.all_reduce(plain)),
+            AllReduceContender(GLOO, plain, lambda: dist.all_reduce(plain)),
         ]
 
 
@@ -150,7 +150,7 @@ def main(plan: WorkerPlan) -> None:
             for name in plan.schedules
         }
         stack.enter_context(joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))
-        print(json.dumps(Worker(plan, group, executors).measure()))
+        print(json.dumps(AllReduceWorker(plan, group, executors).measure()))
         group.barrier()  # nobody leaves while another may still need it
 
 

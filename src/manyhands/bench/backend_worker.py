@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import manyhands.c10d
-from manyhands.bench.allreduce_worker import GLOO, ITEM_BYTES, Contender
+from manyhands.bench.allreduce_worker import GLOO, ITEM_BYTES, AllReduceContender
 from manyhands.bench.workers import joined_gloo
 from manyhands.cluster.parent import die_with_parent
 from manyhands.errors import ManyhandsError
@@ -60,14 +60,18 @@ def measure(plan: BackendPlan, ours: Any) -> dict[str, list[list[float]]]:
     return seconds
 
 
-def _measure_size(plan: BackendPlan, ours: Any, buffer: torch.Tensor, repeats: int) -> list[Contender]:
+def _measure_size(
+    plan: BackendPlan, ours: Any, buffer: torch.Tensor, repeats: int
+) -> list[AllReduceContender]:
     pattern = torch.arange(buffer.numel(), dtype=torch.float32).remainder_(13).add_(1)
     source = pattern * (plan.rank + 1)
     total = pattern * (plan.world * (plan.world + 1) // 2)  # small whole numbers: exact
     contenders = [
-        Contender(_OURS, buffer, lambda: dist.all_reduce(buffer, group=ours)),
-        Contender(_OURS_ASYNC, buffer, lambda: dist.all_reduce(buffer, group=ours, async_op=True).wait()),
-        Contender(GLOO, buffer, lambda: dist.all_reduce(buffer)),
+        AllReduceContender(_OURS, buffer, lambda: dist.all_reduce(buffer, group=ours)),
+        AllReduceContender(
+            _OURS_ASYNC, buffer, lambda: dist.all_reduce(buffer, group=ours, async_op=True).wait()
+        ),
+        AllReduceContender(GLOO, buffer, lambda: dist.all_reduce(buffer)),
     ]
 
     def meet() -> None:

@@ -22,16 +22,16 @@ import numpy as np
 import torch
 
 from manyhands.bench.server_peers import RAY
-from manyhands.bench.server_work import Exchange, Flat, Rows
+from manyhands.bench.server_work import Flat, RowWork, TimedExchange
 from manyhands.bench.server_worker import ServerPlan
 from manyhands.bench.workers import Workers
 from manyhands.errors import UserError, format_bytes
 
 __all__ = ["DEFAULT_EXCHANGES", "DEFAULT_ROUNDS", "HAS_RAY", "MEMORY_BYTES", "format_table", "run_bench"]
 
-DEFAULT_EXCHANGES: tuple[Exchange, ...] = (
+DEFAULT_EXCHANGES: tuple[TimedExchange, ...] = (
     Flat(name="dense", num_bytes=64 << 20),
-    Rows(name="rows", table_rows=100_000, width=64, rows=1000),
+    RowWork(name="rows", table_rows=100_000, width=64, rows=1000),
     Flat(name="small", num_bytes=1 << 10),
 )
 DEFAULT_ROUNDS = 15
@@ -44,7 +44,7 @@ _COLUMNS = (34, 12, 24, 12, 10)
 
 
 def run_bench(
-    exchanges: Sequence[Exchange] = DEFAULT_EXCHANGES,
+    exchanges: Sequence[TimedExchange] = DEFAULT_EXCHANGES,
     rounds: int = DEFAULT_ROUNDS,
     memory_bytes: int = MEMORY_BYTES,
     timeout_s: float = 900.0,

@@ -16,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.bench.server_work import PARAMETER, Array, Exchange
+from manyhands.bench.server_work import PARAMETER, Array, TimedExchange
 from manyhands.cluster.job import pack
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.errors import ManyhandsError, PeerTimeout
-from manyhands.hub.hub import Hub, Lost, Received
+from manyhands.hub.hub import Arrived, Hub, Lost
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
-from manyhands.server.actions import Send
+from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.area import Home, WorkerArea
+from manyhands.server.live.area import SharedParameters, WorkerArea
 from manyhands.server.live.job import Job
 from manyhands.server.live.launcher import new_token
 from manyhands.server.live.reports import ORDERS, REPORTS, ServerListens, ViewPublished
@@ -62,7 +62,7 @@ _LINKS = {"shared": "shared memory", "tcp": "TCP"}
 class OurPeer:
     """A server of ours with one worker."""
 
-    def __init__(self, exchange: Exchange, strategy: Ps, timeout_s: float) -> None:
+    def __init__(self, exchange: TimedExchange, strategy: Ps, timeout_s: float) -> None:
         self.name = f"manyhands, {_LINKS[strategy.link]}, {strategy.consistency}"
         with ExitStack() as stack:
             self._end = stack.enter_context(OurServer(exchange.task(), strategy, 1, timeout_s)).add_worker()
@@ -145,7 +145,7 @@ class OurServer:
         self.ends.append(end)
         return end
 
-    def home(self, layout: FlatLayout) -> Home | None:
+    def home(self, layout: FlatLayout) -> SharedParameters | None:
         """Where workers read the parameters, if not in memory of their own."""
         return self._job.home(self._final.descriptor, layout)
 
@@ -249,14 +249,14 @@ class WorkerEnd:
         while not done():
             for event in self._hub.poll(_LOOK_S):
                 match event:
-                    case Received():
+                    case Arrived():
                         self._take(event)
                     case Lost(reason=reason):
                         raise ManyhandsError(f"the server is gone: {self._server.last_words() or reason}")
             if time.monotonic() > deadline_s:
                 raise PeerTimeout(f"the server did not answer within {self._job.timeout_s:g} s", peer=_SERVER)
 
-    def _take(self, event: Received) -> None:
+    def _take(self, event: Arrived) -> None:
         message = event.message
         if isinstance(message, RowValues):
             self._tables.take(message.shard, event.payload)
@@ -268,7 +268,7 @@ class WorkerEnd:
     def _do(self, actions: list[ClientAction]) -> None:
         for action in actions:
             match action:
-                case Send(to=to, message=message):
+                case SendMessage(to=to, message=message):
                     self._hub.send(to, message, self._payload(to, message))
                 case Compute():
                     self._computing = True

@@ -24,7 +24,7 @@ import torch.distributed.rpc as rpc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.bench.server_work import Array, Exchange, Served
+from manyhands.bench.server_work import Array, Served, TimedExchange
 from manyhands.bench.workers import Workers
 
 __all__ = ["RAY", "RAY_IN_PLACE", "RayPeer", "RpcPeer", "join_rpc", "ray_running", "rpc_running"]
@@ -68,7 +68,7 @@ class _Actor:
 
     def __init__(self, exchange: str, in_place: bool) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
-        described = Exchange.from_json(exchange)
+        described = TimedExchange.from_json(exchange)
         self._served = described.served() if in_place else described.written()
 
     def push_pull(self, *pushed: NDArray[Any]) -> NDArray[Any]:
@@ -80,7 +80,7 @@ class _Actor:
 class RayPeer:
     """One actor: with a module and an optimizer, or by hand and in place."""
 
-    def __init__(self, exchange: Exchange, *, in_place: bool) -> None:
+    def __init__(self, exchange: TimedExchange, *, in_place: bool) -> None:
         self.name = RAY_IN_PLACE if in_place else RAY
         self._ray = _ray()
         self._actor = self._ray.remote(_Actor).remote(exchange.to_json(), in_place)
@@ -110,7 +110,7 @@ _served: dict[str, Served] = {}
 def begin_serving(exchange: str) -> None:
     """In the server's process: hold the parameters of an exchange."""
     torch.set_num_threads(1)
-    _served[exchange] = Exchange.from_json(exchange).served()
+    _served[exchange] = TimedExchange.from_json(exchange).served()
 
 
 def end_serving(exchange: str) -> None:
@@ -153,7 +153,7 @@ class RpcPeer:
 
     name = "torch rpc"
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: TimedExchange) -> None:
         self._exchange = exchange.to_json()
         self._pushed: Sequence[Tensor] = ()
         self.pulled: Array = np.empty(0, np.float32)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.task import Task
 
-__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Exchange", "Flat", "Rows", "Served"]
+__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Flat", "RowWork", "Served", "TimedExchange"]
 
 ITEM_BYTES = np.dtype(np.float32).itemsize
 PARAMETER = "parameter"
@@ -39,7 +39,7 @@ class Served(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange(ABC):
+class TimedExchange(ABC):
     """Something to push and to pull, again and again; steps count from 1."""
 
     kind: ClassVar[str]
@@ -89,15 +89,15 @@ class Exchange(ABC):
         return json.dumps({"kind": self.kind, **asdict(self)})
 
     @staticmethod
-    def from_json(text: str) -> Exchange:
+    def from_json(text: str) -> TimedExchange:
         """What `to_json` gave."""
         fields = json.loads(text)
-        kinds: dict[str, type[Exchange]] = {one.kind: one for one in (Flat, Rows)}
+        kinds: dict[str, type[TimedExchange]] = {one.kind: one for one in (Flat, RowWork)}
         return kinds[fields.pop("kind")](**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flat(Exchange):
+class Flat(TimedExchange):
     """All parameters, by plain SGD; the result is known to the bit."""
 
     kind: ClassVar[str] = "flat"
@@ -153,7 +153,7 @@ class Flat(Exchange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows(Exchange):
+class RowWork(TimedExchange):
     """Some rows of a large table, by AdaGrad: in turn one of a few sets of rows, as epochs bring them again."""
 
     kind: ClassVar[str] = "rows"
@@ -246,7 +246,7 @@ class _FlatServed:
 class _RowsServed:
     """A table as a user would hold it who knows that only some rows change."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowWork) -> None:
         self._values = torch.zeros(rows.table_rows, rows.width)
         self._sums = torch.zeros(rows.table_rows, rows.width)
         self._rows = rows

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from manyhands.bench.server_memory import measure_memory
 from manyhands.bench.server_ours import OurPeer
 from manyhands.bench.server_peers import RayPeer, RpcPeer, ray_running, rpc_running
-from manyhands.bench.server_work import Array, Exchange
+from manyhands.bench.server_work import Array, TimedExchange
 from manyhands.cluster.parent import die_with_parent
 from manyhands.consistency.asynchronous import Async
 from manyhands.errors import ManyhandsError
 from manyhands.server.strategy import Ps
 
-__all__ = ["Contender", "ServerPlan"]
+__all__ = ["ServerContender", "ServerPlan"]
 
 _WARM_UP = 3  # exchanges of each contender that are not measured; each is checked
 
@@ -61,7 +61,7 @@ class ServerPlan:
         return json.dumps(asdict(self))
 
 
-class Contender(Protocol):
+class ServerContender(Protocol):
     """One server, with this process as its worker."""
 
     name: str
@@ -80,10 +80,10 @@ class Contender(Protocol):
         """End."""
 
 
-class Turns:
+class BenchTurns:
     """One contender's exchanges, counted, timed and checked."""
 
-    def __init__(self, exchange: Exchange, contender: Contender) -> None:
+    def __init__(self, exchange: TimedExchange, contender: ServerContender) -> None:
         self._exchange = exchange
         self._contender = contender
         self._steps = 0
@@ -112,10 +112,10 @@ class Turns:
 
 
 def measure(
-    exchange: Exchange, contenders: Sequence[Contender], rounds: int, block: int
+    exchange: TimedExchange, contenders: Sequence[ServerContender], rounds: int, block: int
 ) -> dict[str, list[float]]:
     """The seconds of all, taking turns; another one first in every round."""
-    turns = {contender.name: Turns(exchange, contender) for contender in contenders}
+    turns = {contender.name: BenchTurns(exchange, contender) for contender in contenders}
     for one in turns.values():
         for _ in range(_WARM_UP):
             one.run()
@@ -138,26 +138,26 @@ OURS = (
 """How our own server runs: the default, the one that copies, and over TCP."""
 
 
-def _ours_and_ray(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
+def _ours_and_ray(exchange: TimedExchange, plan: ServerPlan) -> list[Callable[[], ServerContender]]:
     ours = [partial(OurPeer, exchange, strategy, plan.timeout_s) for strategy in OURS]
     rays = [partial(RayPeer, exchange, in_place=in_place) for in_place in (False, True)]
     return [*ours, *(rays if plan.with_ray else [])]
 
 
-def _rpc(exchange: Exchange, plan: ServerPlan) -> list[Callable[[], Contender]]:
+def _rpc(exchange: TimedExchange, plan: ServerPlan) -> list[Callable[[], ServerContender]]:
     del plan
     return [partial(RpcPeer, exchange)]
 
 
 def _measure_all(
-    plan: ServerPlan, makers: Callable[[Exchange, ServerPlan], list[Callable[[], Contender]]]
+    plan: ServerPlan, makers: Callable[[TimedExchange, ServerPlan], list[Callable[[], ServerContender]]]
 ) -> list[dict[str, list[float]]]:
     """By exchange: the seconds of each contender."""
     seconds = []
     for text, rounds, block in zip(plan.exchanges, plan.rounds, plan.blocks, strict=True):
-        exchange = Exchange.from_json(text)
+        exchange = TimedExchange.from_json(text)
         with ExitStack() as stack:
-            contenders: list[Contender] = []
+            contenders: list[ServerContender] = []
             for make in makers(exchange, plan):
                 contenders.append(make())
                 stack.callback(contenders[-1].close)

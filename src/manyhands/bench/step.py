@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, Measured, StepPlan
+from manyhands.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, StepMeasured, StepPlan
 from manyhands.bench.workers import Workers
 from manyhands.bench.workloads import WORKLOADS, Workload
 from manyhands.cluster.capacity import of_processes
@@ -129,7 +129,7 @@ def _measure(workers: int, workload: Workload, steps: int, timeout_s: float) -> 
     }
 
 
-def agreed_losses(ranks: Sequence[Measured]) -> tuple[list[float], float]:
+def agreed_losses(ranks: Sequence[StepMeasured]) -> tuple[list[float], float]:
     """DDP's losses over the global batch, step by step, and how far anyone else's are off, as a part of the first."""
     of_shares = {name: [rank.losses[name] for rank in ranks] for name in (DDP, *STRATEGIES)}
     by_name = {name: np.mean(losses, axis=0)[:_COMPARED_STEPS] for name, losses in of_shares.items()}
@@ -146,7 +146,7 @@ def agreed_losses(ranks: Sequence[Measured]) -> tuple[list[float], float]:
     return expected.tolist(), float(max(difference.max() for difference in differences.values()))
 
 
-def _summaries(ranks: Sequence[Measured], batch: int, block: int) -> dict[str, dict[str, float]]:
+def _summaries(ranks: Sequence[StepMeasured], batch: int, block: int) -> dict[str, dict[str, float]]:
     """Each contender's times; ratios are medians over the rounds, each of two blocks of the same round."""
     milliseconds = {
         name: 1e3 * np.max([rank.seconds[name] for rank in ranks if name in rank.seconds], axis=0) / block
@@ -169,7 +169,7 @@ def _summaries(ranks: Sequence[Measured], batch: int, block: int) -> dict[str, d
 
 def _run_workers(
     workers: int, workload: Workload, rounds: int, block: int, timeout_s: float
-) -> list[Measured]:
+) -> list[StepMeasured]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))
         meeting, *groups = [
@@ -192,4 +192,4 @@ def _run_workers(
                 timeout_s=timeout_s,
             )
             processes.start(plan.to_json(), [*meeting, *(one for pair in groups for one in pair)])
-        return [Measured(**printed) for printed in processes.results(timeout_s)]
+        return [StepMeasured(**printed) for printed in processes.results(timeout_s)]

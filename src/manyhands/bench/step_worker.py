@@ -33,7 +33,7 @@ from manyhands.training.exchange import Exchange, LocalStep, SingleExchange
 from manyhands.training.exchanging import exchange_for
 from manyhands.training.resources import Resources
 
-__all__ = ["ALONE", "DDP", "SINGLE", "STRATEGIES", "Measured", "StepPlan"]
+__all__ = ["ALONE", "DDP", "SINGLE", "STRATEGIES", "StepMeasured", "StepPlan"]
 
 DDP, SINGLE, ALONE = "ddp", "single", "alone"
 STRATEGIES = ("mirrored", "central")
@@ -69,7 +69,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StepMeasured:
     """What one rank saw; a contender that runs on rank 0 alone is missing elsewhere."""
 
     parameters: int
@@ -80,7 +80,7 @@ class Measured:
     """By contender and step, from its very first one: the mean over this rank's part of the batch."""
 
 
-class Contender(ABC):
+class StepContender(ABC):
     """One way to train: its own model and optimizer, and its place in the data."""
 
     def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int) -> None:
@@ -108,7 +108,7 @@ class Contender(ABC):
         """One whole training step; the loss of `batch` before it."""
 
 
-class DdpContender(Contender):
+class DdpContender(StepContender):
     """torch's DistributedDataParallel on the default process group, with its fastest settings."""
 
     def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int) -> None:
@@ -124,7 +124,7 @@ class DdpContender(Contender):
         return value
 
 
-class ExchangeContender(Contender):
+class ExchangeContender(StepContender):
     """A strategy of ours, stepped as the training loop does it."""
 
     def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int, exchange: Exchange) -> None:
@@ -142,7 +142,7 @@ class ExchangeContender(Contender):
         return value
 
 
-class Worker:
+class StepWorker:
     """One rank of the benchmark, with all contenders at hand; those it has no part in are None."""
 
     def __init__(self, plan: StepPlan, meet: Callable[[], None], exchanges: dict[str, Exchange]) -> None:
@@ -158,7 +158,9 @@ class Worker:
 
         self._plan = plan
         self._meet = meet
-        self._contenders: dict[str, Contender | None] = {DDP: DdpContender(task, fetch_share, plan.threads)}
+        self._contenders: dict[str, StepContender | None] = {
+            DDP: DdpContender(task, fetch_share, plan.threads)
+        }
         for name, exchange in exchanges.items():
             self._contenders[name] = ExchangeContender(task, fetch_share, plan.threads, exchange)
         self._contenders |= {SINGLE: None, ALONE: None}
@@ -166,7 +168,7 @@ class Worker:
             self._contenders[SINGLE] = ExchangeContender(task, fetch_whole, plan.cores, SingleExchange())
             self._contenders[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
 
-    def measure(self) -> Measured:
+    def measure(self) -> StepMeasured:
         """Every contender, taking turns."""
         for contender in self._contenders.values():
             self._meet()
@@ -176,19 +178,19 @@ class Worker:
             for contender in self._in_order(turn):
                 self._take_turn(contender)
         mine = {name: contender for name, contender in self._contenders.items() if contender is not None}
-        return Measured(
+        return StepMeasured(
             parameters=sum(parameter.numel() for parameter in mine[DDP].model.parameters()),
             seconds={name: contender.seconds for name, contender in mine.items()},
             losses={name: contender.losses for name, contender in mine.items()},
         )
 
-    def _in_order(self, turn: int) -> Iterator[Contender | None]:
+    def _in_order(self, turn: int) -> Iterator[StepContender | None]:
         """Another one first in every round, so that nobody always runs after the same other."""
         contenders = list(self._contenders.values())
         first = turn % len(contenders)
         yield from contenders[first:] + contenders[:first]
 
-    def _take_turn(self, contender: Contender | None) -> None:
+    def _take_turn(self, contender: StepContender | None) -> None:
         """One step to bring its memory back into the caches, then the measured ones; all ranks meet before each."""
         self._meet()
         if contender is not None:
@@ -223,7 +225,7 @@ def main(plan: StepPlan) -> None:
             stack.callback(exchange.close)
             exchanges[name] = exchange
         stack.enter_context(joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))
-        print(json.dumps(asdict(Worker(plan, meeting.barrier, exchanges).measure())))
+        print(json.dumps(asdict(StepWorker(plan, meeting.barrier, exchanges).measure())))
         meeting.barrier()  # nobody leaves while another may still need it
 
 

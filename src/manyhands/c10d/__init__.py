@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from manyhands.c10d.group import BACKEND, ManyhandsGroup
 from manyhands.c10d.options import SHARED, Options
-from manyhands.c10d.session import Place, open_session
+from manyhands.c10d.session import SessionPlace, open_session
 from manyhands.errors import UserError
 
 __all__ = ["BACKEND", "ManyhandsGroup", "Options", "new_group"]
@@ -37,7 +37,7 @@ def _create(given: c10d._DistributedBackendOptions, options: Any) -> ManyhandsGr
     """Called by torch on every rank of a new group."""
     if options is not None and not isinstance(options, Options):
         raise UserError(f"pg_options={options!r}: must be manyhands.c10d.Options")
-    place = Place(
+    place = SessionPlace(
         name=given.group_id,
         rank=given.group_rank,
         world=given.group_size,

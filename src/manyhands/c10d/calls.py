@@ -20,8 +20,8 @@ __all__ = [
     "COMPARED_WORDS",
     "EXTENT_WORD",
     "RECORD_WORDS",
-    "Call",
-    "Kind",
+    "CallKind",
+    "CollectiveCall",
     "Reduction",
     "call_of",
     "describe_lateness",
@@ -35,7 +35,7 @@ Label = Callable[[int], str]
 """How a rank is called in a sentence."""
 
 
-class Kind(IntEnum):
+class CallKind(IntEnum):
     """What is called; the names are those of torch.distributed."""
 
     BARRIER = 1
@@ -75,7 +75,7 @@ EXTENT_WORD: Final = (
 )
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One rank's call, as laid into its record; `shape` is that of the first tensor, for sentences."""
 
     number: int
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         return (*self[:-1], *self.shape, *(0,) * (_SHOWN_DIMS - len(self.shape)))
 
     @classmethod
-    def from_words(cls, words: Sequence[int]) -> Call:
+    def from_words(cls, words: Sequence[int]) -> CollectiveCall:
         """What `words` gave."""
         shown = min(words[9], _SHOWN_DIMS)
         return cls._make([*words[:10], tuple(words[10 : 10 + shown])])
@@ -103,7 +103,7 @@ class Call(NamedTuple):
     @property
     def name(self) -> str:
         """The collective, as in `all_reduce(sum)` or `broadcast(root 2)`."""
-        word = Kind(self.kind).name.lower()
+        word = CallKind(self.kind).name.lower()
         if self.reduction and self.root != _NO_ROOT:
             return f"{word}({Reduction(self.reduction).name.lower()}, root {self.root})"
         if self.reduction:
@@ -125,21 +125,21 @@ class Call(NamedTuple):
 
 def call_of(
     number: int,
-    kind: Kind,
+    kind: CallKind,
     tensors: Sequence[torch.Tensor],
     *,
     reduction: Reduction = Reduction.NONE,
     root: int = _NO_ROOT,
     items: int,
     extent_bytes: int,
-) -> Call:
+) -> CollectiveCall:
     """The record of a call; tensors to be reduced must have one shape (up to sizes of 1) on all ranks."""
     first = tensors[0]
     digest = 0
     if reduction:
         digest = hash(tuple([tuple([size for size in tensor.shape if size != 1]) for tensor in tensors]))
     dims = first.dim()
-    return Call(
+    return CollectiveCall(
         number,
         kind,
         dtype_code(first.dtype),
@@ -167,7 +167,7 @@ def ranks_text(ranks: Sequence[int], label: Label = str) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(label, ranks))}"
 
 
-def describe_mismatch(calls: Sequence[Call], label: Label = str) -> str:
+def describe_mismatch(calls: Sequence[CollectiveCall], label: Label = str) -> str:
     """Which rank called what, for calls that differ; ranks of one call are named together."""
     number = calls[0].number
     if len({call.name for call in calls}) == 1:
@@ -193,7 +193,7 @@ def describe_uneven(
 
 
 def describe_lateness(
-    call: Call, waited_s: float, whereabouts: Sequence[tuple[int, str]], label: Label = str
+    call: CollectiveCall, waited_s: float, whereabouts: Sequence[tuple[int, str]], label: Label = str
 ) -> str:
     """Who was waited for in vain, and where each of them was last seen."""
     late = ranks_text([rank for rank, _ in whereabouts], label)

@@ -15,10 +15,10 @@ from typing import Final
 import torch
 
 from manyhands.allreduce.executor import Op, ScheduleExecutor
-from manyhands.c10d.calls import Call, Kind, Reduction, call_of
+from manyhands.c10d.calls import CallKind, CollectiveCall, Reduction, call_of
 from manyhands.c10d.exchange import Lane, Read
 from manyhands.c10d.reductions import check_reduction, combine, compiled_reducer
-from manyhands.c10d.stage import Reason, ReductionPlan, Stage
+from manyhands.c10d.stage import CollectiveStage, ReductionPlan, StageReason
 from manyhands.errors import UserError
 
 __all__ = ["Collectives"]
@@ -35,7 +35,7 @@ _Tensors = Sequence[torch.Tensor]
 class Collectives:
     """The calls of one rank on its stage; with an executor, all-reduces it can do go by its algorithm."""
 
-    def __init__(self, stage: Stage, executor: ScheduleExecutor | None = None) -> None:
+    def __init__(self, stage: CollectiveStage, executor: ScheduleExecutor | None = None) -> None:
         self._stage = stage
         self._executor = executor
         self._rank = stage.rank
@@ -47,7 +47,7 @@ class Collectives:
     def barrier(self, timeout_s: float) -> None:
         """Every rank is here."""
         self._number += 1
-        self._stage.exchange(Call(self._number, Kind.BARRIER), (), (), timeout_s)
+        self._stage.exchange(CollectiveCall(self._number, CallKind.BARRIER), (), (), timeout_s)
 
     def all_reduce(self, tensors: _Tensors, reduction: Reduction, timeout_s: float) -> None:
         """Each tensor becomes that of all ranks, combined; several of one dtype are reduced as one vector."""
@@ -75,7 +75,7 @@ class Collectives:
             return
         check_reduction(whole.dtype, reduction)
         reducer = compiled_reducer(whole.dtype, reduction)
-        call = self._call(Kind.ALL_REDUCE, tensors, whole.numel(), reduction=reduction)
+        call = self._call(CallKind.ALL_REDUCE, tensors, whole.numel(), reduction=reduction)
         if reducer is None:
             self._reduce_by_torch(call, whole.detach().view(-1), reduction, timeout_s)
         elif self._executor is not None:
@@ -94,7 +94,7 @@ class Collectives:
         here = self._rank == root
         extent = 0 if here else flat.nbytes
         call = self._call(
-            Kind.REDUCE, [tensor], flat.numel(), reduction=reduction, root=root, extent_bytes=extent
+            CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, root=root, extent_bytes=extent
         )
         if reducer is None:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
@@ -110,7 +110,7 @@ class Collectives:
         flat = _dense(tensor).view(-1)
         here = self._rank == root
         call = self._call(
-            Kind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
+            CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
         )
         lanes, reads = ([_lane(flat)], []) if here else ([], self._reads_from([root], 0, flat))
         self._stage.exchange(call, lanes, reads, timeout_s)
@@ -123,7 +123,7 @@ class Collectives:
         even = all(output.numel() == tensor.numel() for output in outputs)
         source, rooms = _dense(tensor).view(-1), [_dense(output).view(-1) for output in outputs]
         call = self._call(
-            Kind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
+            CallKind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
         )
         reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
         self._stage.exchange(call, [_lane(source)], reads, timeout_s, even=even)
@@ -149,7 +149,7 @@ class Collectives:
             self._check_list("output", outputs, tensor, even=True)
             rooms = [_dense(output).view(-1) for output in outputs]
         extent = 0 if here else source.nbytes
-        call = self._call(Kind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
+        call = self._call(CallKind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
         reads = (
             [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others] if here else []
         )
@@ -170,7 +170,7 @@ class Collectives:
             pieces = [_dense(tensor).view(-1) for tensor in tensors]
             lanes = self._lanes_for_others(pieces)
         call = self._call(
-            Kind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
+            CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
         )
         reads = [] if here else self._reads_from([root], self._rank, room)
         self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True)
@@ -187,7 +187,7 @@ class Collectives:
         pieces, room = [_dense(tensor).view(-1) for tensor in tensors], _dense(output).view(-1)
         items = sum(piece.numel() for piece in pieces)
         extent = max(piece.nbytes for piece in pieces)
-        call = self._call(Kind.REDUCE_SCATTER, tensors, items, reduction=reduction, extent_bytes=extent)
+        call = self._call(CallKind.REDUCE_SCATTER, tensors, items, reduction=reduction, extent_bytes=extent)
         reducer = compiled_reducer(output.dtype, reduction)
         if reducer is None:
             room.copy_(combine(self._exchange_slices(call, pieces, timeout_s), reduction))
@@ -213,7 +213,7 @@ class Collectives:
             self._check_list(name, given, (outputs if name == "input" else tensors)[self._rank])
         pieces, rooms = [_dense(one).view(-1) for one in tensors], [_dense(one).view(-1) for one in outputs]
         extent = max(piece.nbytes for piece in pieces)
-        call = self._call(Kind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
+        call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
         reads = [(rank, self._rank, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
         lanes = self._lanes_for_others(pieces)
         self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, even=False)
@@ -236,14 +236,14 @@ class Collectives:
 
     def _call(
         self,
-        kind: Kind,
+        kind: CallKind,
         tensors: _Tensors,
         items: int,
         *,
         reduction: Reduction = Reduction.NONE,
         root: int = -1,
         extent_bytes: int = 0,
-    ) -> Call:
+    ) -> CollectiveCall:
         """The record of the next call; everything that can be refused alone has been."""
         self._number += 1
         return call_of(
@@ -259,7 +259,7 @@ class Collectives:
     def _reduce_by_schedule(
         self,
         executor: ScheduleExecutor,
-        call: Call,
+        call: CollectiveCall,
         flat: torch.Tensor,
         reduction: Reduction,
         timeout_s: float,
@@ -269,11 +269,11 @@ class Collectives:
         try:
             executor.all_reduce(flat.view(-1), _BY_SCHEDULE[reduction])
         except BaseException:
-            self._stage.abort(self._rank, Reason.FAILED)
+            self._stage.abort(self._rank, StageReason.FAILED)
             raise
 
     def _reduce_by_torch(
-        self, call: Call, flat: torch.Tensor, reduction: Reduction, timeout_s: float
+        self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
         """Each rank combines one slice and gives the result to all, or to the root of the call."""
         sizes = [
@@ -291,7 +291,9 @@ class Collectives:
             reads = [(rank, 0, pieces[rank].data_ptr(), pieces[rank].nbytes) for rank in self._others]
         self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_lane(result)], reads, timeout_s)
 
-    def _exchange_slices(self, call: Call, pieces: _Tensors, timeout_s: float) -> list[torch.Tensor]:
+    def _exchange_slices(
+        self, call: CollectiveCall, pieces: _Tensors, timeout_s: float
+    ) -> list[torch.Tensor]:
         """What each rank has for this rank, in rank order."""
         mine = pieces[self._rank]
         parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 
 from manyhands.c10d.calls import Reduction
 from manyhands.c10d.collectives import Collectives
-from manyhands.c10d.post import Post
+from manyhands.c10d.post import LetterPost
 from manyhands.c10d.session import Session
 from manyhands.errors import UserError
 
@@ -351,7 +351,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         """Whether shared memory can do it."""
         return self._local is not None and tensor.is_cpu and tensor.layout is torch.strided
 
-    def _post_for(self, tensor: torch.Tensor) -> Post | None:
+    def _post_for(self, tensor: torch.Tensor) -> LetterPost | None:
         return self._local.post if self._local is not None and self._takes(tensor) else None
 
     def _underneath(self, tensor: torch.Tensor) -> Any:

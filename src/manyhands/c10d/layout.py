@@ -39,7 +39,7 @@ __all__ = [
     "STATE_WAIT",
     "TABLES",
     "VERSION",
-    "Layout",
+    "MemoryLayout",
     "block_items",
     "lane_bytes",
     "layout_of",
@@ -69,7 +69,7 @@ if RECORD_WORDS * 8 > RECORD_BYTES:
     )
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """The sizes that depend on the number of ranks."""
 
     region_bytes: int
@@ -79,11 +79,11 @@ class Layout(NamedTuple):
     num_bytes: int
 
 
-def layout_of(world: int) -> Layout:
+def layout_of(world: int) -> MemoryLayout:
     """The layout for `world` ranks."""
     region_bytes = round_up(TABLES + 2 * 2 * 8 * world, CACHE_LINE)
     areas = round_up(REGIONS + world * region_bytes, PAGE)
-    return Layout(region_bytes, areas, areas + world * 2 * HALF_BYTES)
+    return MemoryLayout(region_bytes, areas, areas + world * 2 * HALF_BYTES)
 
 
 def block_items(count: int, item_bytes: int, half_bytes: int = HALF_BYTES) -> int:

@@ -13,12 +13,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from manyhands.c10d.calls import Call, Kind, dtype_code
+from manyhands.c10d.calls import CallKind, CollectiveCall, dtype_code
 from manyhands.c10d.works import PendingWork
 from manyhands.errors import UserError
 from manyhands.link import ring
 
-__all__ = ["HEADER_BYTES", "Inbox", "Letter", "PostWork", "Request", "Settled"]
+__all__ = ["HEADER_BYTES", "Inbox", "Letter", "LetterRequest", "PostWork", "Settled"]
 
 HEADER_WORDS: Final = 8  # tag, bytes, dtype, number of dimensions, the first four sizes
 HEADER_BYTES: Final = 8 * HEADER_WORDS
@@ -30,7 +30,7 @@ class PostWork(PendingWork):
 
     def __init__(
         self,
-        kind: Kind,
+        kind: CallKind,
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
@@ -59,7 +59,7 @@ class PostWork(PendingWork):
     def describe(self, label: Callable[[int], str] = str) -> str:
         """`recv of float32[4] from rank 2 (tag 0)`."""
         whom = "any rank" if self.peer is None else f"rank {label(self.peer)}"
-        way = "to" if self.kind is Kind.SEND else "from"
+        way = "to" if self.kind is CallKind.SEND else "from"
         return f"{self.kind.name.lower()} of {_load(self.result()[0])} {way} {whom} (tag {self.tag})"
 
 
@@ -87,7 +87,7 @@ class Letter:
         return self._done > before, self._done == HEADER_BYTES + tensor.nbytes
 
 
-class Request:
+class LetterRequest:
     """A receive: where a message of one tag goes, from one rank or from any; `tensor` is contiguous."""
 
     def __init__(self, work: PostWork, tensor: torch.Tensor) -> None:
@@ -109,7 +109,9 @@ class Request:
         if num_bytes == self.tensor.nbytes and dtype == dtype_code(self.tensor.dtype):
             return None
         shown = min(header[3], _SHOWN_DIMS)
-        sent = Call(0, Kind.SEND, dtype, dims=header[3], tensors=1, shape=tuple(header[4 : 4 + shown]))
+        sent = CollectiveCall(
+            0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=tuple(header[4 : 4 + shown])
+        )
         return UserError(
             f"recv: rank {source} sends {sent.load} (tag {tag}), which does not fit into {_load(self.tensor)}; both "
             "sides must agree on shape and dtype"
@@ -134,10 +136,10 @@ class Inbox:
         self._header = np.zeros(HEADER_WORDS, np.int64)
         self._header_address = self._header.ctypes.data
         self._read = 0  # bytes of the header, and then of the payload
-        self._target: Request | _Aside | None = None
+        self._target: LetterRequest | _Aside | None = None
         self._aside: deque[_Aside] = deque()
 
-    def take_aside(self, request: Request, settled: Settled) -> bool:
+    def take_aside(self, request: LetterRequest, settled: Settled) -> bool:
         """Serve a new request from what was laid aside, if the first message of its tag is there."""
         for message in self._aside:
             if request.takes(self.source, message.header[0]):
@@ -150,7 +152,7 @@ class Inbox:
                 return True
         return False
 
-    def advance(self, requests: list[Request], settled: Settled) -> bool:
+    def advance(self, requests: list[LetterRequest], settled: Settled) -> bool:
         """Read what is there, as long as some request may be served by it; whether anything moved.
 
         A request that is served is taken from `requests`.
@@ -165,14 +167,14 @@ class Inbox:
                 self._read = 0
                 self._target = self._receiver(requests, settled)
             target = self._target
-            payload = target.tensor if isinstance(target, Request) else target.bytes
+            payload = target.tensor if isinstance(target, LetterRequest) else target.bytes
             before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)
             moved |= self._read > before
             if self._read < payload.nbytes:
                 break
             self._read = 0
             self._target = None
-            if isinstance(target, Request):
+            if isinstance(target, LetterRequest):
                 requests.remove(target)
                 settled.append((target.work, None))
             elif target.header[0] >= 0:
@@ -182,7 +184,7 @@ class Inbox:
     def _take(self, address: int, num_bytes: int) -> int:
         return int(ring.read(self._ring, address, num_bytes, self._read, 0, 0)) if num_bytes else 0
 
-    def _receiver(self, requests: list[Request], settled: Settled) -> Request | _Aside:
+    def _receiver(self, requests: list[LetterRequest], settled: Settled) -> LetterRequest | _Aside:
         """Who gets the message whose header is here."""
         header = self._header.tolist()
         request = next((one for one in requests if one.takes(self.source, header[0])), None)

@@ -20,15 +20,15 @@ from typing import Final
 
 import torch
 
-from manyhands.c10d.calls import Kind
-from manyhands.c10d.letters import Inbox, Letter, PostWork, Request, Settled
-from manyhands.c10d.stage import Reason, Stage
+from manyhands.c10d.calls import CallKind
+from manyhands.c10d.letters import Inbox, Letter, LetterRequest, PostWork, Settled
+from manyhands.c10d.stage import CollectiveStage, StageReason
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.link import ring
 from manyhands.memory.segment import PAGE, Segment, reserve, round_up
 from manyhands.memory.waiting import REACHED, nudge, wait_until
 
-__all__ = ["Post", "capacity_bytes", "ring_index"]
+__all__ = ["LetterPost", "capacity_bytes", "ring_index"]
 
 _SLICE_NS: Final = 250_000_000  # who waits for the bell looks around this often
 _GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread step in
@@ -47,10 +47,12 @@ def ring_index(sender: int, receiver: int, world: int) -> int:
     return sender * (world - 1) + (receiver if receiver < sender else receiver - 1)
 
 
-class Post:
+class LetterPost:
     """One rank's end; owns the descriptor, which nobody has sized before the first message. Any thread may use it."""
 
-    def __init__(self, descriptor: int, stage: Stage, name: str, label: Callable[[int], str] = str) -> None:
+    def __init__(
+        self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
+    ) -> None:
         self._descriptor = descriptor
         self._stage = stage
         self._name = name
@@ -62,7 +64,7 @@ class Post:
         self._asleep = False  # the thread will not look again by itself
         self._segment: Segment | None = None
         self._letters: dict[int, deque[Letter]] = {}
-        self._requests: list[Request] = []
+        self._requests: list[LetterRequest] = []
         self._inboxes: dict[int, Inbox] = {}
         self._driven = False  # somebody waits for the bell
         self._thread: threading.Thread | None = None
@@ -70,7 +72,7 @@ class Post:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> PostWork:
         """Send a contiguous tensor, which must not change until the work is complete."""
-        work = PostWork(Kind.SEND, tensor, to, tag, self._drive)
+        work = PostWork(CallKind.SEND, tensor, to, tag, self._drive)
         with self._changed:
             self._open(work, timeout_s)
             self._letters[to].append(Letter(work, tensor))
@@ -79,8 +81,8 @@ class Post:
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float) -> PostWork:
         """Fill a contiguous tensor with the next message of `tag`, from `source` or from anyone."""
-        work = PostWork(Kind.RECV, tensor, source, tag, self._drive)
-        request = Request(work, tensor)
+        work = PostWork(CallKind.RECV, tensor, source, tag, self._drive)
+        request = LetterRequest(work, tensor)
         with self._changed:
             self._open(work, timeout_s)
             sources = self._inboxes if source is None else (source,)
@@ -271,8 +273,10 @@ class Post:
         if time.monotonic_ns() < work.deadline_ns:
             return None
         where = "; ".join(f"rank {self._label(peer)} {self._stage.whereabouts(peer)}" for peer in peers)
-        deed = "took it" if work.kind is Kind.SEND else "sent it"
-        self._stage.abort(peers[0], Reason.LATE)  # a message that is cut in the middle spoils all that follow
+        deed = "took it" if work.kind is CallKind.SEND else "sent it"
+        self._stage.abort(
+            peers[0], StageReason.LATE
+        )  # a message that is cut in the middle spoils all that follow
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
     def _fail_all(self, doom: Callable[[PostWork], ManyhandsError | None]) -> Settled:

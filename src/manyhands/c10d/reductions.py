@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from manyhands.c10d.calls import Reduction
-from manyhands.c10d.rounds import Reducer
+from manyhands.c10d.rounds import RoundReducer
 from manyhands.errors import UserError
 from manyhands.group import kernels
 from manyhands.wire.dtypes import HALVES, SUMMED
@@ -39,12 +39,12 @@ _BITWISE: Final = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
 
 
 @cache
-def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> Reducer | None:
+def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> RoundReducer | None:
     """The compiled reduction, compiled when it is first asked for; None where torch must do it."""
     kind, operation = SUMMED.get(dtype), _OPERATIONS.get(reduction)
     if kind is None or operation is None:
         return None
-    return Reducer(kernels.reducer_address(kind), operation, dtype.itemsize)
+    return RoundReducer(kernels.reducer_address(kind), operation, dtype.itemsize)
 
 
 def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:

@@ -25,7 +25,7 @@ from manyhands.c10d.layout import (
     RECORD_BYTES,
     RECORDS,
     REGIONS,
-    Layout,
+    MemoryLayout,
 )
 from manyhands.group.kernels import SCRATCH_BYTES, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake
@@ -55,7 +55,7 @@ __all__ = [
     "STAGE_WORDS",
     "STEP",
     "WORLD",
-    "Reducer",
+    "RoundReducer",
     "abort",
     "all_agree",
     "arrive",
@@ -103,7 +103,7 @@ SETTLE: Final = 2
 """This rank has reduced its slice and waits until all are done."""
 
 
-class Reducer(NamedTuple):
+class RoundReducer(NamedTuple):
     """A compiled reduction (see `allreduce.kernels`): its address, its operation and the size of an item."""
 
     address: int
@@ -112,14 +112,14 @@ class Reducer(NamedTuple):
 
 
 def stage_words(
-    *, control: int, where: Layout, rank: int, world: int, spins: int, scratch: int, before: int
+    *, control: int, where: MemoryLayout, rank: int, world: int, spins: int, scratch: int, before: int
 ) -> list[int]:
     """The stage of a rank: `control` is the address of the shared memory, `before` the round before the first."""
     areas = control + where.areas
     return [control, where.region_bytes, areas, HALF_BYTES, rank, world, spins, scratch, before, 0]
 
 
-def call_head(record_words: Sequence[int], reducer: Reducer | None) -> list[int]:
+def call_head(record_words: Sequence[int], reducer: RoundReducer | None) -> list[int]:
     """The words that every call begins with, before it has begun."""
     return [*record_words, BEGIN, 0, 0, *(reducer or (0, 0, 0))]
 

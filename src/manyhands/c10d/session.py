@@ -16,21 +16,21 @@ from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.c10d.collectives import Collectives
 from manyhands.c10d.options import SHARED, Options
-from manyhands.c10d.post import Post
-from manyhands.c10d.stage import Reason, Stage, create_segment
+from manyhands.c10d.post import LetterPost
+from manyhands.c10d.stage import CollectiveStage, StageReason, create_segment
 from manyhands.c10d.underneath import Underneath
 from manyhands.c10d.works import Conductor
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import UserError
 from manyhands.link.mesh import SharedMesh
 
-__all__ = ["Local", "Place", "Session", "open_session"]
+__all__ = ["LocalSession", "Session", "SessionPlace", "open_session"]
 
 _PATIENCE_S: Final = 5.0  # what is under way when a group is closed may take this long to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SessionPlace:
     """A rank's place in a group; `global_ranks` is empty for the default group, where they are the same."""
 
     name: str
@@ -45,19 +45,19 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class LocalSession:
     """What the ranks of one host have: shared memory, the calls on it, and the post."""
 
-    stage: Stage
+    stage: CollectiveStage
     collectives: Collectives
-    post: Post
+    post: LetterPost
 
 
 class Session:
     """One rank's end of a group; `local` is None where the ranks are on several hosts. `close` is idempotent."""
 
     def __init__(
-        self, place: Place, local: Local | None, underneath: Underneath, resources: ExitStack
+        self, place: SessionPlace, local: LocalSession | None, underneath: Underneath, resources: ExitStack
     ) -> None:
         self.place = place
         self.local = local
@@ -69,7 +69,7 @@ class Session:
     def abort(self) -> None:
         """End every call of the group, on all ranks."""
         if self.local is not None:
-            self.local.stage.abort(self.place.rank, Reason.ENDED)
+            self.local.stage.abort(self.place.rank, StageReason.ENDED)
 
     def close(self) -> None:
         """Let the calls under way end, leave, and free everything."""
@@ -97,7 +97,7 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def open_session(store: c10d.Store, place: Place, options: Options, timeout: timedelta) -> Session:
+def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeout: timedelta) -> Session:
     """Collective over the group: meet, and share memory or connect."""
     timeout_s = timeout.total_seconds()
     underneath = Underneath(store, place.rank, place.world, timeout)
@@ -124,12 +124,12 @@ def open_session(store: c10d.Store, place: Place, options: Options, timeout: tim
 
 
 def _open_local(
-    meeting: Meeting, place: Place, options: Options, timeout_s: float, resources: ExitStack
-) -> Local:
+    meeting: Meeting, place: SessionPlace, options: Options, timeout_s: float, resources: ExitStack
+) -> LocalSession:
     """Share memory with the others, and watch over each other."""
     memory, letters, *ends = _share(meeting, options, timeout_s)
     peers = [rank for rank in range(place.world) if rank != place.rank]
-    stage = Stage(memory, place.rank, place.world, place.label)
+    stage = CollectiveStage(memory, place.rank, place.world, place.label)
     resources.callback(stage.close)
     executor = None
     if options.algorithm != SHARED:
@@ -138,15 +138,15 @@ def _open_local(
         for link in links.values():
             resources.callback(link.close)
         executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
-    post = Post(letters, stage, f"process group {place.name}", place.label)
+    post = LetterPost(letters, stage, f"process group {place.name}", place.label)
     resources.callback(post.close)
 
     def on_end(rank: int, in_peace: bool) -> None:
         if not in_peace:
-            stage.abort(rank, Reason.DIED)
+            stage.abort(rank, StageReason.DIED)
 
     meeting.watch(on_end)
-    return Local(stage=stage, collectives=Collectives(stage, executor), post=post)
+    return LocalSession(stage=stage, collectives=Collectives(stage, executor), post=post)
 
 
 def _share(meeting: Meeting, options: Options, timeout_s: float) -> tuple[int, ...]:

@@ -19,26 +19,26 @@ from manyhands.c10d import direct, layout, rounds
 from manyhands.c10d.calls import (
     COMPARED_WORDS,
     RECORD_WORDS,
-    Call,
-    Kind,
+    CallKind,
+    CollectiveCall,
     describe_lateness,
     describe_mismatch,
     describe_uneven,
 )
 from manyhands.c10d.exchange import Lane, Read, exchange, exchange_words, most_words
-from manyhands.c10d.rounds import Reducer
+from manyhands.c10d.rounds import RoundReducer
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.memory.segment import Segment
 from manyhands.memory.waiting import REACHED, TIMED_OUT, spins_for
 
-__all__ = ["Reason", "ReductionPlan", "Stage", "create_segment"]
+__all__ = ["CollectiveStage", "ReductionPlan", "StageReason", "create_segment"]
 
 _SLICE_NS: Final = 250_000_000  # a waiting call looks around this often, and Python at its signals
 _PATIENCE: Final = 8  # times the usual spinning: a peer that runs Python needs 20 µs between two calls
 _REASON_SHIFT: Final = 16  # of the abort word: below it the rank + 1, above it the reason
 
 
-class Reason(IntEnum):
+class StageReason(IntEnum):
     """Why a group stopped."""
 
     DIED = 1
@@ -56,7 +56,7 @@ class Reason(IntEnum):
 class ReductionPlan:
     """An all-reduce that has been thought through, to be run again and again on tensors of the same kind."""
 
-    def __init__(self, call: Call, reducer: Reducer, world: int) -> None:
+    def __init__(self, call: CollectiveCall, reducer: RoundReducer, world: int) -> None:
         self.call = call
         head = rounds.call_head(call.words(), reducer)
         block = layout.block_items(call.items, reducer.item_bytes)
@@ -77,7 +77,7 @@ def create_segment(world: int, *, first_round: int = 1) -> Segment:
     return segment
 
 
-class Stage:
+class CollectiveStage:
     """One rank's end; calls are made by one thread at a time, `abort` and `close` by any.
 
     Owns the descriptor. `label` says how a rank is called in sentences; `spins` is how often a waiter looks before it
@@ -139,14 +139,14 @@ class Stage:
 
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         lanes: Sequence[Lane],
         reads: Sequence[Read],
         timeout_s: float,
         *,
         per_rank: bool = False,
         even: bool = True,
-        reducer: Reducer | None = None,
+        reducer: RoundReducer | None = None,
     ) -> None:
         """Collective: lay out `lanes`, and read those of others.
 
@@ -160,12 +160,12 @@ class Stage:
         self._call[: len(words)] = words
         self._run(exchange, self._call, self._call_address, call, timeout_s)
 
-    def waiting_in(self, kind: Kind | None, peer: int = 0, tag: int = 0) -> None:
+    def waiting_in(self, kind: CallKind | None, peer: int = 0, tag: int = 0) -> None:
         """Show the others what this rank waits for outside collectives, or that it no longer does."""
         offset = self._region(self.rank) + layout.STATE_WAIT
         self._segment.array(offset, 3, np.int64)[:] = kind or 0, peer, tag
 
-    def abort(self, rank: int, reason: Reason) -> None:
+    def abort(self, rank: int, reason: StageReason) -> None:
         """Stop the group because of `rank`, on all ranks; the first reason stands."""
         with self._lock:
             if not self._closed:
@@ -179,20 +179,20 @@ class Stage:
     def stopped(self, what: str) -> ManyhandsError:
         """The error that says why the group has stopped."""
         (word,) = self._u32(layout.ABORT_OFFSET, 1)
-        rank, reason = (word & (1 << _REASON_SHIFT) - 1) - 1, Reason(word >> _REASON_SHIFT)
+        rank, reason = (word & (1 << _REASON_SHIFT) - 1) - 1, StageReason(word >> _REASON_SHIFT)
         who = f"rank {self._label(rank)}"
         match reason:
-            case Reason.DIED:
+            case StageReason.DIED:
                 return WorkerFailed(f"{what}: {who} died: its process ended without leaving the group", rank)
-            case Reason.LEFT:
+            case StageReason.LEFT:
                 return WorkerFailed(f"{what}: {who} left the group while others waited for it", rank)
-            case Reason.LATE:
+            case StageReason.LATE:
                 return PeerTimeout(f"{what}: {who} did not come in time; it {self.whereabouts(rank)}", rank)
-            case Reason.FAILED:
+            case StageReason.FAILED:
                 return Aborted(
                     f"{what}: stopped, because {who} failed or was interrupted in the middle of a call"
                 )
-            case Reason.ENDED:
+            case StageReason.ENDED:
                 return Aborted(f"{what}: stopped, because {who} aborted the group")
 
     def has_left(self, rank: int) -> bool:
@@ -207,9 +207,13 @@ class Stage:
         kind, peer, tag = self._segment.array(region + layout.STATE_WAIT, 3, np.int64).tolist()
         if kind:
             whom = "any rank" if peer < 0 else f"rank {self._label(peer)}"
-            return f"waits in {Kind(kind).name.lower()} {'to' if kind == Kind.SEND else 'from'} {whom} (tag {tag})"
+            way = "to" if kind == CallKind.SEND else "from"
+            return f"waits in {CallKind(kind).name.lower()} {way} {whom} (tag {tag})"
         records = self._segment.array(region + layout.RECORDS, 2 * RECORD_WORDS, np.int64).tolist()
-        last = max(Call.from_words(records[:RECORD_WORDS]), Call.from_words(records[RECORD_WORDS:]))
+        last = max(
+            CollectiveCall.from_words(records[:RECORD_WORDS]),
+            CollectiveCall.from_words(records[RECORD_WORDS:]),
+        )
         if not last.number:
             return "has made no call yet"
         arrived, done = self._u32(region + layout.ARRIVED, 1), self._u32(region + layout.DONE, 1)
@@ -235,7 +239,7 @@ class Stage:
         kernel: Callable[[int, int, int], int],
         words: np.ndarray,
         address: int,
-        call: Call,
+        call: CollectiveCall,
         timeout_s: float,
     ) -> None:
         if self._closed:
@@ -252,14 +256,14 @@ class Stage:
                 now_ns = time.monotonic_ns()
                 self._look_around(words, call, began_ns, now_ns >= deadline_ns)
         except BaseException:
-            self.abort(self.rank, Reason.FAILED)  # a reason that was given before stands
+            self.abort(self.rank, StageReason.FAILED)  # a reason that was given before stands
             raise
         call = call._replace(number=int(words[0]))
         if status == rounds.MISMATCH:
             self._refuse(call, int(words[rounds.ROUND]) & 1)
         raise self._stopped_in(words, call, began_ns)
 
-    def _look_around(self, words: np.ndarray, call: Call, began_ns: int, over: bool) -> None:
+    def _look_around(self, words: np.ndarray, call: CollectiveCall, began_ns: int, over: bool) -> None:
         """Raise if a rank that is waited for has left, or if the time is over."""
         call = call._replace(number=int(words[0]))
         if self._closing:
@@ -267,11 +271,11 @@ class Stage:
         late = self._late(words)
         gone = [rank for rank in late if self.has_left(rank)]
         if gone:
-            self.abort(gone[0], Reason.LEFT)
+            self.abort(gone[0], StageReason.LEFT)
             raise WorkerFailed(self._lateness(call, began_ns, gone), gone[0])
         if over and late:
             text = self._lateness(call, began_ns, late)
-            self.abort(late[0], Reason.LATE)
+            self.abort(late[0], StageReason.LATE)
             raise PeerTimeout(f"{text}; see whether it still runs and makes the same calls", late[0])
 
     def _late(self, words: np.ndarray) -> list[int]:
@@ -281,11 +285,11 @@ class Stage:
         seen = [self._u32(self._region(rank) + which, 1)[0] for rank in range(self.world)]
         return [rank for rank, word in enumerate(seen) if (word - number) & 0x80000000]
 
-    def _lateness(self, call: Call, began_ns: int, late: Sequence[int]) -> str:
+    def _lateness(self, call: CollectiveCall, began_ns: int, late: Sequence[int]) -> str:
         where = [(rank, self.whereabouts(rank)) for rank in late]
         return describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
 
-    def _stopped_in(self, words: np.ndarray, call: Call, began_ns: int) -> ManyhandsError:
+    def _stopped_in(self, words: np.ndarray, call: CollectiveCall, began_ns: int) -> ManyhandsError:
         """Why a call could not go on; if someone was late for another rank, who is late for this one."""
         error = self.stopped(f"{call} #{call.number}")
         late = self._late(words)
@@ -293,13 +297,15 @@ class Stage:
             return PeerTimeout(self._lateness(call, began_ns, late), error.peer)
         return error
 
-    def _refuse(self, call: Call, slot: int) -> NoReturn:
+    def _refuse(self, call: CollectiveCall, slot: int) -> NoReturn:
         """All ranks see that the records differ: say how, and be done with the round."""
         calls, tables = [], []
         for rank in range(self.world):
             region, size = self._region(rank), 2 * self.world
             record = region + layout.RECORDS + slot * layout.RECORD_BYTES
-            calls.append(Call.from_words(self._segment.array(record, RECORD_WORDS, np.int64).tolist()))
+            calls.append(
+                CollectiveCall.from_words(self._segment.array(record, RECORD_WORDS, np.int64).tolist())
+            )
             table = region + layout.TABLES + slot * 8 * size
             tables.append(self._segment.array(table, size, np.int64).tolist())
         rounds.leave_round(self._address)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from manyhands.group.shared import slice_of
 from manyhands.sharding.pieces import Piece
-from manyhands.wire.layout import BucketLayout, Slot, bucket_of, least_loaded, padded
+from manyhands.wire.layout import BucketLayout, LayoutSlot, bucket_of, least_loaded, padded
 
 __all__ = ["Ownership", "cut", "keep_whole"]
 
@@ -90,7 +90,7 @@ def _pieces(
     return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in owned)
 
 
-def _overlap(slot: Slot, mine: range) -> Piece:
+def _overlap(slot: LayoutSlot, mine: range) -> Piece:
     begin = min(max(mine.start - slot.offset, 0), slot.count)
     end = min(max(mine.stop - slot.offset, 0), slot.count)
     return Piece(slot.parameter, begin, end)

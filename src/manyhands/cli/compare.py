@@ -114,14 +114,14 @@ def run_comparison(
     from manyhands.cluster.signals import ending
     from manyhands.compare.bandwidth import Rate, enter, inside
     from manyhands.compare.narrate import Conditions
-    from manyhands.compare.run import Settings, compare
+    from manyhands.compare.run import CompareSettings, compare
     from manyhands.slowdown import Slowdown
 
     check_writable(common.json)
     parse_strategies(common.strategies)
     rate = Rate.parse(common.bandwidth) if common.bandwidth is not None else None
     steps, epochs = length
-    settings = Settings(
+    settings = CompareSettings(
         workers=common.workers,
         steps=steps,
         epochs=epochs,

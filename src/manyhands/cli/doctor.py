@@ -6,18 +6,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.doctor import Verdict, examine
+from manyhands.doctor import DoctorVerdict, examine
 
 __all__ = ["doctor_command"]
 
 
 def doctor_command() -> None:
     """What this machine has for training, what is missing, and how to get it."""
-    signs = {Verdict.GOOD: "[green]✓[/]", Verdict.NOTE: "[yellow]·[/]", Verdict.BAD: "[red]✗[/]"}
+    signs = {
+        DoctorVerdict.GOOD: "[green]✓[/]",
+        DoctorVerdict.NOTE: "[yellow]·[/]",
+        DoctorVerdict.BAD: "[red]✗[/]",
+    }
     table = Table(box=None, show_header=False, pad_edge=False)
     findings = examine()
     for finding in findings:
         table.add_row(signs[finding.verdict], finding.subject, finding.found, f"[dim]{finding.advice}[/]")
     Console().print(table)
-    if any(finding.verdict is Verdict.BAD for finding in findings):
+    if any(finding.verdict is DoctorVerdict.BAD for finding in findings):
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ __all__ = [
     "LAUNCHER_DESCRIPTORS",
     "PROCESS_BYTES",
     "Amount",
-    "Cost",
+    "MemoryCost",
     "Room",
     "check_room",
     "most_workers",
@@ -53,7 +53,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class MemoryCost:
     """What a run takes."""
 
     once: Amount = Amount()
@@ -84,7 +84,7 @@ _WORDS = {
 
 def of_processes(
     *, memory_bytes: int = 0, threads: int = 1, others: int = 0, once: Amount | None = None
-) -> Cost:
+) -> MemoryCost:
     """The cost of workers that are processes of their own, with `memory_bytes` each besides Python and torch.
 
     `others` are processes of the same kind whatever the number of workers, such as servers; each process computes with
@@ -92,13 +92,13 @@ def of_processes(
     """
     process = Amount(memory_bytes=PROCESS_BYTES, tasks=1 + max(1, threads), descriptors=LAUNCHER_DESCRIPTORS)
     reserve = Amount(descriptors=_LAUNCHER_RESERVE)
-    return Cost(
+    return MemoryCost(
         once=process * others + reserve + (once or Amount()),
         per_worker=process + Amount(memory_bytes=memory_bytes),
     )
 
 
-def most_workers(cost: Cost, room: Room) -> int:
+def most_workers(cost: MemoryCost, room: Room) -> int:
     """The largest number of workers that fits; 0 if not even one does."""
     low, high = 0, _SEARCHED
     while low < high:
@@ -107,7 +107,7 @@ def most_workers(cost: Cost, room: Room) -> int:
     return low
 
 
-def check_room(cost: Cost, workers: int, room: Room) -> None:
+def check_room(cost: MemoryCost, workers: int, room: Room) -> None:
     """Overload if the workers do not fit, with the figures and the largest number that does."""
     need = cost.of(workers)
     short = _short_of(need, room)

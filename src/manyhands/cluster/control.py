@@ -24,13 +24,13 @@ from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 __all__ = [
     "MAX_FRAME_BYTES",
     "Channel",
+    "ControlError",
     "Decoder",
     "Failed",
     "Finished",
     "Message",
     "Note",
-    "ProtocolError",
-    "Started",
+    "RoleStarted",
     "Stop",
     "Unread",
     "encode",
@@ -42,7 +42,7 @@ _READ_BYTES = 64 * 2**10
 _T = TypeVar("_T")
 
 
-class ProtocolError(ManyhandsError):
+class ControlError(ManyhandsError):
     """The other end sent something that is not a message of this channel."""
 
 
@@ -51,7 +51,7 @@ class Unread(ManyhandsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class RoleStarted:
     """The child has loaded its job and is about to enter it."""
 
     pid: int
@@ -88,7 +88,7 @@ class Stop:
     """The launcher asks the child to leave."""
 
 
-Message = Started | Note | Failed | Finished | Stop
+Message = RoleStarted | Note | Failed | Finished | Stop
 
 
 def encode(message: Message) -> bytes:
@@ -96,7 +96,7 @@ def encode(message: Message) -> bytes:
     fields = {name: getattr(message, name) for name in message.__slots__}
     body = json.dumps({"message type": type(message).__name__, **fields}, default=_not_json).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(
+        raise ControlError(
             f"a {type(message).__name__} message of {len(body)} bytes exceeds a frame's {MAX_FRAME_BYTES}; "
             "pass large results through shared memory or a file"
         )
@@ -117,9 +117,7 @@ class Decoder:
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
-                raise ProtocolError(
-                    f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
-                )
+                raise ControlError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
@@ -228,7 +226,7 @@ def _decode(body: bytes) -> Message:
         decoder = _DECODERS[fields["message type"]]
         return decoder(fields)
     except (ValueError, KeyError, TypeError) as error:
-        raise ProtocolError(f"not a message of this channel: {body[:80]!r} ({error!r})") from error
+        raise ControlError(f"not a message of this channel: {body[:80]!r} ({error!r})") from error
 
 
 def _text(fields: dict[str, Any], name: str) -> str:
@@ -257,7 +255,7 @@ def _not_json(value: object) -> Any:
 
 
 _DECODERS: dict[str, Callable[[dict[str, Any]], Message]] = {
-    "Started": lambda fields: Started(pid=_integer(fields, "pid")),
+    "RoleStarted": lambda fields: RoleStarted(pid=_integer(fields, "pid")),
     "Note": lambda fields: Note(payload=_object(fields, "payload")),
     "Failed": lambda fields: Failed(
         kind=_text(fields, "kind"),

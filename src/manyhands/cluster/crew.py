@@ -22,7 +22,7 @@ from typing import Any, Self
 from manyhands.cluster.board import Board, Line
 from manyhands.cluster.child import Child
 from manyhands.cluster.context import RoleContext
-from manyhands.cluster.control import Channel, Message, ProtocolError
+from manyhands.cluster.control import Channel, ControlError, Message
 from manyhands.cluster.member import Exited, Garbled, Heard
 from manyhands.cluster.output import Output
 from manyhands.cluster.spec import RoleSpec
@@ -191,7 +191,7 @@ class Crew:
         self._await_room(child)
         try:
             messages = child.channel.receive()
-        except ProtocolError as error:
+        except ControlError as error:
             self._ignore(child.channel)
             return [Garbled(child.rank, str(error))]
         if child.channel.ended:

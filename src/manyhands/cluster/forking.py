@@ -32,7 +32,7 @@ from typing import Any
 from manyhands.cluster.parent import die_with_parent
 from manyhands.cluster.spec import RoleSpec
 
-__all__ = ["FRAME_BYTES", "MOST_PASSED", "TEMPLATE_NAME", "Request", "TemplateSpec", "run_template"]
+__all__ = ["FRAME_BYTES", "MOST_PASSED", "TEMPLATE_NAME", "ForkRequest", "TemplateSpec", "run_template"]
 
 FRAME_BYTES = 1 << 20
 MOST_PASSED = 250
@@ -66,7 +66,7 @@ class TemplateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ForkRequest:
     """One fork: the role, and what a process that the launcher started itself would inherit.
 
     Its output's two pipes and then the role's descriptors, in the order of `RoleSpec.inherited`, come along.
@@ -87,7 +87,7 @@ class Request:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Request:
+    def from_bytes(cls, data: bytes) -> ForkRequest:
         """As it is read."""
         return cls(**json.loads(data))
 
@@ -109,7 +109,7 @@ def run_template(text: str) -> int:
     return _live(*born) if born is not None else 0
 
 
-def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[Request, list[int]] | None:
+def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, list[int]] | None:
     """In the template, None at the end; in a fork, what it is."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -138,11 +138,11 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[Request, list[in
             os.close(descriptor)
 
 
-def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
+def _receive(control: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
     if not data:
         return None
-    request = Request.from_bytes(data)
+    request = ForkRequest.from_bytes(data)
     while len(passed) < request.num_descriptors:
         more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
         if not more:
@@ -188,7 +188,7 @@ def _await_adoption(spec: TemplateSpec) -> None:
             os._exit(1)
 
 
-def _live(request: Request, passed: Sequence[int]) -> int:
+def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     """Be the role: with its own output, surroundings and random numbers, as a process of its own would be."""
     stdout, stderr, *inherited = passed
     spec = RoleSpec.from_text(request.role).received(inherited)
@@ -213,7 +213,7 @@ def _show_name(name: bytes) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]), 0, 0, 0)
 
 
-def _take_surroundings(request: Request) -> None:
+def _take_surroundings(request: ForkRequest) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)

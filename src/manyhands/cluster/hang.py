@@ -24,7 +24,18 @@ from manyhands.cluster.board import NOBODY, Line, State
 from manyhands.cluster.member import watched_s
 from manyhands.cluster.stacks import Frame, call_of
 
-__all__ = ["Being", "End", "Seen", "Stall", "Verdict", "details", "headline", "is_busy", "judge", "page"]
+__all__ = [
+    "Being",
+    "End",
+    "HangVerdict",
+    "SeenRole",
+    "Stall",
+    "details",
+    "headline",
+    "is_busy",
+    "judge",
+    "page",
+]
 
 _BUSY_SHARE = 0.05
 """Of one core: a role that uses more than this is at work. A role that waits or sleeps uses less than a thousandth."""
@@ -42,7 +53,7 @@ class Being(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenRole:
     """One role of a run that makes no progress."""
 
     name: str
@@ -69,7 +80,7 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class HangVerdict:
     """Who holds the run up: `culprits` are roles by number, the one with the most behind it first; or a cycle."""
 
     end: End
@@ -114,7 +125,7 @@ def is_busy(spent_s: float, elapsed_s: float) -> bool:
     return spent_s > _BUSY_SHARE * elapsed_s
 
 
-def judge(roles: Mapping[int, Seen]) -> Verdict | None:
+def judge(roles: Mapping[int, SeenRole]) -> HangVerdict | None:
     """Who holds up the run; None where nobody is in its job, or none has begun to work and none waits."""
     waits = {
         number: role.line.waiting_for
@@ -141,13 +152,13 @@ def judge(roles: Mapping[int, Seen]) -> Verdict | None:
         if found:
             return _blame(end, found, behind)
     if cycles:
-        return Verdict(end=End.CYCLE, culprits=cycles[0], behind=len(waits) - len(cycles[0]))
+        return HangVerdict(end=End.CYCLE, culprits=cycles[0], behind=len(waits) - len(cycles[0]))
     return _blame(End.STUCK, stuck, behind) if stuck else None
 
 
-def _blame(end: End, found: Sequence[int], behind: Mapping[int, int]) -> Verdict:
+def _blame(end: End, found: Sequence[int], behind: Mapping[int, int]) -> HangVerdict:
     ordered = tuple(sorted(found, key=lambda number: (-behind[number], number)))
-    return Verdict(end=end, culprits=ordered, behind=behind[ordered[0]])
+    return HangVerdict(end=end, culprits=ordered, behind=behind[ordered[0]])
 
 
 def _follow(number: int, waits: Mapping[int, int]) -> tuple[int, ...]:
@@ -163,7 +174,7 @@ def _follow(number: int, waits: Mapping[int, int]) -> tuple[int, ...]:
     return (*cycle[lowest:], *cycle[:lowest])
 
 
-def headline(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float) -> str:
+def headline(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float) -> str:
     """One sentence that names the role and the call."""
     first = roles[verdict.culprits[0]]
     where = call_of(first.stack)
@@ -185,7 +196,7 @@ def headline(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float) -> str:
             )
 
 
-def page(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float, now_ns: int) -> str:
+def page(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float, now_ns: int) -> str:
     """What the launcher prints: who waits for whom, and where the culprits are."""
     lines = [f"No progress for {idle_s:.1f} s. Who waits for whom:", ""]
     width = max(len(role.name) for role in roles.values())
@@ -201,7 +212,7 @@ def page(roles: Mapping[int, Seen], verdict: Verdict, idle_s: float, now_ns: int
     return "\n".join(lines)
 
 
-def details(roles: Mapping[int, Seen]) -> str:
+def details(roles: Mapping[int, SeenRole]) -> str:
     """All that is known of everyone: whole stacks of all threads, and all events that were asked for."""
     blocks = []
     for role in roles.values():
@@ -212,7 +223,7 @@ def details(roles: Mapping[int, Seen]) -> str:
     return "\n\n".join(blocks)
 
 
-def _doing(role: Seen, roles: Mapping[int, Seen], now_ns: int) -> str:
+def _doing(role: SeenRole, roles: Mapping[int, SeenRole], now_ns: int) -> str:
     if role.being is Being.LEFT:
         return f"has left after step {role.line.step}"
     if role.being is Being.STARTING:
@@ -236,7 +247,7 @@ def _state(line: Line) -> str:
     return f"{line.state.name.lower()} step {line.step}"
 
 
-def _close_up(role: Seen, num_frames: int, num_events: int) -> list[str]:
+def _close_up(role: SeenRole, num_frames: int, num_events: int) -> list[str]:
     """A role's stack, the user's own frames whole and the library's in one line each run, and its last events."""
     lines = []
     if role.stack:
@@ -272,7 +283,7 @@ def _stack_lines(stack: Sequence[Frame]) -> list[str]:
     return lines
 
 
-def _in_which_call(roles: Mapping[int, Seen], culprit: int) -> str:
+def _in_which_call(roles: Mapping[int, SeenRole], culprit: int) -> str:
     """Where one that waits for the culprit is."""
     for role in roles.values():
         if role.being is Being.RUNNING and role.line.waiting_for == culprit:

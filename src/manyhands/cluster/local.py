@@ -20,18 +20,18 @@ from typing import Any
 from manyhands.cluster.control import Finished, Stop
 from manyhands.cluster.crew import Crew, Role, threads_per_role
 from manyhands.cluster.job import pack
-from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, Kill, Patience
+from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.cluster.watch import (
     Action,
-    Alarm,
     AskToStop,
     Deliver,
     Event,
-    Hung,
-    Interrupted,
+    HangAlarm,
+    HungRole,
     Looked,
     Watch,
+    WatchInterrupted,
 )
 from manyhands.cluster.watchdog import Watchdog, Watched
 from manyhands.errors import UserError
@@ -115,7 +115,7 @@ class LocalCluster:
             try:
                 run.until_over(signals, self._on_note, self._on_failure)
             except BaseException as error:  # from a callback, or from a signal handler of the user's own
-                run.handle(Interrupted())
+                run.handle(WatchInterrupted())
                 run.until_over(signals)
                 if run.watch.failure is not None:
                     error.add_note(f"before that: {run.watch.failure}")
@@ -172,7 +172,7 @@ class _Run:
             self.handle(Looked([self._crew.line(rank) for rank in range(len(self._roles))]))
             for _ in signals[self._signals_handled :]:
                 self._signals_handled += 1
-                self.handle(Interrupted())
+                self.handle(WatchInterrupted())
             while self._arrived:  # one by one: what a callback's error leaves is for the taking down
                 self.handle(self._arrived.popleft())
             if not self.watch.taking_down:
@@ -183,7 +183,7 @@ class _Run:
         found = self._watchdog.look(roles, self._crew, time.monotonic_ns())
         if found is not None:
             self.handle(
-                Hung(rank=found.role, sentence=found.sentence, page=found.page, details=found.details)
+                HungRole(rank=found.role, sentence=found.sentence, page=found.page, details=found.details)
             )
 
     def handle(self, event: Event) -> None:
@@ -196,10 +196,10 @@ class _Run:
             case Deliver(rank, note):
                 if self._on_note is not None:
                     self._on_note(rank, note.payload)
-            case Alarm(rank):
+            case HangAlarm(rank):
                 if self._on_failure is not None:
                     self._on_failure(rank)
             case AskToStop(rank):
                 self._crew.post(rank, Stop())
-            case Kill(rank):
+            case KillProcess(rank):
                 self._crew.kill(rank)

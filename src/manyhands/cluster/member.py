@@ -25,10 +25,10 @@ __all__ = [
     "Exited",
     "Garbled",
     "Heard",
-    "Kill",
+    "KillProcess",
     "Member",
     "Patience",
-    "Phase",
+    "ProcessPhase",
     "watched_s",
 ]
 
@@ -64,7 +64,7 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillProcess:
     """To be done: kill a member's process group."""
 
     rank: int
@@ -89,7 +89,7 @@ class Patience:
             raise UserError(f"start_timeout_s={self.start_timeout_s:g} must be positive")
 
 
-class Phase(Enum):
+class ProcessPhase(Enum):
     """How far a member is."""
 
     STARTING = auto()  # spawned; its job is not loaded yet
@@ -107,7 +107,7 @@ class Member:
     since_ns: int
     """When it entered its phase."""
 
-    phase: Phase = Phase.STARTING
+    phase: ProcessPhase = ProcessPhase.STARTING
     line: Line = field(default_factory=Line)
     finished: Finished | None = None
     kill_at_ns: int | None = None
@@ -123,9 +123,9 @@ class Member:
     @property
     def at_work(self) -> bool:
         """Whether a result is still owed."""
-        return self.phase in (Phase.STARTING, Phase.RUNNING)
+        return self.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING)
 
-    def enter(self, phase: Phase, now_ns: int) -> None:
+    def enter(self, phase: ProcessPhase, now_ns: int) -> None:
         """Be in `phase` from now on."""
         self.phase, self.since_ns = phase, now_ns
 
@@ -137,7 +137,9 @@ class Member:
 
     def is_late(self, patience: Patience, now_ns: int) -> bool:
         """Whether its job should have begun by now."""
-        return self.phase is Phase.STARTING and (now_ns - self.since_ns) / 1e9 > patience.start_timeout_s
+        return (
+            self.phase is ProcessPhase.STARTING and (now_ns - self.since_ns) / 1e9 > patience.start_timeout_s
+        )
 
     def is_silent(self, patience: Patience) -> bool:
         """Whether its heart has stopped; no heartbeat is owed after the report."""
@@ -148,7 +150,7 @@ class Member:
         """Whether it should have left by now: it was asked to, or it has reported."""
         if self.kill_at_ns is not None and now_ns >= self.kill_at_ns:
             return True
-        return self.phase is Phase.REPORTED and now_ns - self.since_ns > EXIT_S * 1e9
+        return self.phase is ProcessPhase.REPORTED and now_ns - self.since_ns > EXIT_S * 1e9
 
     def is_stuck(self, now_ns: int) -> bool:
         """Whether it was killed and still has not ended: the kernel holds it."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from manyhands.cluster.board import SIGN_OFFSET, Board
 from manyhands.cluster.context import RoleContext
-from manyhands.cluster.control import Channel, Finished, Started
+from manyhands.cluster.control import Channel, Finished, RoleStarted
 from manyhands.cluster.failure import report
 from manyhands.cluster.job import load
 from manyhands.cluster.sentinel import start_sentinel
@@ -44,7 +44,7 @@ def _run(spec: RoleSpec, channel: Channel, context: RoleContext) -> int:
     try:
         target = load(spec.job)[spec.rank]
         os.close(spec.job)
-        channel.send(Started(pid=os.getpid()), _REPORT_TIMEOUT_S)
+        channel.send(RoleStarted(pid=os.getpid()), _REPORT_TIMEOUT_S)
         payload = target(context)
         if not isinstance(payload, Mapping | None):
             raise TypeError(f"the job of {spec.name} returned a {type(payload).__name__}, not a dict or None")

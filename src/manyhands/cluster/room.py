@@ -12,14 +12,14 @@ import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-from manyhands.cluster.capacity import Cost, Room, check_room
+from manyhands.cluster.capacity import MemoryCost, Room, check_room
 
 __all__ = ["free_memory", "free_tasks", "group_folders", "read_room", "require_room"]
 
 _NO_LIMIT = 1 << 62  # version 1 writes a number near 2^63 where there is none
 
 
-def require_room(cost: Cost, workers: int, *, allow_overload: bool = False) -> None:
+def require_room(cost: MemoryCost, workers: int, *, allow_overload: bool = False) -> None:
     """Overload if `workers` do not fit beside what runs on this host now, and nobody insists."""
     if not allow_overload:
         check_room(cost, workers, read_room())

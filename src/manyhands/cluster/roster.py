@@ -18,10 +18,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.cluster.board import Line
-from manyhands.cluster.control import Failed, Finished, Message, Note, Stop
-from manyhands.cluster.control import Started as JobStarted
+from manyhands.cluster.control import Failed, Finished, Message, Note, RoleStarted, Stop
 from manyhands.cluster.failure import Failure, describe_line
-from manyhands.cluster.member import Exited, Garbled, Heard, Kill, Member, Patience, Phase, watched_s
+from manyhands.cluster.member import (
+    Exited,
+    Garbled,
+    Heard,
+    KillProcess,
+    Member,
+    Patience,
+    ProcessPhase,
+    watched_s,
+)
 
 __all__ = ["Ended", "Event", "Interrupted", "Roster", "Said", "Silent", "Started"]
 
@@ -115,17 +123,17 @@ class Roster:
         if member.kill_at_ns is None:
             member.kill_at_ns = now_ns + round(self._patience.grace_s * 1e9)
 
-    def kill(self, number: int, now_ns: int) -> list[Kill]:
+    def kill(self, number: int, now_ns: int) -> list[KillProcess]:
         """The launcher wants the member gone now."""
         entry = self._entries[number]
         sentence = f"{entry.member} was killed by its launcher; {describe_line(entry.member.line, now_ns)}"
         return self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
 
-    def look(self, lines: Mapping[int, Line], now_ns: int) -> list[Event | Kill]:
+    def look(self, lines: Mapping[int, Line], now_ns: int) -> list[Event | KillProcess]:
         """What follows from the board as it is now; called before the events of every turn."""
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
-        told: list[Event | Kill] = []
+        told: list[Event | KillProcess] = []
         for number, entry in list(self._entries.items()):
             member = entry.member
             member.look(lines[number], seconds)
@@ -140,7 +148,7 @@ class Roster:
                 told += self._listen(number, now_ns)
         return told
 
-    def handle(self, event: Heard | Garbled | Exited, now_ns: int) -> list[Event | Kill]:
+    def handle(self, event: Heard | Garbled | Exited, now_ns: int) -> list[Event | KillProcess]:
         """What follows from what a member did; nothing if it was given up before."""
         if event.rank not in self._entries:
             return []
@@ -152,26 +160,26 @@ class Roster:
             case Exited(number, status, last_words):
                 return [self._end(number, status, last_words, now_ns)]
 
-    def _listen(self, number: int, now_ns: int) -> list[Event | Kill]:
+    def _listen(self, number: int, now_ns: int) -> list[Event | KillProcess]:
         entry = self._entries[number]
         was_told, entry.told_silent = entry.told_silent, entry.member.is_silent(self._patience)
         if entry.told_silent and not was_told:
             return [Silent(number, entry.member.silent(now_ns))]
         return []
 
-    def _hear(self, number: int, message: Message, now_ns: int) -> list[Event | Kill]:
+    def _hear(self, number: int, message: Message, now_ns: int) -> list[Event | KillProcess]:
         entry = self._entries[number]
         match message:
-            case JobStarted(pid=pid):
-                entry.member.enter(Phase.RUNNING, now_ns)
+            case RoleStarted(pid=pid):
+                entry.member.enter(ProcessPhase.RUNNING, now_ns)
                 return [Started(number, pid)]
             case Note(payload=payload):
                 return [Said(number, payload)]
             case Finished():
-                entry.member.enter(Phase.REPORTED, now_ns)
+                entry.member.enter(ProcessPhase.REPORTED, now_ns)
                 entry.member.finished = message
             case Failed():
-                entry.member.enter(Phase.REPORTED, now_ns)
+                entry.member.enter(ProcessPhase.REPORTED, now_ns)
                 sentence = entry.member.raised(message, self._peer_of, now_ns)
                 entry.failure = Failure(rank=number, sentence=sentence, reported=message)
             case Stop():
@@ -181,24 +189,24 @@ class Roster:
     def _peer_of(self, number: int) -> Member | None:
         return self._entries[number].member if number in self._entries else None
 
-    def _refuse(self, number: int, problem: str, now_ns: int) -> list[Event | Kill]:
+    def _refuse(self, number: int, problem: str, now_ns: int) -> list[Event | KillProcess]:
         sentence = self._entries[number].member.refused(problem)
         return [*self._kill(number, Failure(rank=number, sentence=sentence), now_ns)]
 
-    def _kill(self, number: int, failure: Failure, now_ns: int) -> list[Kill]:
+    def _kill(self, number: int, failure: Failure, now_ns: int) -> list[KillProcess]:
         """Kill it, once; its result or its first failure stands."""
         entry = self._entries[number]
         if entry.member.killed_ns:
             return []
         entry.member.killed_ns = now_ns
         entry.failure = entry.failure or failure
-        return [Kill(number)]
+        return [KillProcess(number)]
 
-    def _go_on_killing(self, number: int, now_ns: int) -> list[Event | Kill]:
+    def _go_on_killing(self, number: int, now_ns: int) -> list[Event | KillProcess]:
         """Say so again, as a signal handler's exception may have come between; not for one stuck in the kernel."""
         member = self._entries[number].member
         if not member.is_stuck(now_ns):
-            return [Kill(number)]
+            return [KillProcess(number)]
         self._entries[number].failure = Failure(rank=number, sentence=member.stuck())
         return [self._end(number, None, "", now_ns)]
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Ending", "as_exception", "counted_signals", "ending", "signal_of"]
+__all__ = ["SignalEnding", "as_exception", "counted_signals", "ending", "signal_of"]
 
 _Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 _IMPATIENT = 3  # the press that raises at once, in case a callback of the application hangs
@@ -25,7 +25,7 @@ _DEFAULTS: dict[signal.Signals, _Handler] = {
 }
 
 
-class Ending:
+class SignalEnding:
     """A handler that raises what comes, and remembers the first of it for the exit status."""
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class Ending:
 
 
 @contextmanager
-def ending() -> Iterator[Ending]:
+def ending() -> Iterator[SignalEnding]:
     """While this lasts, SIGTERM and SIGHUP are raised as Ctrl-C is, in the main thread and where nobody handles them.
 
     SIGTERM and SIGHUP become SystemExit, with the status that a shell shows.
     """
-    handler = Ending()
+    handler = SignalEnding()
     with _replaced(lambda _number, _before: handler):
         yield handler
 
@@ -72,7 +72,7 @@ def counted_signals() -> Iterator[list[int]]:
         def count(number: int, frame: FrameType | None) -> None:
             del frame
             received.append(number)
-            if isinstance(before, Ending):
+            if isinstance(before, SignalEnding):
                 before.note(number)
             if len(received) == _IMPATIENT:
                 raise as_exception(number)
@@ -92,7 +92,7 @@ def _replaced(made: Callable[[int, _Handler], _Handler]) -> Iterator[None]:
             handler = signal.getsignal(number)
             if handler == usual:
                 before[number] = usual
-            elif isinstance(handler, Ending):
+            elif isinstance(handler, SignalEnding):
                 before[number] = handler
     for number, handler in before.items():
         signal.signal(number, made(number, handler))

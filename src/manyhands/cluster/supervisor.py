@@ -28,7 +28,7 @@ from manyhands.cluster.board import Line
 from manyhands.cluster.control import Note, Stop, Unread
 from manyhands.cluster.crew import Crew, Role
 from manyhands.cluster.job import pack
-from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, Kill, Patience
+from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.cluster.roster import Ended, Event, Interrupted, Roster, Said, Silent, Started
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.cluster.watchdog import Found, Watchdog, Watched
@@ -199,11 +199,11 @@ class Supervisor:
         events, self._untold = self._untold, []
         return events
 
-    def _do(self, told: Sequence[Event | Kill]) -> list[Event]:
+    def _do(self, told: Sequence[Event | KillProcess]) -> list[Event]:
         """Kill whom the roster wants killed; the rest is for the caller."""
         events: list[Event] = []
         for item in told:
-            if isinstance(item, Kill):
+            if isinstance(item, KillProcess):
                 self._open_crew().kill(item.rank)
             else:
                 events.append(item)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from manyhands.cluster import entry
-from manyhands.cluster.forking import MOST_PASSED, Request, TemplateSpec
+from manyhands.cluster.forking import MOST_PASSED, ForkRequest, TemplateSpec
 from manyhands.cluster.process import AdoptedProcess
 from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import ManyhandsError, PeerTimeout
@@ -119,7 +119,7 @@ class Template:
         ManyhandsError if there is none to be had, naming why.
         """
         passed = [*output, *spec.inherited()]
-        request = Request(
+        request = ForkRequest(
             role=spec.to_text(),
             environment=environment,
             folder=os.readlink("/proc/self/cwd"),

@@ -17,12 +17,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from manyhands.cluster.board import Line
-from manyhands.cluster.control import Failed, Finished, Message, Note, Started, Stop
+from manyhands.cluster.control import Failed, Finished, Message, Note, RoleStarted, Stop
 from manyhands.cluster.failure import Failure
-from manyhands.cluster.member import Exited, Garbled, Heard, Kill, Member, Patience, Phase, watched_s
+from manyhands.cluster.member import (
+    Exited,
+    Garbled,
+    Heard,
+    KillProcess,
+    Member,
+    Patience,
+    ProcessPhase,
+    watched_s,
+)
 from manyhands.errors import ManyhandsError
 
-__all__ = ["Action", "Alarm", "AskToStop", "Deliver", "Event", "Hung", "Interrupted", "Looked", "Watch"]
+__all__ = [
+    "Action",
+    "AskToStop",
+    "Deliver",
+    "Event",
+    "HangAlarm",
+    "HungRole",
+    "Looked",
+    "Watch",
+    "WatchInterrupted",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +52,7 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hung:
+class HungRole:
     """The watchdog has found that nobody makes progress, and who is to blame."""
 
     rank: int
@@ -43,7 +62,7 @@ class Hung:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class WatchInterrupted:
     """The user (or the launcher's own trouble) wants everything to end; if that has begun, then at once."""
 
 
@@ -56,7 +75,7 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class HangAlarm:
     """Tell the application that a role failed, so that nobody waits for it any longer."""
 
     rank: int
@@ -69,8 +88,8 @@ class AskToStop:
     rank: int
 
 
-Event = Looked | Heard | Garbled | Exited | Hung | Interrupted
-Action = Deliver | Alarm | AskToStop | Kill
+Event = Looked | Heard | Garbled | Exited | HungRole | WatchInterrupted
+Action = Deliver | HangAlarm | AskToStop | KillProcess
 
 
 class Watch:
@@ -89,7 +108,7 @@ class Watch:
     @property
     def over(self) -> bool:
         """Whether every process has ended."""
-        return all(role.phase is Phase.GONE for role in self._roles)
+        return all(role.phase is ProcessPhase.GONE for role in self._roles)
 
     @property
     def members(self) -> Sequence[Member]:
@@ -122,9 +141,9 @@ class Watch:
                 return self._refuse(rank, problem, now_ns)
             case Exited(rank, status, last_words):
                 return self._bury(rank, status, last_words, now_ns)
-            case Hung(rank=rank, sentence=sentence, page=page, details=details):
+            case HungRole(rank=rank, sentence=sentence, page=page, details=details):
                 return self._fail(Failure(rank=rank, sentence=sentence, page=page, details=details), now_ns)
-            case Interrupted():
+            case WatchInterrupted():
                 return self._interrupt(now_ns)
 
     def _look(self, lines: Sequence[Line], now_ns: int) -> list[Action]:
@@ -133,7 +152,7 @@ class Watch:
         actions: list[Action] = []
         for rank, (role, line) in enumerate(zip(self._roles, lines, strict=True)):
             role.look(line, seconds)
-            if role.phase is Phase.GONE:
+            if role.phase is ProcessPhase.GONE:
                 continue
             if role.killed_ns:
                 actions += self._go_on_killing(rank, now_ns)
@@ -143,15 +162,15 @@ class Watch:
                 actions += self._fail(Failure(rank=rank, sentence=complaint), now_ns)
             if complaint is not None or role.is_overdue(now_ns):
                 role.killed_ns = now_ns
-                actions.append(Kill(rank))
+                actions.append(KillProcess(rank))
         return actions
 
     def _go_on_killing(self, rank: int, now_ns: int) -> list[Action]:
         """Say so again, as a signal handler's exception may have come between; not for one stuck in the kernel."""
         role = self._roles[rank]
         if not role.is_stuck(now_ns):
-            return [Kill(rank)]
-        role.phase = Phase.GONE
+            return [KillProcess(rank)]
+        role.phase = ProcessPhase.GONE
         self._failure = self._failure or Failure(rank=rank, sentence=role.stuck())
         return []
 
@@ -166,15 +185,15 @@ class Watch:
     def _hear(self, rank: int, message: Message, now_ns: int) -> list[Action]:
         role = self._roles[rank]
         match message:
-            case Started():
-                role.enter(Phase.RUNNING, now_ns)
+            case RoleStarted():
+                role.enter(ProcessPhase.RUNNING, now_ns)
             case Note():
                 return [Deliver(rank, message)]
             case Finished():
-                role.enter(Phase.REPORTED, now_ns)
+                role.enter(ProcessPhase.REPORTED, now_ns)
                 role.finished = message
             case Failed():
-                role.enter(Phase.REPORTED, now_ns)
+                role.enter(ProcessPhase.REPORTED, now_ns)
                 sentence = role.raised(message, self._peer_of, now_ns)
                 return self._fail(Failure(rank=rank, sentence=sentence, reported=message), now_ns)
             case Stop():
@@ -190,7 +209,7 @@ class Watch:
     def _bury(self, rank: int, status: int, last_words: str, now_ns: int) -> list[Action]:
         role = self._roles[rank]
         left_early = role.at_work and not role.killed_ns
-        role.phase = Phase.GONE
+        role.phase = ProcessPhase.GONE
         if not left_early:
             return []
         sentence = role.died(status, now_ns)
@@ -202,7 +221,7 @@ class Watch:
         if self._alarmed:
             return []
         self._alarmed = True
-        return [Alarm(failure.rank), *self._take_down(now_ns)]
+        return [HangAlarm(failure.rank), *self._take_down(now_ns)]
 
     def _interrupt(self, now_ns: int) -> list[Action]:
         self._interrupted = True

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from manyhands.cluster.board import NOBODY, Line
 from manyhands.cluster.crew import Crew
-from manyhands.cluster.hang import Being, Seen, Stall, details, headline, is_busy, judge, page
-from manyhands.cluster.member import Member, Phase
+from manyhands.cluster.hang import Being, SeenRole, Stall, details, headline, is_busy, judge, page
+from manyhands.cluster.member import Member, ProcessPhase
 from manyhands.cluster.stacks import main_stack, split_threads
 from manyhands.errors import UserError
 
@@ -150,8 +150,8 @@ class Watchdog:
             details=details(seen),
         )
 
-    def _see(self, number: int, role: Member, dump: str) -> Seen:
-        return Seen(
+    def _see(self, number: int, role: Member, dump: str) -> SeenRole:
+        return SeenRole(
             name=role.name,
             pid=role.pid,
             line=role.line,
@@ -169,14 +169,16 @@ def _mark(line: Line) -> tuple[int, ...]:
 
 def _ask(roles: Mapping[int, Member], crew: Crew) -> None:
     for number, role in roles.items():
-        if role.phase is Phase.RUNNING:  # before that it may not know how to answer, and would die of it
+        if (
+            role.phase is ProcessPhase.RUNNING
+        ):  # before that it may not know how to answer, and would die of it
             crew.ask_for_stacks(number)
 
 
 def _being(role: Member) -> Being:
-    if role.phase in (Phase.REPORTED, Phase.GONE):
+    if role.phase in (ProcessPhase.REPORTED, ProcessPhase.GONE):
         return Being.LEFT
-    if role.phase is Phase.STARTING:
+    if role.phase is ProcessPhase.STARTING:
         return Being.STARTING
     return Being.STOPPED if _proc_fields(role.pid)[:1] in (["T"], ["t"]) else Being.RUNNING
 

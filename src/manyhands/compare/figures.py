@@ -16,7 +16,7 @@ from typing import Any
 from manyhands.compare.plan import Target, default_target
 from manyhands.strategy import Strategy
 
-__all__ = ["Failed", "Figures", "Measured", "Point", "Row", "Spread", "figures"]
+__all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Spread", "figures"]
 
 _LAST = 10  # the last loss is the mean over this part of the steps: 1 / _LAST of them
 
@@ -78,7 +78,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
+class FailedTrial:
     """A run that came to nothing, and the sentence that says why."""
 
     place: int
@@ -105,7 +105,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class CompareRow:
     """One strategy."""
 
     strategy: Strategy
@@ -154,7 +154,7 @@ class Figures:
     target: Target | None
     """None where nothing was evaluated."""
     evaluate_every: int
-    rows: tuple[Row, ...]
+    rows: tuple[CompareRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -167,7 +167,7 @@ class Figures:
 
 def figures(
     strategies: Sequence[tuple[Strategy, int]],
-    runs: Sequence[Measured | Failed],
+    runs: Sequence[Measured | FailedTrial],
     target: Target | None,
     evaluate_every: int,
 ) -> Figures:
@@ -179,7 +179,7 @@ def figures(
             strategy,
             workers,
             [run for run in measured if run.place == place],
-            [run.sentence for run in runs if isinstance(run, Failed) and run.place == place],
+            [run.sentence for run in runs if isinstance(run, FailedTrial) and run.place == place],
             target,
         )
         for place, (strategy, workers) in enumerate(strategies)
@@ -189,7 +189,7 @@ def figures(
 
 def _row(
     strategy: Strategy, workers: int, runs: list[Measured], failures: list[str], target: Target | None
-) -> Row:
+) -> CompareRow:
     reached = [point for run in runs if target is not None and (point := run.reached(target)) is not None]
     names = [name for name in runs[0].final if all(name in run.final for run in runs)] if runs else []
     waited_for: dict[int, float] = {}
@@ -197,7 +197,7 @@ def _row(
         for worker, seconds in run.waited_for_s.items():
             waited_for[worker] = waited_for.get(worker, 0.0) + seconds
     mostly = max(waited_for, key=waited_for.__getitem__, default=None)
-    return Row(
+    return CompareRow(
         strategy=strategy,
         workers=workers,
         runs=tuple(runs),
@@ -225,7 +225,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def _row_dict(row: Row) -> dict[str, Any]:
+def _row_dict(row: CompareRow) -> dict[str, Any]:
     """The numbers of a row, without its curves."""
     numbers = {
         name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manyhands.compare.figures import Figures, Row, Spread
+from manyhands.compare.figures import CompareRow, Figures, Spread
 from manyhands.slowdown import Slowdown
 
 __all__ = ["Conditions", "paragraph"]
@@ -41,7 +41,7 @@ def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     return sentences
 
 
-def _target(found: Figures, rows: Sequence[Row]) -> list[str]:
+def _target(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     """Who reached it, and who did so first."""
     target = found.target
     if target is None or not rows:
@@ -64,7 +64,7 @@ def _target(found: Figures, rows: Sequence[Row]) -> list[str]:
     return said
 
 
-def _first(there: Sequence[Row], every: int) -> list[str]:
+def _first(there: Sequence[CompareRow], every: int) -> list[str]:
     first, second = there[0], there[1]
     assert first.target_s is not None
     assert second.target_s is not None
@@ -87,7 +87,7 @@ def _first(there: Sequence[Row], every: int) -> list[str]:
     return said + _fewest_steps(there, every)
 
 
-def _fewest_steps(there: Sequence[Row], every: int) -> list[str]:
+def _fewest_steps(there: Sequence[CompareRow], every: int) -> list[str]:
     """Said where the difference is more than one evaluation: in between nobody looked."""
     fewest, most = (pick(_steps(row) for row in there) for pick in (min, max))
     if most - fewest <= every:
@@ -98,7 +98,7 @@ def _fewest_steps(there: Sequence[Row], every: int) -> list[str]:
     ]
 
 
-def _speed(rows: Sequence[Row]) -> list[str]:
+def _speed(rows: Sequence[CompareRow]) -> list[str]:
     """Samples per second, whatever they were worth."""
     known = [row for row in rows if row.samples_per_s]
     if len(known) < 2:
@@ -116,7 +116,7 @@ def _speed(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _slowed(rows: Sequence[Row], slow: Slowdown) -> list[str]:
+def _slowed(rows: Sequence[CompareRow], slow: Slowdown) -> list[str]:
     """What the slowed worker did to the others."""
     how = f"{slow.factor:g} times"
     how += f" in {100 * slow.probability:.0f} % of steps" if slow.probability < 1 else ""
@@ -131,7 +131,7 @@ def _slowed(rows: Sequence[Row], slow: Slowdown) -> list[str]:
     ]
 
 
-def _waiting(rows: Sequence[Row]) -> list[str]:
+def _waiting(rows: Sequence[CompareRow]) -> list[str]:
     """Who waited, for whom."""
     waits = sorted((row for row in rows if _wait(row) >= _WAITS), key=_wait, reverse=True)
     if not waits:
@@ -145,7 +145,7 @@ def _waiting(rows: Sequence[Row]) -> list[str]:
     return [f"Workers spent {each} of their time waiting."]
 
 
-def _staleness(rows: Sequence[Row]) -> list[str]:
+def _staleness(rows: Sequence[CompareRow]) -> list[str]:
     stale = [row for row in rows if row.staleness_max > 0]
     if not stale:
         return []
@@ -158,7 +158,7 @@ def _staleness(rows: Sequence[Row]) -> list[str]:
     return [f"Updates were computed from parameters that had missed steps of others: {each}{others}."]
 
 
-def _quality(found: Figures, rows: Sequence[Row]) -> list[str]:
+def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     """The metric at the end."""
     target = found.target
     known = [row for row in rows if target is not None and target.metric in row.final]
@@ -175,7 +175,7 @@ def _quality(found: Figures, rows: Sequence[Row]) -> list[str]:
     return [f"{said}. {_certainty(best, worst, high, low)}"]
 
 
-def _network(rows: Sequence[Row], bandwidth: str | None) -> list[str]:
+def _network(rows: Sequence[CompareRow], bandwidth: str | None) -> list[str]:
     if bandwidth is None:
         return []
     touched = [row for row in rows if row.strategy.uses_network]
@@ -189,7 +189,7 @@ def _network(rows: Sequence[Row], bandwidth: str | None) -> list[str]:
     return said
 
 
-def _certainty(one: Row, other: Row, first: Spread, second: Spread) -> str:
+def _certainty(one: CompareRow, other: CompareRow, first: Spread, second: Spread) -> str:
     """Whether a difference is more than chance, as far as repeats can tell."""
     if not _repeated(one, other):
         return "With one run each, how much of that is chance was not measured."
@@ -199,7 +199,7 @@ def _certainty(one: Row, other: Row, first: Spread, second: Spread) -> str:
     return "That is no more than the repeats differ among themselves."
 
 
-def _resolution(first: Row, second: Row, every: int) -> str:
+def _resolution(first: CompareRow, second: CompareRow, every: int) -> str:
     """A caveat where two are apart by less than the time between evaluations; none where they took as many steps."""
     if _steps(first) == _steps(second):
         return ""
@@ -211,12 +211,12 @@ def _resolution(first: Row, second: Row, every: int) -> str:
     return f" It is less than the time between two evaluations, {between_s:.2f} s."
 
 
-def _repeated(one: Row, other: Row) -> bool:
+def _repeated(one: CompareRow, other: CompareRow) -> bool:
     return min(len(one.runs), len(other.runs)) > 1
 
 
-def _median(pick: Callable[[Row], Spread | None]) -> Callable[[Row], float]:
-    def median(row: Row) -> float:
+def _median(pick: Callable[[CompareRow], Spread | None]) -> Callable[[CompareRow], float]:
+    def median(row: CompareRow) -> float:
         spread = pick(row)
         return spread.median if spread is not None else 0.0
 
@@ -229,12 +229,12 @@ _pace = _median(lambda row: row.samples_per_s)
 _wait = _median(lambda row: row.waiting)
 
 
-def _names(rows: Sequence[Row]) -> str:
+def _names(rows: Sequence[CompareRow]) -> str:
     *others, last = [row.name for row in rows]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _their(rows: Sequence[Row]) -> str:
+def _their(rows: Sequence[CompareRow]) -> str:
     return "their" if len(rows) > 1 else "its"
 
 

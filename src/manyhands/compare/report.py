@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from manyhands.compare.figures import Figures, Measured, Point, Row
+from manyhands.compare.figures import CompareRow, Figures, Measured, Point
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells
 from manyhands.draw.charts import Series, data_table, document, line_chart, quiet, section, share_bars
 
@@ -59,7 +59,7 @@ def _caption(found: Figures) -> str:
     )
 
 
-def _curves(found: Figures, rows: Sequence[Row]) -> list[str]:
+def _curves(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     """Loss and metric, against steps and against seconds, of each strategy's middle run."""
     shown = [(row.name, _middle(row)) for row in rows]
     axes: list[tuple[str, Callable[[Point], float]]] = [
@@ -103,12 +103,12 @@ def smooth(points: Sequence[Point], value: str) -> list[Point]:
     ]
 
 
-def _middle(row: Row) -> Measured:
+def _middle(row: CompareRow) -> Measured:
     """The run that took the median of the time; the lower one of two."""
     return sorted(row.runs, key=lambda run: run.seconds)[(len(row.runs) - 1) // 2]
 
 
-def _shares(rows: Sequence[Row]) -> str:
+def _shares(rows: Sequence[CompareRow]) -> str:
     if not rows:
         return quiet("No run came to its end.")
     shares = [(_short(row.name), [1 - row.waiting.median, row.waiting.median]) for row in rows if row.waiting]

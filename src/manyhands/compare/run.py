@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.cluster.signals import signal_of
-from manyhands.compare.figures import Failed, Figures, Measured, figures
+from manyhands.compare.figures import FailedTrial, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.errors import ManyhandsError, UserError
@@ -23,13 +23,13 @@ from manyhands.strategy import Strategy
 from manyhands.training.passes import PASS_LOSS
 from manyhands.training.request import Options, Request
 
-__all__ = ["Comparison", "Progress", "Settings", "Tell", "compare"]
+__all__ = ["CompareSettings", "Comparison", "Progress", "Tell", "compare"]
 
 _EVALUATIONS = 10  # of a run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CompareSettings:
     """How each run of a comparison is made; all of them alike."""
 
     workers: int = 2
@@ -79,7 +79,7 @@ def compare(
     strategies: str,
     *,
     out: Path | str,
-    settings: Settings | None = None,
+    settings: CompareSettings | None = None,
     tell: Tell | None = None,
 ) -> Comparison:
     """Run `task` under strategies separated by semicolons, each run in a directory of its own under `out`.
@@ -87,13 +87,13 @@ def compare(
     Everything is checked before the first run: a UserError means that nothing ran. A run that fails is a row with its
     sentence, and the others go on. Ctrl-C ends the run that it meets, and what is done by then comes back.
     """
-    settings = settings or Settings()
+    settings = settings or CompareSettings()
     chosen = parse_strategies(strategies)
     order = trials(len(chosen), settings.repeats)
     requests = _checked(task, chosen, settings)
     out = Path(out)
     _require_free(out)
-    runs: list[Measured | Failed] = []
+    runs: list[Measured | FailedTrial] = []
     interrupted = False
     try:
         for run in _all_runs(requests, order, out, tell or _tell_nobody):
@@ -110,7 +110,7 @@ def compare(
     return Comparison(figures=found, interrupted=interrupted, notes=tuple(dict.fromkeys(notes)))
 
 
-def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: Settings) -> list[Request]:
+def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings) -> list[Request]:
     """What each strategy is asked for, complete; UserError for the first that makes no sense."""
     if settings.target is not None:
         measured = [] if task.evaluation is None else ["evaluation_loss", *task.metrics]
@@ -126,7 +126,7 @@ def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: Settings) 
     return requests
 
 
-def _whole_request(task: AnyTask, strategy: Strategy, settings: Settings) -> Request:
+def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings) -> Request:
     """One strategy's, whose steps may be of another size than those of the others."""
     steps = _request(task, strategy, settings, Options()).plan.steps
     # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
@@ -140,7 +140,7 @@ def _whole_request(task: AnyTask, strategy: Strategy, settings: Settings) -> Req
     return _request(task, strategy, settings, options)
 
 
-def _request(task: AnyTask, strategy: Strategy, settings: Settings, options: Options) -> Request:
+def _request(task: AnyTask, strategy: Strategy, settings: CompareSettings, options: Options) -> Request:
     workers = workers_of(strategy, settings.workers)
     slow = settings.slow if settings.slow is not None and settings.slow.worker < workers else None
     options = replace(options, slow=slow)
@@ -152,7 +152,7 @@ def _request(task: AnyTask, strategy: Strategy, settings: Settings, options: Opt
 
 def _all_runs(
     requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell
-) -> Iterator[Measured | Failed]:
+) -> Iterator[Measured | FailedTrial]:
     """What came out of each run, as soon as it has ended."""
     began = time.monotonic()
     for done, trial in enumerate(order):
@@ -162,7 +162,7 @@ def _all_runs(
         try:
             yield _run(trial, request, out / trial.folder(request.strategy))
         except ManyhandsError as error:
-            yield Failed(place=trial.place, repeat=trial.repeat, sentence=str(error))
+            yield FailedTrial(place=trial.place, repeat=trial.repeat, sentence=str(error))
 
 
 def _run(trial: Trial, request: Request, folder: Path) -> Measured:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from rich import box
 from rich.table import Table
 
-from manyhands.compare.figures import Figures, Row, Spread
+from manyhands.compare.figures import CompareRow, Figures, Spread
 from manyhands.errors import format_bytes
 from manyhands.facts import Promises
 
@@ -33,7 +33,7 @@ def columns(found: Figures) -> list[str]:
     return [*_MEASURES, *_metrics(found)]
 
 
-def cells(found: Figures, row: Row) -> list[str]:
+def cells(found: Figures, row: CompareRow) -> list[str]:
     """One strategy's cells, in the order of the columns."""
     if not row.runs:
         return ["failed" if row.failures else "not run", *["–"] * (len(columns(found)) - 1)]

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from manyhands.facts import Waits
 
-__all__ = ["Book", "Group", "Place", "Policy", "blend"]
+__all__ = ["BatchPlace", "Book", "Group", "Policy", "blend"]
 
 
 class Book(Protocol):
@@ -63,7 +63,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BatchPlace:
     """Part `part` of `parts` of a batch."""
 
     batch: int
@@ -120,13 +120,13 @@ class Policy(ABC):
     def next_group(self, book: Book) -> Group | None:
         """The next optimizer step, if what has arrived suffices for one."""
 
-    def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> Place:
+    def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> BatchPlace:
         """The batch of update `clock` of the slot that is number `rank` of the `count` active ones.
 
         `first` is the clock from which they are active, and the first batch they share out. Asked only if `by_clock`.
         """
         first_clock, first_batch = first
-        return Place(first_batch + (clock - first_clock) * count + rank)
+        return BatchPlace(first_batch + (clock - first_clock) * count + rank)
 
     def rate(self, staleness: int) -> float:
         """What the learning rate is multiplied by for an update of this staleness."""

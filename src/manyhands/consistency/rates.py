@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.consistency.policy import Book, Group, Place, Policy
+from manyhands.consistency.policy import BatchPlace, Book, Group, Policy
 
 __all__ = ["StalenessAware"]
 
@@ -47,7 +47,7 @@ class StalenessAware(Policy):
         """As inside."""
         return self.inner.next_group(book)
 
-    def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> Place:
+    def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> BatchPlace:
         """As inside."""
         return self.inner.place(rank, count, clock, first)
 

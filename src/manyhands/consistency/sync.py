@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.consistency.policy import Book, Group, Place, Policy
+from manyhands.consistency.policy import BatchPlace, Book, Group, Policy
 from manyhands.errors import UserError
 
 __all__ = ["Sync"]
@@ -52,10 +52,10 @@ class Sync(Policy):
             return None
         return Group(clock, tuple((slot, clock) for slot in slots if book.waits(slot, clock)))
 
-    def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> Place:
+    def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> BatchPlace:
         """A part of the batch that has the clock's number."""
         del first
-        return Place(clock, rank, count)
+        return BatchPlace(clock, rank, count)
 
     def __str__(self) -> str:
         return f"sync:{self.backup}" if self.backup else "sync"

@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from manyhands.analyse.totals import Snapshot
+from manyhands.analyse.totals import TotalsSnapshot
 
-__all__ = ["Bars", "Phase", "bar_view", "following", "show_rate"]
+__all__ = ["BarPhase", "Bars", "bar_view", "following", "show_rate"]
 
 _LOOK_EVERY_S = 0.25
 
 
-class Phase:
+class BarPhase:
     """One phase of the work, from `with` to its end; `advance` may be called from any thread."""
 
     def __init__(self, progress: Progress | None, name: str, total: float | None, unit: str) -> None:
@@ -74,9 +74,9 @@ class Bars:
             self._progress.start()
         return self
 
-    def phase(self, name: str, total: float | None, unit: str) -> Phase:
+    def phase(self, name: str, total: float | None, unit: str) -> BarPhase:
         """A phase that does `total` `unit`s of work, or an unknown number."""
-        return Phase(self._progress, name, total, unit)
+        return BarPhase(self._progress, name, total, unit)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -117,7 +117,7 @@ def following(done: Callable[[], float], advance: Callable[[float], None]) -> It
 
 @contextmanager
 def bar_view(
-    phase: Phase, samples: Callable[[int], float], steps: int, snapshot: Callable[[], Snapshot]
+    phase: BarPhase, samples: Callable[[int], float], steps: int, snapshot: Callable[[], TotalsSnapshot]
 ) -> Iterator[None]:
     """Move a bar along with a run, as `fit` asks a view to; `samples` says how many so many steps take."""
     with phase, following(lambda: samples(min(snapshot().step, steps)), phase.advance):

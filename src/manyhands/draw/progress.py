@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.analyse.remarks import about_workers
-from manyhands.analyse.totals import Snapshot, Split, WorkerTotals
+from manyhands.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
 
 __all__ = ["ProgressView", "RunPicture", "split_bar"]
 
@@ -48,7 +48,7 @@ class ProgressView:
         self,
         *,
         steps: int,
-        snapshot: Callable[[], Snapshot],
+        snapshot: Callable[[], TotalsSnapshot],
         console: Console | None = None,
         strategy: str = "",
     ) -> None:
@@ -82,7 +82,7 @@ class ProgressView:
 class RunPicture:
     """A snapshot of a run of `steps` steps, drawn to fit the console it is printed on."""
 
-    def __init__(self, snapshot: Snapshot, steps: int, strategy: str = "") -> None:
+    def __init__(self, snapshot: TotalsSnapshot, steps: int, strategy: str = "") -> None:
         self._snapshot = snapshot
         self._steps = steps
         self._strategy = strategy
@@ -126,7 +126,7 @@ class RunPicture:
         return words
 
 
-def split_bar(split: Split, width: int, ascii_only: bool = False) -> Text:
+def split_bar(split: TimeSplit, width: int, ascii_only: bool = False) -> Text:
     """A bar of exactly `width` cells, or blanks before the first event, divided as the shares are.
 
     Shares are rounded to cells at their boundaries, so that the parts always fill the bar.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from manyhands.analyse.picture import Arrow, Mark, Row, Slice, Step, Timeline, Window
+from manyhands.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
@@ -155,7 +155,7 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
 
 def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
     """From the first to the last thing that belongs to the window's steps, and a leave just after."""
-    spans: list[Slice | Step] = []
+    spans: list[Slice | PictureStep] = []
     for row in timeline.rows:
         spans += [part for part in row.slices if window.first_step <= part.step <= window.last_step]
         spans += [step for step in row.steps if window.first_step <= step.step <= window.last_step]
@@ -185,7 +185,7 @@ def _nice(spacing_ms: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= spacing_ms * 0.999)
 
 
-def _step_box(step: Step, row: Row, scale: _Scale, y: float) -> str:
+def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:
     left, right = scale.x(step.start_ns), scale.x(step.end_ns)
     loss = f", loss {step.loss:.4g}" if math.isfinite(step.loss) else ""
     said = f"{row.name}, step {step.step}: {_ms(step.end_ns - step.start_ns)}{loss}"
@@ -195,7 +195,7 @@ def _step_box(step: Step, row: Row, scale: _Scale, y: float) -> str:
     return box + _text((left + right) / 2, y - 5, str(step.step), "faint", 'text-anchor="middle"')
 
 
-def _boundary(step: Step, scale: _Scale, y: float) -> str:
+def _boundary(step: PictureStep, scale: _Scale, y: float) -> str:
     x = scale.x(step.end_ns)
     return f'<line class="end" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}"/>'
 

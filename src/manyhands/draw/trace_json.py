@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manyhands.analyse.picture import Arrow, Gap, Mark, Row, Slice, Step, Timeline
+from manyhands.analyse.picture import Arrow, Gap, Mark, PictureStep, Row, Slice, Timeline
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_TRACE_SLICES", "trace_json"]
@@ -81,7 +81,7 @@ def _titles(row: Row) -> Iterator[dict[str, Any]]:
         yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
 
 
-def _step(row: Row, step: Step) -> dict[str, Any]:
+def _step(row: Row, step: PictureStep) -> dict[str, Any]:
     args: dict[str, Any] = {"step": step.step, "samples": step.samples}
     if math.isfinite(step.loss):
         args["loss"] = step.loss

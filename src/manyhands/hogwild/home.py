@@ -20,14 +20,14 @@ from manyhands.errors import UserError
 from manyhands.group.shared import SharedGroup
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, round_up
-from manyhands.sharding.kept import Kept, kept_by
+from manyhands.sharding.kept import KeptState, kept_by
 from manyhands.sharding.optimizers import is_elementwise
 
-__all__ = ["SharedHome", "Slot"]
+__all__ = ["HomeSlot", "SharedHome"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Slot:
+class HomeSlot:
     """The state of one parameter in shared memory; empty until `ready` is set."""
 
     parameter: nn.Parameter
@@ -68,11 +68,11 @@ class SharedHome:
                     self.publish(slot, optimizer.state[slot.parameter])
         group.barrier()
 
-    def slot(self, parameter: nn.Parameter) -> Slot:
+    def slot(self, parameter: nn.Parameter) -> HomeSlot:
         """Where the state of `parameter` is; KeyError if the optimizer does not have it."""
         return self._slots[parameter]
 
-    def adopt(self, slot: Slot) -> bool:
+    def adopt(self, slot: HomeSlot) -> bool:
         """Work on the shared state from now on, if it is there; whether this worker does."""
         if not slot.adopted and (not slot.views or slot.ready.get()):
             if slot.views:
@@ -85,13 +85,13 @@ class SharedHome:
         for slot in self._slots.values():
             self.adopt(slot)
 
-    def publish(self, slot: Slot, state: Mapping[str, Any]) -> None:
+    def publish(self, slot: HomeSlot, state: Mapping[str, Any]) -> None:
         """Leave the state of a parameter for all workers; only one of them may, once."""
         self._copy(slot, state)
         slot.ready.set(1)
         self.adopt(slot)
 
-    def keep(self, slot: Slot) -> None:
+    def keep(self, slot: HomeSlot) -> None:
         """After a step: what the optimizer replaced instead of changing goes to where the others see it."""
         state = self._optimizer.state.get(slot.parameter, {})
         if all(state.get(name) is view for name, view in slot.views.items()) and len(state) == len(
@@ -106,7 +106,7 @@ class SharedHome:
         self._slots = {}
         self.segment.close()
 
-    def _copy(self, slot: Slot, state: Mapping[str, Any]) -> None:
+    def _copy(self, slot: HomeSlot, state: Mapping[str, Any]) -> None:
         other = state.keys() ^ slot.views.keys()
         if other:
             raise UserError(
@@ -130,8 +130,8 @@ class SharedHome:
             tensor.data = view
 
     def _lay_out(
-        self, kept: Mapping[nn.Parameter, Sequence[Kept]], flags: int, begin: int
-    ) -> dict[nn.Parameter, Slot]:
+        self, kept: Mapping[nn.Parameter, Sequence[KeptState]], flags: int, begin: int
+    ) -> dict[nn.Parameter, HomeSlot]:
         slots = {}
         for number, (parameter, row) in enumerate(kept.items()):
             views: dict[str, Tensor | None] = {}
@@ -142,7 +142,7 @@ class SharedHome:
                 views[one.name] = self.segment.tensor(begin, one.shape.numel(), one.dtype).view(one.shape)
                 begin += round_up(one.nbytes, CACHE_LINE)
             ready = Counter.within(self.segment, flags + number * Counter.NUM_BYTES)
-            slots[parameter] = Slot(parameter=parameter, views=views, ready=ready)
+            slots[parameter] = HomeSlot(parameter=parameter, views=views, ready=ready)
         return slots
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from manyhands.group.gate import Gate
 from manyhands.group.shared import SharedGroup
-from manyhands.hogwild.home import SharedHome, Slot
+from manyhands.hogwild.home import HomeSlot, SharedHome
 from manyhands.server.layout import FlatLayout, Table
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.tables.rows import RowGradient, RowTable
@@ -94,7 +94,7 @@ class SharedStepper:
         self._tables.collect(1.0)
         return self._tables.gradients(0)
 
-    def _make_state(self, rows: Mapping[str, RowGradient], slots: list[Slot]) -> None:
+    def _make_state(self, rows: Mapping[str, RowGradient], slots: list[HomeSlot]) -> None:
         """A step that reaches parameters for the first time: alone, unless another worker was first after all."""
         number = self._first.draw()
         self._first.enter(number)
@@ -108,7 +108,7 @@ class SharedStepper:
         finally:
             self._first.leave(number)
 
-    def _step(self, rows: Mapping[str, RowGradient], shared: list[Slot]) -> None:
+    def _step(self, rows: Mapping[str, RowGradient], shared: list[HomeSlot]) -> None:
         for name, gradient in rows.items():
             table = self._rows[name]
             table.share(self.home.slot(table.parameter))
@@ -130,7 +130,7 @@ class _Table:
         )
         self._is_shared = False
 
-    def share(self, slot: Slot) -> None:
+    def share(self, slot: HomeSlot) -> None:
         """Go on with the state that all share, once it is there."""
         if self._is_shared or not slot.adopted:
             return

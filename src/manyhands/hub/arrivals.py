@@ -9,7 +9,7 @@ from manyhands.hub.areas import ArenaReader
 from manyhands.hub.frames import NO_PAYLOAD
 from manyhands.memory.segment import Segment
 
-__all__ = ["HubEvent", "Joined", "Lost", "Ready", "Received", "Shared", "TurnedAway"]
+__all__ = ["Arrived", "HubEvent", "Joined", "Lost", "Ready", "Shared", "TurnedAway"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Joined:
     role: str
 
 
-class Received(NamedTuple):
+class Arrived(NamedTuple):
     """A message of a member; `payload` is valid until `release` if it lies in shared memory, else for good.
 
     A tuple, because it is made for every message, and that of a frozen dataclass takes four times as long.
@@ -75,4 +75,4 @@ class TurnedAway:
     count: int = 1
 
 
-HubEvent = Joined | Received | Shared | Ready | Lost | TurnedAway
+HubEvent = Joined | Arrived | Shared | Ready | Lost | TurnedAway

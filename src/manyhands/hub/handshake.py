@@ -37,13 +37,13 @@ __all__ = [
     "Credentials",
     "Goodbye",
     "Handshake",
+    "HandshakeRefused",
+    "HandshakeWelcome",
     "Heartbeat",
     "Knock",
     "Proof",
     "Refusal",
-    "Refused",
     "ShareSegment",
-    "Welcome",
 ]
 
 _SECRET_BYTES: Final = 32  # of a nonce, and of an HMAC
@@ -106,7 +106,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class HandshakeWelcome:
     """The connecting end is in; who let it in, with the proof of that."""
 
     claim: Claim
@@ -153,7 +153,7 @@ CONTROL: Final = MessageCoder(
         9: Knock,
         10: Challenge,
         11: Proof,
-        12: Welcome,
+        12: HandshakeWelcome,
     }
 )
 
@@ -183,7 +183,7 @@ class Credentials:
         return f"Credentials(member={self.member}, role={self.role!r}, fingerprint={self.fingerprint!r})"
 
 
-class Refused(Exception):
+class HandshakeRefused(Exception):
     """The other end does not want this one; its sentence says why."""
 
 
@@ -216,18 +216,18 @@ class Handshake:
         """Whom the connecting end wants to reach; at the accepting end, who came, once that is proved."""
         return self._expected if self._theirs is None else self._theirs.member
 
-    def handle(self, message: object) -> Challenge | Proof | Welcome | None:
+    def handle(self, message: object) -> Challenge | Proof | HandshakeWelcome | None:
         """The reply to a message of the other end, or None."""
         match message, self.outgoing:
             case Refusal(), _:
-                raise Refused(f"it refused: {printable(message.reason, _REASON_CHARACTERS)}")
+                raise HandshakeRefused(f"it refused: {printable(message.reason, _REASON_CHARACTERS)}")
             case Knock(), False if self._nonces is None:
                 return self._challenge(message)
             case Challenge(), True if self._nonces is None:
                 return self._prove(message)
             case Proof(), False if self._nonces is not None and self.peer is None:
                 return self._welcome(message, self._nonces)
-            case Welcome(), True if self._nonces is not None and self.peer is None:
+            case HandshakeWelcome(), True if self._nonces is not None and self.peer is None:
                 said = self._nonces + _bytes_of(self._claim) + _bytes_of(message.claim)
                 self._compare(message.proof, self._sign(b"welcome", said))
                 self._take(message.claim, self._expected)
@@ -247,14 +247,14 @@ class Handshake:
         proof = self._sign_claim(nonces, self._claim, self._expected)
         return Proof(claim=self._claim, expected=self._expected, proof=proof, arena=False)
 
-    def _welcome(self, proof: Proof, nonces: bytes) -> Welcome:
+    def _welcome(self, proof: Proof, nonces: bytes) -> HandshakeWelcome:
         self._compare(proof.proof, self._sign_claim(nonces, proof.claim, proof.expected))
         self.trusted = True
         if proof.expected != self._claim.member:
             raise ProtocolError("member", f"{self._claim.member} answers where {proof.expected} is expected")
         self._take(proof.claim, None)
         said = nonces + _bytes_of(proof.claim) + _bytes_of(self._claim)
-        return Welcome(claim=self._claim, proof=self._sign(b"welcome", said))
+        return HandshakeWelcome(claim=self._claim, proof=self._sign(b"welcome", said))
 
     def _take(self, theirs: Claim, expected: int | None) -> None:
         """The token is proved: the other end is who it claims to be, if that fits."""

@@ -29,7 +29,7 @@ from typing import Any, Final, Self
 from manyhands.errors import OutOfSharedMemory, UserError, printable
 from manyhands.hub import addresses
 from manyhands.hub.areas import Arenas
-from manyhands.hub.arrivals import HubEvent, Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, Shared, TurnedAway
 from manyhands.hub.calls import Calls
 from manyhands.hub.connection import Connection
 from manyhands.hub.encoding import MessageCoder
@@ -41,11 +41,11 @@ from manyhands.hub.handshake import (
     Credentials,
     Goodbye,
     Handshake,
+    HandshakeRefused,
     Heartbeat,
     Knock,
     Proof,
     Refusal,
-    Refused,
     ShareSegment,
 )
 from manyhands.hub.heart import Heart
@@ -56,13 +56,13 @@ from manyhands.link.silence import Vigil
 from manyhands.memory.segment import Segment
 
 __all__ = [
+    "Arrived",
     "Destination",
     "Hub",
     "HubEvent",
     "Joined",
     "Lost",
     "Ready",
-    "Received",
     "Settings",
     "Shared",
     "TurnedAway",
@@ -359,7 +359,7 @@ class Hub:
             trusted = connection.handshake.trusted
             connection.send_control(Refusal(field=error.field, reason=str(error)) if trusted else NO_PROOF)
             self._drop(connection, str(error), final=trusted or error.field == "token")
-        except Refused as refused:
+        except HandshakeRefused as refused:
             self._drop(
                 connection, str(refused) if connection.handshake.outgoing else "it refused", final=True
             )
@@ -446,18 +446,18 @@ class Hub:
         if member is None:
             raise ProtocolError("handshake", f"{type(message).__name__} before the handshake")
         if not header.flags & IN_ARENA:
-            self._events.append(Received(member, message, payload))
+            self._events.append(Arrived(member, message, payload))
             return
         payload, reader = connection.payload_in_arena(header)
         wanted = self._place(connection, message, len(payload))
         if wanted is None:
-            self._events.append(Received(member, message, payload, reader, header.position))
+            self._events.append(Arrived(member, message, payload, reader, header.position))
             return
         if wanted.nbytes != len(payload):
             raise ProtocolError("payload_bytes", f"{len(payload)} bytes where {wanted.nbytes} are expected")
         wanted.cast("B")[:] = payload
         reader.release(header.position)
-        self._events.append(Received(member, message, wanted))
+        self._events.append(Arrived(member, message, wanted))
 
     def _control(self, connection: Connection, message: Any) -> None:
         if connection.member is None:

@@ -25,11 +25,19 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numba import njit, types
 
-from manyhands.link.pulse import BETWEEN_HOSTS, COUNT_OFFSET, FRAME, PROGRESS_OFFSET, Kind, Lost, Pulse
+from manyhands.link.pulse import (
+    BETWEEN_HOSTS,
+    COUNT_OFFSET,
+    FRAME,
+    PROGRESS_OFFSET,
+    Pulse,
+    PulseKind,
+    PulseLost,
+)
 from manyhands.memory.atomics import load_i64, store_i64
 from manyhands.memory.counters import Counter
 
-__all__ = ["Heartbeats", "Place", "address_of_interface", "data_ages", "exchange_places"]
+__all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "data_ages", "exchange_places"]
 
 _log = logging.getLogger("manyhands")
 _TIMES: Final = 3  # that what ends a watch is said: datagrams get lost
@@ -60,7 +68,7 @@ class _Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BeatPlace:
     """Where a rank listens for beats, and what people call its host."""
 
     address: str
@@ -84,7 +92,7 @@ class Heartbeats:
         self,
         rank: int,
         own: socket.socket,
-        far: Mapping[int, Place],
+        far: Mapping[int, BeatPlace],
         secret: bytes,
         on_lost: Callable[[int, str], None],
         in_peace: Callable[[int], bool] = lambda _rank: False,
@@ -100,7 +108,9 @@ class Heartbeats:
         self._table = np.zeros(_ENTRIES + len(far) * _ENTRY_BYTES, np.uint8)
         for number, (peer, place) in enumerate(far.items()):
             raw = _raw_address(place)
-            entry = struct.pack(f"<{_ADDRESS_BYTES}sQ", raw, len(raw)) + self._pulse.frame(peer, Kind.BEAT)
+            entry = struct.pack(f"<{_ADDRESS_BYTES}sQ", raw, len(raw)) + self._pulse.frame(
+                peer, PulseKind.BEAT
+            )
             begin = _ENTRIES + number * _ENTRY_BYTES
             self._table[begin : begin + _ENTRY_BYTES] = np.frombuffer(entry, np.uint8)
         self._ended = threading.Event()
@@ -133,7 +143,7 @@ class Heartbeats:
             thread.join()
         for used in self._used_by_the_loop:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(used))
-        self._say(Kind.GOODBYE)
+        self._say(PulseKind.GOODBYE)
         os.close(self._sending)
         self._socket.close()
 
@@ -148,11 +158,11 @@ class Heartbeats:
             if lost is None and now_s >= self._pulse.next_look_s:
                 lost = self._look(now_s)
             if lost is not None and not self._in_peace(lost.rank):
-                self._say(Kind.GIVEN_UP, lost.rank)
+                self._say(PulseKind.GIVEN_UP, lost.rank)
                 self._on_lost(lost.rank, lost.sentence)
                 return
 
-    def _read(self) -> Lost | None:
+    def _read(self) -> PulseLost | None:
         """Handle all that has arrived."""
         while True:
             try:
@@ -168,7 +178,7 @@ class Heartbeats:
             if lost is not None:
                 return lost
 
-    def _look(self, now_s: float) -> Lost | None:
+    def _look(self, now_s: float) -> PulseLost | None:
         suspects = self._pulse.suspects(now_s)
         if suspects:
             addresses = {self._far[rank].address: host for rank, host in suspects.items()}
@@ -183,7 +193,7 @@ class Heartbeats:
             )
         return self._pulse.look(now_s)
 
-    def _say(self, kind: Kind, blamed: int = -1) -> None:
+    def _say(self, kind: PulseKind, blamed: int = -1) -> None:
         for _ in range(_TIMES):
             for peer, place in self._far.items():
                 try:
@@ -196,7 +206,7 @@ class Heartbeats:
 
 def exchange_places(
     store: _Store, rank: int, world: int, address: str
-) -> tuple[socket.socket, dict[int, Place], bytes]:
+) -> tuple[socket.socket, dict[int, BeatPlace], bytes]:
     """Collective: this rank's socket, where everyone listens, and the secret of the group, made by rank 0."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     own = socket.socket(family, socket.SOCK_DGRAM)
@@ -209,7 +219,7 @@ def exchange_places(
         places = {}
         for other in range(world):
             where, port, host = store.get(f"place/{other}").decode().split(" ", 2)
-            places[other] = Place(address=where, port=int(port), host=host)
+            places[other] = BeatPlace(address=where, port=int(port), host=host)
         secret = bytes.fromhex(store.get("secret").decode())
         if (
             store.add("read", 1) == world
@@ -269,7 +279,7 @@ def _peer_of(descriptor: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
     return None
 
 
-def _raw_address(place: Place) -> bytes:
+def _raw_address(place: BeatPlace) -> bytes:
     """As the kernel wants it: sockaddr_in or sockaddr_in6."""
     if ":" in place.address:
         return struct.pack(

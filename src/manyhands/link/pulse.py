@@ -25,7 +25,7 @@ from typing import Final
 
 from manyhands.link.silence import Silence, Vigil
 
-__all__ = ["BETWEEN_HOSTS", "COUNT_OFFSET", "FRAME", "PROGRESS_OFFSET", "Kind", "Lost", "Pulse"]
+__all__ = ["BETWEEN_HOSTS", "COUNT_OFFSET", "FRAME", "PROGRESS_OFFSET", "Pulse", "PulseKind", "PulseLost"]
 
 BETWEEN_HOSTS: Final = Silence(beat_s=0.5, silence_s=4.0)
 """So that a silent rank is named within five seconds, as on one host."""
@@ -38,7 +38,7 @@ _TOKEN_BYTES: Final = 16
 _UNHEARD_S: Final = 30.0
 
 
-class Kind(IntEnum):
+class PulseKind(IntEnum):
     """What a datagram says."""
 
     BEAT = 1
@@ -47,7 +47,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class PulseLost:
     """A rank of another host that is waited for in vain, and why."""
 
     rank: int
@@ -75,11 +75,11 @@ class Pulse:
         """When to call `look`, at the latest."""
         return self._vigil.next_look_s
 
-    def frame(self, to: int, kind: Kind, count: int = 0, progress: int = 0, blamed: int = -1) -> bytes:
+    def frame(self, to: int, kind: PulseKind, count: int = 0, progress: int = 0, blamed: int = -1) -> bytes:
         """What to send to rank `to`."""
         return FRAME.pack(_MAGIC, self._token(self._rank, to), kind, self._rank, count, progress, blamed)
 
-    def handle(self, datagram: bytes, now_s: float) -> Lost | None:
+    def handle(self, datagram: bytes, now_s: float) -> PulseLost | None:
         """Take in what arrived; what is not of this group is dropped without a word."""
         if len(datagram) != FRAME.size:
             return None
@@ -89,15 +89,15 @@ class Pulse:
         if not hmac.compare_digest(token, self._token(rank, self._rank)) or rank in self._gone:
             return None
         match kind:
-            case Kind.BEAT if count > self._counts.get(rank, -1):
+            case PulseKind.BEAT if count > self._counts.get(rank, -1):
                 self._counts[rank], self._progress[rank] = count, progress
                 self._heard_s[rank] = now_s
                 self._vigil.heard(rank, now_s)
-            case Kind.GOODBYE:
+            case PulseKind.GOODBYE:
                 self.left(rank)
-            case Kind.GIVEN_UP:
+            case PulseKind.GIVEN_UP:
                 self.left(rank)
-                return Lost(rank=rank, sentence=self._gave_up(rank, blamed))
+                return PulseLost(rank=rank, sentence=self._gave_up(rank, blamed))
         return None
 
     def left(self, rank: int) -> None:
@@ -122,12 +122,12 @@ class Pulse:
             if rank not in self._gone and at_s > self._heard_s[rank]:
                 self._vigil.heard(rank, at_s)
 
-    def look(self, now_s: float) -> Lost | None:
+    def look(self, now_s: float) -> PulseLost | None:
         """The first rank that has been silent for too long; all that has arrived must have been handled before."""
         for rank, _ in self._vigil.look(now_s):
             self.left(rank)
             seconds = now_s - self._heard_s[rank]
-            return Lost(
+            return PulseLost(
                 rank=rank,
                 sentence=f"rank {rank} on {self._hosts[rank]} fell silent: neither a heartbeat nor data of it for "
                 f"{seconds:.1f} s, last heard in exchange {self._progress[rank]}; it was stopped or its host is down, "

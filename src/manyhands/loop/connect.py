@@ -28,8 +28,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
-from manyhands.link.heartbeats import Heartbeats, address_of_interface, exchange_places
-from manyhands.link.heartbeats import Place as BeatPlace
+from manyhands.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.link.mesh import mesh_kind
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.agreement import AloneCollective, Words
@@ -39,14 +38,14 @@ from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import exchange_for, exchanging
 from manyhands.training.resources import Resources
 
-__all__ = ["Connection", "choose", "connect"]
+__all__ = ["GroupConnection", "choose", "connect"]
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connection:
+class GroupConnection:
     """What one worker of a group exchanges through."""
 
     strategy: Strategy
@@ -92,10 +91,10 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     return asked
 
 
-def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> Connection:
+def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: meet the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
-        return Connection(
+        return GroupConnection(
             strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
         )
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
@@ -125,7 +124,7 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
         return replace(connection, local_rank=meeting.local_rank, close=stack.pop_all().close)
 
 
-def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: ExitStack) -> Connection:
+def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: ExitStack) -> GroupConnection:
     groups = [
         stack.enter_context(_share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
     ]
@@ -143,7 +142,7 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
         for group in groups:
             group.abort(meeting.here.index(rank))
 
-    connection = Connection(
+    connection = GroupConnection(
         strategy=strategy,
         words=Words(SharedCollective(words)),
         exchange=exchange_for(strategy, resources),
@@ -161,7 +160,7 @@ def _on_several_hosts(
     beats: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
     timeout_s: float,
     stack: ExitStack,
-) -> Connection:
+) -> GroupConnection:
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     far = {rank: TorchLink(group, rank) for rank in range(meeting.world) if rank not in meeting.here}
     links: dict[int, Link] = {**_share_links(meeting, strategy, timeout_s), **far}
@@ -186,7 +185,7 @@ def _on_several_hosts(
     exchange, collective = exchanging(strategy).exchange_across_hosts(
         strategy, meeting.rank, links, timeout_s, alarm
     )
-    return Connection(strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False)
+    return GroupConnection(strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False)
 
 
 def _share_group(meeting: Meeting, purpose: str, timeout_s: float) -> SharedGroup:

@@ -30,7 +30,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Sn
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.strategy import Strategy
 
-__all__ = ["Group", "Resumed"]
+__all__ = ["Resumed", "WorkerGroup"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class Resumed:
     extra: Mapping[str, Any]
 
 
-class Group:
+class WorkerGroup:
     """One worker's end of a group; made by `join`, a context manager.
 
     Every method that is *collective* is called by all workers, in the same order; workers that go different ways get a

@@ -17,7 +17,7 @@ from manyhands.device import check_device, device_of
 from manyhands.errors import UserError
 from manyhands.loop.buffers import check_mode
 from manyhands.loop.connect import connect
-from manyhands.loop.group import Group
+from manyhands.loop.group import WorkerGroup
 from manyhands.loop.place import Launched, Place, find_place
 from manyhands.loop.recording import Recorded, Unwatched, keeping
 from manyhands.loop.rounds import Rounds
@@ -44,7 +44,7 @@ def join(
     check_every: int | None = None,
     timeout_s: float = 300.0,
     out: str | Path | None = None,
-) -> Group:
+) -> WorkerGroup:
     """Join the group of all workers that run this script, under `manyhands launch` or torchrun; or be its only one.
 
     Collective: all workers join groups of the same names in the same order. `strategy` is by default that of the
@@ -82,7 +82,7 @@ def open_group(
     check_every: int | None = None,
     timeout_s: float = 300.0,
     out: Path | None = None,
-) -> Group:
+) -> WorkerGroup:
     """Collective: join from a place that is known; `join` finds it, and minds the names."""
     check_mode(buffers)
     if not timeout_s > 0:
@@ -117,7 +117,7 @@ def open_group(
         own_device = device_of(where, connection.local_rank)
         if own_device.type == "cuda":
             torch.cuda.set_device(own_device)
-        group = Group(
+        group = WorkerGroup(
             name,
             rounds,
             strategy=connection.strategy,

@@ -27,9 +27,9 @@ from manyhands.errors import UserError
 __all__ = [
     "END",
     "Loader",
-    "Part",
+    "LoaderPart",
+    "LoaderReading",
     "Reader",
-    "Reading",
     "Readings",
     "SplitLoader",
     "StreamLoader",
@@ -46,7 +46,7 @@ Move = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LoaderPart:
     """What one worker has of a global batch."""
 
     share: float
@@ -68,11 +68,11 @@ class Loader(Protocol):
 
 
 @dataclass(slots=True)
-class Reading:
+class LoaderReading:
     """One loader being read, from its first batch to its last."""
 
     loader: Loader
-    part: Part
+    part: LoaderPart
     is_over: bool = False
     """The loop over the loader ends after the batch at hand."""
 
@@ -81,9 +81,9 @@ class Readings:
     """The loaders that a worker reads at the moment, an inner loop's last; `weigh` is told each batch's share."""
 
     def __init__(self, world: int, weigh: Callable[[float], None]) -> None:
-        self._whole = Part(share=1 / world)
+        self._whole = LoaderPart(share=1 / world)
         self._weigh = weigh
-        self._open: list[Reading] = []
+        self._open: list[LoaderReading] = []
         self._input_ns = 0
 
     def read(self, batches: Iterator[Any]) -> Any:
@@ -99,14 +99,14 @@ class Readings:
         return spent
 
     @property
-    def part(self) -> Part:
+    def part(self) -> LoaderPart:
         """What is being worked on: of an even split where no loader is being read."""
         return self._open[-1].part if self._open else self._whole
 
     @contextmanager
-    def open(self, loader: Loader) -> Iterator[Reading]:
+    def open(self, loader: Loader) -> Iterator[LoaderReading]:
         """While a loader is being read."""
-        reading = Reading(loader, self.part)
+        reading = LoaderReading(loader, self.part)
         self._open.append(reading)
         try:
             yield reading
@@ -114,7 +114,7 @@ class Readings:
             self._open.remove(reading)
             self._weigh(self.part.share)
 
-    def begin(self, reading: Reading, part: Part) -> None:
+    def begin(self, reading: LoaderReading, part: LoaderPart) -> None:
         """The next batch of a loader is handed out."""
         reading.part = part
         self._weigh(self.part.share)
@@ -231,7 +231,7 @@ class StreamLoader:
                 return
             while upcoming is not END and not reading.is_over:
                 batch, upcoming = upcoming, readings.read(batches)
-                readings.begin(reading, Part(share=1 / self._reader.world, last=upcoming is END))
+                readings.begin(reading, LoaderPart(share=1 / self._reader.world, last=upcoming is END))
                 yield self._move(batch)
 
     def __getattr__(self, name: str) -> Any:
@@ -254,7 +254,7 @@ class _Shares:
         holders = (loader, self._batches, getattr(self._batches, "sampler", None))
         found = (getattr(holder, "generator", None) for holder in holders)
         self._generators = list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))
-        self.parts: deque[Part] = deque()
+        self.parts: deque[LoaderPart] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -263,13 +263,13 @@ class _Shares:
         self.parts = deque()
         return self._split(self.parts)
 
-    def _split(self, parts: deque[Part]) -> Iterator[list[Any]]:
+    def _split(self, parts: deque[LoaderPart]) -> Iterator[list[Any]]:
         batches = iter(self._batches)
         # Samplers draw their order when the first batch is asked for.
         batch = self._reader.in_worker_0s_order(lambda: next(batches, None), self._generators)
         while batch is not None:
             span = split(len(batch), self._reader.rank, self._reader.world)
             mark = zlib.crc32(repr(list(batch)).encode()) or 1
-            parts.append(Part(share=len(span) / len(batch), samples=len(span), mark=mark))
+            parts.append(LoaderPart(share=len(span) / len(batch), samples=len(span), mark=mark))
             yield batch[span.start : span.stop] if span else batch[:_FILLERS]
             batch = next(batches, None)

@@ -17,7 +17,7 @@ from typing import Any
 from manyhands.analyse.collect import Collector
 from manyhands.cluster.board import State
 from manyhands.loop.alignment import align
-from manyhands.loop.connect import Connection
+from manyhands.loop.connect import GroupConnection
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
 from manyhands.store.rundir import RunDirectory
@@ -66,7 +66,7 @@ class Recorded(Unwatched):
 
 
 @contextmanager
-def keeping(ring: EventRing, connection: Connection, out: Path) -> Iterator[None]:
+def keeping(ring: EventRing, connection: GroupConnection, out: Path) -> Iterator[None]:
     """Collective: while this is open, the events of this worker's `ring` go to `out`, which worker 0 makes."""
     words = connection.words
     config = own_loop_config(Path(sys.argv[0]).name, str(connection.strategy), words.world)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room as require_host_room
 from manyhands.cluster.signals import signal_of
 from manyhands.data.row_files import Reading, RowFile
@@ -93,7 +93,7 @@ def train_logreg(
         raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
     here = chosen.record_order is not None and chosen.in_threads
     if chosen.most_workers != 1:
-        cost = Cost(per_worker=Amount(tasks=1)) if here else of_processes()
+        cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
         require_host_room(cost, workers, allow_overload=options.allow_overload)
     bars, began = bars or Bars(), time.monotonic()
     examples = Examples(RowFile(path, reading))

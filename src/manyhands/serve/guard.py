@@ -15,13 +15,13 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Guard", "Refusal"]
+__all__ = ["Guard", "GuardRefusal"]
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class GuardRefusal:
     """Why a request gets nothing: an HTTP status, and one sentence."""
 
     status: int
@@ -40,18 +40,22 @@ class Guard:
     names: frozenset[str] = frozenset()
     any_address: bool = False
 
-    def refusal(self, method: str, headers: Mapping[str, str], *, needs_token: bool = True) -> Refusal | None:
+    def refusal(
+        self, method: str, headers: Mapping[str, str], *, needs_token: bool = True
+    ) -> GuardRefusal | None:
         """Why not, or None; header names are in lower case."""
         host = headers.get("host", "")
         if not self._is_ours(host):
-            return Refusal(403, "This server does not go by that name; use the address that it printed.")
+            return GuardRefusal(403, "This server does not go by that name; use the address that it printed.")
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
-            return Refusal(403, "Pages of other origins cannot read this one.")
+            return GuardRefusal(403, "Pages of other origins cannot read this one.")
         if method not in ("GET", "HEAD"):
-            return Refusal(405, "This server only shows; use GET.")
+            return GuardRefusal(405, "This server only shows; use GET.")
         if needs_token and not self.has_token(headers):
-            return Refusal(401, "The token is missing or wrong; open the whole address that the run printed.")
+            return GuardRefusal(
+                401, "The token is missing or wrong; open the whole address that the run printed."
+            )
         return None
 
     def _is_ours(self, host: str) -> bool:

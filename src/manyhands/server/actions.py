@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from manyhands.server.log import Row
 from manyhands.server.messages import Message
 
-__all__ = ["Action", "Apply", "Contribution", "Discard", "Drop", "Keep", "Load", "Log", "Send"]
+__all__ = ["Action", "Apply", "Discard", "Drop", "Keep", "Load", "Log", "SendMessage", "UpdateFactor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class SendMessage:
     """Send a message to a member, with its payload where it has one.
 
     Parameters and RowValues carry the store's values as they are at this point of the list; a Forward of a Push its
@@ -42,7 +42,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
+class UpdateFactor:
     """A held gradient, and what it is multiplied by in the sum."""
 
     slot: int
@@ -55,7 +55,7 @@ class Apply:
     """Take one optimizer step from the sum of these gradients, in this order, then let them go."""
 
     shard: int
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[UpdateFactor, ...]
     rate: float
     """What the learning rate is multiplied by."""
     batches: tuple[int, ...]
@@ -94,4 +94,4 @@ class Log:
     row: Row
 
 
-Action = Send | Keep | Apply | Drop | Load | Discard | Log
+Action = SendMessage | Keep | Apply | Drop | Load | Discard | Log

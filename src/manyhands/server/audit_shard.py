@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from manyhands.consistency.policy import Place, Policy, blend
+from manyhands.consistency.policy import BatchPlace, Policy, blend
 from manyhands.server.audit_found import Fate, Settled, ShardSummary, Violation
 from manyhands.server.audit_story import Story
 from manyhands.server.log import (
@@ -91,7 +91,7 @@ class ShardAuditor:
         generation = self._generation_at(clock)
         return generation.slots if generation is not None else ()
 
-    def place(self, slot: int, clock: int) -> Place | None:
+    def place(self, slot: int, clock: int) -> BatchPlace | None:
         """The batch that slot and clock say, where they do."""
         generation = self._generation_at(clock)
         if not self._policy.by_clock or generation is None or slot not in generation.slots:

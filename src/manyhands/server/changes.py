@@ -12,11 +12,10 @@ __all__ = [
     "Assign",
     "Died",
     "Fail",
-    "Finished",
-    "Joined",
-    "Kill",
+    "KillMember",
     "Left",
-    "Lost",
+    "MemberJoined",
+    "MemberSilent",
     "MembershipAction",
     "MembershipEvent",
     "Over",
@@ -25,7 +24,8 @@ __all__ = [
     "Recovered",
     "Rejoin",
     "RemoveSlot",
-    "Silent",
+    "ShardLost",
+    "SlotFinished",
     "StartServer",
     "StartWorker",
 ]
@@ -35,7 +35,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class MemberJoined:
     """A process that was asked for has started, and can be spoken to."""
 
     member: int
@@ -50,7 +50,7 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
+class MemberSilent:
     """A member's heart has not beaten for too long: paused, starved, or cut off."""
 
     member: int
@@ -72,7 +72,7 @@ class Rejoin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class SlotFinished:
     """A worker has left its slot: everything is done (FINISHED), or the slot was removed (RETIRED)."""
 
     member: int
@@ -100,14 +100,14 @@ class RemoveSlot:
 
 
 MembershipEvent = (
-    Joined
+    MemberJoined
     | Died
-    | Silent
+    | MemberSilent
     | Installed
     | Concluded
     | Progressed
     | Rejoin
-    | Finished
+    | SlotFinished
     | Left
     | AddSlot
     | RemoveSlot
@@ -149,14 +149,14 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class KillMember:
     """Kill this member's process; its Died follows."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class ShardLost:
     """No replica of this shard is left: `member` is its primary in the next view, and must restore a snapshot."""
 
     shard: int
@@ -189,4 +189,6 @@ class Over:
     shards: tuple[int, ...]
 
 
-MembershipAction = Publish | StartServer | StartWorker | Assign | Kill | Lost | Recovered | Fail | Over
+MembershipAction = (
+    Publish | StartServer | StartWorker | Assign | KillMember | ShardLost | Recovered | Fail | Over
+)

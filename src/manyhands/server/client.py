@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.actions import Send
+from manyhands.server.actions import SendMessage
 from manyhands.server.messages import (
     LEAD,
     Ack,
@@ -95,7 +95,7 @@ class Leave:
     sentence: str
 
 
-ClientAction = Send | Compute | Flush | Wait | Leave
+ClientAction = SendMessage | Compute | Flush | Wait | Leave
 
 
 @dataclass(slots=True)
@@ -314,7 +314,7 @@ class ClientCore:
     def _greet(self, shard: _Shard) -> list[ClientAction]:
         shard.greeted = True
         hello = Hello(shard=shard.index, slot=self.slot, member=self.member, settled=shard.settled)
-        return [Send(to=shard.primary, message=hello)]
+        return [SendMessage(to=shard.primary, message=hello)]
 
     def _not_primary(self, shard: _Shard) -> list[ClientAction]:
         if not shard.greeted:
@@ -363,12 +363,12 @@ class ClientCore:
     def _send_read(self, shard: _Shard) -> list[ClientAction]:
         if shard.read is None or not shard.welcome or not self._out:
             return []
-        return [Send(to=shard.primary, message=shard.read)]
+        return [SendMessage(to=shard.primary, message=shard.read)]
 
     def _send_rows(self, shard: _Shard) -> list[ClientAction]:
         if shard.rows is None or not shard.welcome:
             return []
-        return [Send(to=shard.primary, message=shard.rows)]
+        return [SendMessage(to=shard.primary, message=shard.rows)]
 
     def _name_again(self, shard: _Shard, message: RowsUnknown) -> list[ClientAction]:
         """The shard does not know a row set by its name: what named it is sent once more."""
@@ -382,7 +382,7 @@ class ClientCore:
         if shard.push is None or not shard.welcome:
             return []
         shard.pushed = True
-        return [Send(to=shard.primary, message=shard.push)]
+        return [SendMessage(to=shard.primary, message=shard.push)]
 
     def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:
         shard.settled = max(shard.settled, message.clock)

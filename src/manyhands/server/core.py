@@ -29,11 +29,11 @@ from manyhands.server.messages import (
     Closing,
     Entry,
     Generation,
-    Lost,
     Outcome,
     Push,
     SlotsChanged,
     Update,
+    UpdatesLost,
     Work,
     WorkKind,
 )
@@ -271,7 +271,7 @@ class ShardCore:
                 self._assign(entry, change)
             case SlotsChanged():
                 self._change_slots(entry, change)
-            case Lost():
+            case UpdatesLost():
                 self._lose(entry, change)
             case Closing():
                 pass
@@ -322,7 +322,7 @@ class ShardCore:
         if slot in self._open and not any(clock >= until for clock in record.recent):
             self._open.discard(slot)
 
-    def _lose(self, lost: Lost, change: Change) -> None:
+    def _lose(self, lost: UpdatesLost, change: Change) -> None:
         record = self.table.record(lost.slot)
         first, until = record.next_clock, lost.until
         if until <= first:

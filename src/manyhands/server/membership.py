@@ -33,20 +33,20 @@ from manyhands.server.changes import (
     Assign,
     Died,
     Fail,
-    Finished,
-    Joined,
-    Kill,
+    KillMember,
     Left,
-    Lost,
+    MemberJoined,
     MembershipAction,
     MembershipEvent,
+    MemberSilent,
     Over,
     Progressed,
     Publish,
     Recovered,
     Rejoin,
     RemoveSlot,
-    Silent,
+    ShardLost,
+    SlotFinished,
     StartServer,
     StartWorker,
 )
@@ -191,17 +191,17 @@ class Membership:
         if member is None:
             return []  # it died, or goes by another number now
         match event:
-            case Joined():
+            case MemberJoined():
                 return self._join_server(member) if member.slot is None else self._join_worker(member)
             case Died(error=error):
                 return self._bury(member, error)
-            case Silent():
+            case MemberSilent():
                 return self._silent(member)
             case Progressed(clock=clock):
                 return self._progressed(member, clock)
             case Rejoin():
                 return self._rejoin(member)
-            case Finished(reason=reason):
+            case SlotFinished(reason=reason):
                 return self._finished(member, reason)
             case Left(shards=shards):
                 self._left |= self._served_by(member.number).intersection(shards)
@@ -234,7 +234,7 @@ class Membership:
             if not shard.primary:
                 shard.primary, shard.epoch = joined.number, shard.epoch + 1
                 self._restored = True
-                actions.append(Lost(shard=shard.number, member=joined.number))
+                actions.append(ShardLost(shard=shard.number, member=joined.number))
         for shard in self._shards:
             others = [member for member in self._serving() if member != shard.primary]
             if self._plan.replicas and not shard.backup and others:
@@ -384,7 +384,7 @@ class Membership:
     def _silent(self, member: _Member) -> list[MembershipAction]:
         match member.state:
             case _State.STARTING | _State.SERVING | _State.STANDBY:
-                return [Kill(member=member.number)]
+                return [KillMember(member=member.number)]
             case _State.WORKING:
                 member.state = _State.DEPOSED
                 slot = self._slots[member.slot] if member.slot is not None else None

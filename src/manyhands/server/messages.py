@@ -38,7 +38,6 @@ __all__ = [
     "Hello",
     "Install",
     "Installed",
-    "Lost",
     "Message",
     "NotPrimary",
     "Outcome",
@@ -53,6 +52,7 @@ __all__ = [
     "SlotView",
     "SlotsChanged",
     "Update",
+    "UpdatesLost",
     "View",
     "Welcome",
     "Work",
@@ -389,7 +389,7 @@ class SlotsChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class UpdatesLost:
     """An entry of a shard's log: updates of `slot` below clock `until` went with a server that had no replica."""
 
     slot: int
@@ -401,7 +401,7 @@ class Closing:
     """An entry of the lead's log: nobody is left who could send an update, so what waits makes the last step."""
 
 
-Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | Lost | Closing
+Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | UpdatesLost | Closing
 """Whatever changes the state of a shard; applied in the same order by the primary and by its backup."""
 
 

@@ -27,7 +27,7 @@ from manyhands.memory.segment import available_bytes
 from manyhands.randomness import preserved
 from manyhands.server.digests import layout_digest
 from manyhands.server.replay_order import ReplayOrder, steps_of
-from manyhands.server.replay_player import Difference, Player, Stage
+from manyhands.server.replay_player import Difference, Player, ReplayStage
 from manyhands.server.strategy import Ps
 from manyhands.server.updates import RunRecord, ShardLogs, read_computed, read_logs, read_record
 from manyhands.store.fingerprint import fingerprint
@@ -86,7 +86,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
         task = _built_in(path, directory.config)
         _require_room(path, task, record)
     with preserved(), _threads(record.threads):
-        stage = Stage(task, record, strategy)
+        stage = ReplayStage(task, record, strategy)
         _require_same_task(path, task, record, directory.config, stage)
         order = ReplayOrder(
             [steps_of(shard, logs.files[shard]) for shard in range(stage.layout.shards)],
@@ -180,7 +180,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _require_same_task(
-    path: Path, task: Task, record: RunRecord, config: Mapping[str, Any], stage: Stage
+    path: Path, task: Task, record: RunRecord, config: Mapping[str, Any], stage: ReplayStage
 ) -> None:
     """UserError names what of the task, the model or the optimizer is not as it was."""
     now = {

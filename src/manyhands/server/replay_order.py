@@ -21,12 +21,12 @@ from manyhands.server.log import RestoredRow, Row, StepRow, UpdateRow
 from manyhands.server.updates import ComputedRow
 
 __all__ = [
-    "Apply",
-    "Compute",
     "Forget",
-    "Keep",
     "ReplayAction",
+    "ReplayApply",
+    "ReplayCompute",
     "ReplayImpossible",
+    "ReplayKeep",
     "ReplayOrder",
     "num_batches",
     "steps_of",
@@ -41,7 +41,7 @@ class ReplayImpossible(ManyhandsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class ReplayKeep:
     """Copy the values of a shard, which is at this version and about to go on."""
 
     shard: int
@@ -57,7 +57,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class ReplayCompute:
     """Make a gradient of the versions that were read; these shards will apply it."""
 
     row: ComputedRow
@@ -67,13 +67,13 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apply:
+class ReplayApply:
     """Take one optimizer step of a shard; its gradients are not needed there again."""
 
     row: StepRow
 
 
-ReplayAction = Keep | Forget | Compute | Apply
+ReplayAction = ReplayKeep | Forget | ReplayCompute | ReplayApply
 
 
 def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
@@ -149,7 +149,7 @@ class ReplayOrder:
 
     def __iter__(self) -> Iterator[ReplayAction]:
         for action in _Walk(self._steps, self._ends, self._needed, self._before, self._versions).actions():
-            if isinstance(action, Compute):
+            if isinstance(action, ReplayCompute):
                 yield replace(action, undone=action.row.name in self._undone)
             else:
                 yield action
@@ -292,7 +292,7 @@ class _Walk:
             versions.get(name, end + 1) <= end
             for versions, end in zip(self._applied_as, self._ends, strict=True)
         ]
-        yield Compute(row=row, shards=tuple(shard for shard, uses in enumerate(used) if uses))
+        yield ReplayCompute(row=row, shards=tuple(shard for shard, uses in enumerate(used) if uses))
         self._done.add(name)
         for shard, version in sorted(row.reads):
             self._unread[shard, version] -= 1
@@ -316,8 +316,8 @@ class _Walk:
     def _go_on(self, shard: int) -> Iterator[ReplayAction]:
         at = self._at[shard]
         if self._is_unread(shard):
-            yield Keep(shard=shard, version=at)
-        yield Apply(row=self._steps[shard][at])
+            yield ReplayKeep(shard=shard, version=at)
+        yield ReplayApply(row=self._steps[shard][at])
         self._at[shard] = at + 1
         self._arrive(shard)
 

@@ -21,7 +21,14 @@ from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.row_payloads import pack
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import LEAD
-from manyhands.server.replay_order import Apply, Compute, Forget, Keep, ReplayOrder, num_batches
+from manyhands.server.replay_order import (
+    Forget,
+    ReplayApply,
+    ReplayCompute,
+    ReplayKeep,
+    ReplayOrder,
+    num_batches,
+)
 from manyhands.server.store import Contribution, ShardStore
 from manyhands.server.strategy import Ps
 from manyhands.server.updates import ComputedRow, RunRecord
@@ -29,7 +36,7 @@ from manyhands.store.fingerprint import parameter_shapes
 from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 
-__all__ = ["Difference", "Player", "Stage"]
+__all__ = ["Difference", "Player", "ReplayStage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +53,7 @@ class Difference:
     sentence: str
 
 
-class Stage:
+class ReplayStage:
     """What a worker and all servers of the run had, in one process; a context manager."""
 
     def __init__(self, task: Task, record: RunRecord, strategy: Ps) -> None:
@@ -67,7 +74,7 @@ class Stage:
         self.has_buffers = any(True for _ in built.model.buffers())
         self._model, self._sparse = built.model, task.sparse
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ReplayStage:
         self.area = WorkerArea.create(self.layout)
         self.replica = ReplicaModel(self._model, self.layout, self.area)
         self.replica.model.train()
@@ -107,7 +114,7 @@ class _Values:
 class Player:
     """Does what the order says."""
 
-    def __init__(self, stage: Stage, order: ReplayOrder) -> None:
+    def __init__(self, stage: ReplayStage, order: ReplayOrder) -> None:
         self._stage, self._order, self._layout = stage, order, stage.layout
         shards = range(stage.layout.shards)
         self._stores = [stage.store(shard) for shard in shards]
@@ -131,14 +138,14 @@ class Player:
             self._end(shard)
         for action in self._order:
             match action:
-                case Compute():
+                case ReplayCompute():
                     difference = self._compute(action)
                     if difference is not None:
                         self._stopped = True
                         return difference
-                case Apply():
+                case ReplayApply():
                     self._apply(action)
-                case Keep(shard=shard, version=version):
+                case ReplayKeep(shard=shard, version=version):
                     self._kept[shard, version] = self._values(shard)
                 case Forget(shard=shard, version=version):
                     del self._kept[shard, version]
@@ -167,7 +174,7 @@ class Player:
 
     # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _compute(self, compute: Compute) -> Difference | None:
+    def _compute(self, compute: ReplayCompute) -> Difference | None:
         row, stage = compute.row, self._stage
         for shard, version in enumerate(row.versions):
             kept = self._kept.get((shard, version))
@@ -238,7 +245,7 @@ class Player:
             ),
         )
 
-    def _apply(self, apply: Apply) -> None:
+    def _apply(self, apply: ReplayApply) -> None:
         row = apply.row
         shard = row.shard
         contributions = [
@@ -252,7 +259,7 @@ class Player:
                 self._note_lead(apply)
         self._end(shard)
 
-    def _note_lead(self, apply: Apply) -> None:
+    def _note_lead(self, apply: ReplayApply) -> None:
         """Take the loss of a step, and the buffers of who made its last update: those of the model, if it ends here."""
         parts = [self._computed.pop(update.name) for update in apply.row.updates]
         share = sum(part.share for part in parts)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from manyhands.server.actions import Action, Discard, Drop, Keep, Load, Send
+from manyhands.server.actions import Action, Discard, Drop, Keep, Load, SendMessage
 from manyhands.server.core import Hold, ShardConfig, ShardCore
 from manyhands.server.messages import (
     LAUNCHER,
@@ -38,7 +38,6 @@ from manyhands.server.messages import (
     Hello,
     Install,
     Installed,
-    Lost,
     Message,
     NotPrimary,
     Outcome,
@@ -49,6 +48,7 @@ from manyhands.server.messages import (
     RowValues,
     ShardView,
     SlotsChanged,
+    UpdatesLost,
     View,
     Welcome,
     Yield,
@@ -56,10 +56,10 @@ from manyhands.server.messages import (
 from manyhands.server.steps import Change
 from manyhands.server.unconfirmed import Unconfirmed
 
-__all__ = ["Role", "ShardReplica"]
+__all__ = ["ReplicaRole", "ShardReplica"]
 
 
-class Role(Enum):
+class ReplicaRole(Enum):
     """What a server is to a shard."""
 
     PRIMARY = auto()
@@ -81,7 +81,7 @@ class ShardReplica:
         self.config = config
         self.member = member
         self.core = self._make_core(None)
-        self.role = Role.EMPTY
+        self.role = ReplicaRole.EMPTY
         self.epoch = -1
         self._restored = False
         self._owes_word = False  # to the launcher, that a restored shard has said all that was lost
@@ -133,7 +133,7 @@ class ShardReplica:
             actions = self._serve(mine, changed)
             actions += self._tell_others(before) if self.config.leads else self._ask_lead(before)
             return actions + self._settle_membership()
-        stays = mine.backup == self.member and self.role is Role.BACKUP
+        stays = mine.backup == self.member and self.role is ReplicaRole.BACKUP
         return self._step_down() if changed and not stays else []
 
     def _know(self, slot: int, member: int) -> None:
@@ -146,13 +146,13 @@ class ShardReplica:
 
     def _serve(self, mine: ShardView, changed: bool) -> list[Action]:
         actions: list[Action] = []
-        if self.role is Role.EMPTY and self._restored:
+        if self.role is ReplicaRole.EMPTY and self._restored:
             actions += self.core.restore(mine.epoch)
             self._owes_word = True
-        elif self.role is Role.EMPTY:
+        elif self.role is ReplicaRole.EMPTY:
             actions += self.core.open_log()
-        if self.role is not Role.PRIMARY:
-            self.role = Role.PRIMARY
+        if self.role is not ReplicaRole.PRIMARY:
+            self.role = ReplicaRole.PRIMARY
             self._mark = self.core.mark
             self._listening = bool(self.core.awaiting)
         if not changed:
@@ -166,7 +166,7 @@ class ShardReplica:
             install = Install(
                 shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence, state=state
             )
-            actions.append(Send(to=self._backup, message=install))
+            actions.append(SendMessage(to=self._backup, message=install))
         return actions
 
     def _tell_others(self, before: dict[int, tuple[int, int]]) -> list[Action]:
@@ -180,9 +180,9 @@ class ShardReplica:
                 actions += [self._tell(primary, told) for told in self.core.greetings_to(shard)]
         return actions
 
-    def _tell(self, to: int, message: Chosen | ChosenKept) -> Send:
+    def _tell(self, to: int, message: Chosen | ChosenKept) -> SendMessage:
         """What one shard says to another counts as long as its sender serves."""
-        return Send(to=to, message=replace(message, epoch=self.epoch))
+        return SendMessage(to=to, message=replace(message, epoch=self.epoch))
 
     def _ask_lead(self, before: dict[int, tuple[int, int]]) -> list[Action]:
         """At another shard: let the lead know who serves it now; what it said before we knew went unheard."""
@@ -199,7 +199,7 @@ class ShardReplica:
         if self._owes_word:  # not before: the launcher ends a run that has nothing else to do
             self._owes_word = False
             installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
-            actions.append(Send(to=LAUNCHER, message=installed))
+            actions.append(SendMessage(to=LAUNCHER, message=installed))
         if self.config.leads:
             actions += self._change_slots()
         return actions + self._conclude()
@@ -229,7 +229,7 @@ class ShardReplica:
         if not self.core.concluded or self._concluded == self._view.epoch:
             return []
         self._concluded = self._view.epoch
-        return [Send(to=LAUNCHER, message=Concluded(shard=self.config.shard, view=self._view.epoch))]
+        return [SendMessage(to=LAUNCHER, message=Concluded(shard=self.config.shard, view=self._view.epoch))]
 
     def _change_slots(self) -> list[Action]:
         coming = [entry.slots for entry in self._in_flight if isinstance(entry, SlotsChanged)]
@@ -246,8 +246,8 @@ class ShardReplica:
 
     def _step_down(self) -> list[Action]:
         """Somebody else serves: forget everything; what was in flight was never acknowledged."""
-        had_something = self.role is not Role.EMPTY
-        self.role = Role.EMPTY
+        had_something = self.role is not ReplicaRole.EMPTY
+        self.role = ReplicaRole.EMPTY
         self.core = self._make_core(None)
         self._restored = self._owes_word = False
         self._backup = 0
@@ -293,8 +293,8 @@ class ShardReplica:
         """
         if isinstance(message, Forward):
             is_next = message.sequence == self.core.sequence + 1
-            return self.role is Role.BACKUP and message.epoch >= self.epoch and is_next
-        if self.role is not Role.PRIMARY or self.core.awaiting:
+            return self.role is ReplicaRole.BACKUP and message.epoch >= self.epoch and is_next
+        if self.role is not ReplicaRole.PRIMARY or self.core.awaiting:
             return False
         fenced = message.member < self._holders.get(message.slot, 0)
         return self._is_open(message) and (not fenced or self._unconfirmed.hears(message))
@@ -311,15 +311,15 @@ class ShardReplica:
         return self._holders[min(others)] if self._held and others else None
 
     def _outlived(self, message: Yield) -> bool:
-        return self.role is Role.PRIMARY and message.epoch > self.epoch
+        return self.role is ReplicaRole.PRIMARY and message.epoch > self.epoch
 
     def _serve_worker(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
-        if self.role is not Role.PRIMARY or self.core.awaiting:
-            return [Send(to=sender, message=NotPrimary(shard=self.config.shard, epoch=self.epoch))]
+        if self.role is not ReplicaRole.PRIMARY or self.core.awaiting:
+            return [SendMessage(to=sender, message=NotPrimary(shard=self.config.shard, epoch=self.epoch))]
         self._know(message.slot, message.member)
         holder = self._holders[message.slot]
         if message.member < holder:
-            fenced = Send(
+            fenced = SendMessage(
                 to=sender, message=Fenced(shard=self.config.shard, slot=message.slot, holder=holder)
             )
             if isinstance(message, Push) and self._unconfirmed.hears(message) and self._is_open(message):
@@ -342,7 +342,7 @@ class ShardReplica:
                 return actions + self._look_at(message.slot)
             case ReadRows(slot=slot, clock=clock):
                 values = RowValues(shard=self.config.shard, slot=slot, clock=clock, version=self.core.version)
-                return [Send(to=sender, message=values)]
+                return [SendMessage(to=sender, message=values)]
 
     def _greet(self, hello: Hello) -> list[Action]:
         """Log what was lost since the worker was last told of it, then welcome it."""
@@ -368,7 +368,7 @@ class ShardReplica:
             version=self.core.version,
             arrived=arrived if arrived > next_clock else 0,
         )
-        return [Send(to=hello.member, message=welcome)]
+        return [SendMessage(to=hello.member, message=welcome)]
 
     def _next_to_take(self, slot: int) -> int | None:
         """The lowest clock of a slot that is neither settled nor in flight."""
@@ -414,12 +414,12 @@ class ShardReplica:
         copy = self.config.policy.outlives_read
         return Keep(shard=self.config.shard, slot=push.slot, clock=push.clock, copy=copy)
 
-    def _ack(self, push: Push, outcome: Outcome) -> Send:
+    def _ack(self, push: Push, outcome: Outcome) -> SendMessage:
         ack = Ack(shard=self.config.shard, slot=push.slot, clock=push.clock, outcome=outcome)
-        return Send(to=self._holders.get(push.slot, push.member), message=ack)
+        return SendMessage(to=self._holders.get(push.slot, push.member), message=ack)
 
     def _take_chosen(self, chosen: Chosen, sender: int) -> list[Action]:
-        if self.role is not Role.PRIMARY or self.config.leads:
+        if self.role is not ReplicaRole.PRIMARY or self.config.leads:
             return []  # the lead tells whoever becomes primary
         if (chosen.epoch, sender) < self._lead:
             return []  # on its way since before that lead was replaced; its successor tells us all of it again
@@ -429,7 +429,7 @@ class ShardReplica:
         return self._append(chosen)
 
     def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
-        if self.role is not Role.PRIMARY or not self.config.leads:
+        if self.role is not ReplicaRole.PRIMARY or not self.config.leads:
             return []  # whoever becomes primary of the lead greets everybody
         if kept.epoch < self._primaries.get(kept.shard, (0, 0))[0]:
             return []  # of a primary that was replaced; its successor asks
@@ -445,14 +445,14 @@ class ShardReplica:
         actions: list[Action] = []
         if self._backup:
             forward = Forward(shard=self.config.shard, epoch=self.epoch, sequence=self.sequence, entry=entry)
-            actions.append(Send(to=self._backup, message=forward))
+            actions.append(SendMessage(to=self._backup, message=forward))
         return actions + self._commit_safe()
 
     def _append_lost(self, slot: int, until: int) -> list[Action]:
         self._taken[slot] = until
         held = self._unconfirmed.resolve(slot) if self._unconfirmed.arrived(slot) <= until else None
         dropped = [] if held is None else self._drop(held)
-        return [*dropped, *self._append(Lost(slot=slot, until=until))]
+        return [*dropped, *self._append(UpdatesLost(slot=slot, until=until))]
 
     def _safe_sequence(self) -> int:
         """The last entry that survives as many deaths as the run promises."""
@@ -472,7 +472,7 @@ class ShardReplica:
             case Push():
                 actions.append(self._ack(entry, change.outcome))
                 self._land(entry.slot)
-            case Lost():
+            case UpdatesLost():
                 self._land(entry.slot)
             case Chosen():
                 if self._lead[1]:  # else whoever is to lead will greet us
@@ -548,12 +548,12 @@ class ShardReplica:
             work=answer,
             waited_for=waited_for if waited_for != slot else -1,
         )
-        return [Send(to=read.member, message=parameters)]
+        return [SendMessage(to=read.member, message=parameters)]
 
     # ── replication ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_forwarded(self, message: Forwarded) -> list[Action]:
-        if self.role is not Role.PRIMARY or message.epoch != self.epoch:
+        if self.role is not ReplicaRole.PRIMARY or message.epoch != self.epoch:
             return []
         self._forwarded = max(self._forwarded, message.sequence)
         return self._commit_safe()
@@ -561,7 +561,7 @@ class ShardReplica:
     def _take_forward(self, message: Forward, sender: int) -> list[Action]:
         if message.epoch < self.epoch:
             return self._refuse(sender)
-        if self.role is not Role.BACKUP or message.sequence > self.core.sequence + 1:
+        if self.role is not ReplicaRole.BACKUP or message.sequence > self.core.sequence + 1:
             return []
         actions: list[Action] = []
         if message.sequence == self.core.sequence + 1:
@@ -576,24 +576,24 @@ class ShardReplica:
             return self._refuse(sender)
         self._step_down()
         self.core = self._make_core(json.loads(message.state))
-        self.role, self.epoch, self._primary = Role.BACKUP, message.epoch, sender
+        self.role, self.epoch, self._primary = ReplicaRole.BACKUP, message.epoch, sender
         installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
         return [
             Load(shard=self.config.shard),
             *self.core.open_log(),
             self._forwarded_to(sender),
-            Send(to=LAUNCHER, message=installed),
+            SendMessage(to=LAUNCHER, message=installed),
         ]
 
-    def _forwarded_to(self, sender: int) -> Send:
+    def _forwarded_to(self, sender: int) -> SendMessage:
         forwarded = Forwarded(shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence)
-        return Send(to=sender, message=forwarded)
+        return SendMessage(to=sender, message=forwarded)
 
     def _refuse(self, sender: int) -> list[Action]:
         """Tell a server that claims the shard by an older epoch, unless it serves in the new one too."""
         if sender == self._primary:
             return []
-        return [Send(to=sender, message=Yield(shard=self.config.shard, epoch=self.epoch))]
+        return [SendMessage(to=sender, message=Yield(shard=self.config.shard, epoch=self.epoch))]
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from manyhands.server.actions import Action, Send
+from manyhands.server.actions import Action, SendMessage
 from manyhands.server.messages import (
     LEAD,
     Chosen,
@@ -78,7 +78,7 @@ class ServerCore:
         if replica is not None:
             return replica.handle(message, sender)
         if isinstance(message, Hello | Read | ReadRows | Push):
-            return [Send(to=sender, message=NotPrimary(shard=shard, epoch=-1))]
+            return [SendMessage(to=sender, message=NotPrimary(shard=shard, epoch=-1))]
         return []  # of a part in the shard that this server does not have yet, or had in an earlier life
 
     def _replica(self, shard: int) -> ShardReplica:

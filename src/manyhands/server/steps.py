@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.consistency.policy import Group, Policy, blend
 from manyhands.errors import UserError
-from manyhands.server.actions import Action, Apply, Contribution, Drop, Log
+from manyhands.server.actions import Action, Apply, Drop, Log, UpdateFactor
 from manyhands.server.decisions import Decision
 from manyhands.server.log import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
 from manyhands.server.messages import LEAD, Outcome, Push
@@ -267,7 +267,7 @@ class Steps:
         if change.outcome is Outcome.ACCEPTED:
             change.outcome = Outcome.APPLIED
         contributions = tuple(
-            Contribution(slot=push.slot, clock=push.clock, factor=factor)
+            UpdateFactor(slot=push.slot, clock=push.clock, factor=factor)
             for push, factor in zip(pushes, factors, strict=True)
         )
         apply = Apply(

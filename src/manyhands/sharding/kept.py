@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 
-__all__ = ["Kept", "kept_by"]
+__all__ = ["KeptState", "kept_by"]
 
 _STAND_IN = (3,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptState:
     """One tensor of the state of a parameter; `dtype` None for a value that is always None."""
 
     name: str
@@ -36,13 +36,13 @@ class Kept:
         return self.shape.numel() * self.dtype.itemsize if self.dtype is not None else 0
 
 
-def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[Kept]]:
+def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
     """By trainable parameter of `optimizer`: the state that it will have after its first step.
 
     What it has already, from the constructor or from a checkpoint, counts as it is. The optimizer itself is left alone.
     """
     made = _try_out(optimizer)
-    kept: dict[nn.Parameter, list[Kept]] = {}
+    kept: dict[nn.Parameter, list[KeptState]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -86,9 +86,9 @@ def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype], dict[str, An
     return {key: double.state.get(stand_in, {}) for key, stand_in in stand_ins.items()}
 
 
-def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: torch.Size) -> Kept:
+def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: torch.Size) -> KeptState:
     if value is None:
-        return Kept(name=name, shape=torch.Size(), dtype=None)
+        return KeptState(name=name, shape=torch.Size(), dtype=None)
     kind = type(optimizer).__name__
     if not isinstance(value, Tensor):
         raise UserError(
@@ -100,4 +100,4 @@ def _kept(optimizer: Optimizer, name: str, value: Any, like: torch.Size, shape: 
             f"optimizer {kind} keeps a state {name!r} of shape {tuple(value.shape)}, which workers cannot share; it "
             "must have the shape of its parameter, or none"
         )
-    return Kept(name=name, shape=shape if value.shape == like else torch.Size(), dtype=value.dtype)
+    return KeptState(name=name, shape=shape if value.shape == like else torch.Size(), dtype=value.dtype)

@@ -7,42 +7,42 @@ from __future__ import annotations
 
 from manyhands.simulate.driver import Observer, simulate
 from manyhands.simulate.faults import (
-    AddWorker,
     Fault,
+    FaultRole,
     Kill,
     Pause,
-    RemoveWorker,
-    Role,
     SlowLink,
+    WorkerComes,
+    WorkerGoes,
     draw_faults,
     draw_storm,
 )
-from manyhands.simulate.models import Ledger, Model, Store, Trained
+from manyhands.simulate.models import Ledger, Model, SimulatedTrained, Store
 from manyhands.simulate.network import NetworkModel
 from manyhands.simulate.run import SimulatedRun
 from manyhands.simulate.spec import ComputeModel, SimulationSpec, Timing
-from manyhands.simulate.witness import Promise, Witness
+from manyhands.simulate.witness import Witness, WitnessedPromise
 
 __all__ = [
-    "AddWorker",
     "ComputeModel",
     "Fault",
+    "FaultRole",
     "Kill",
     "Ledger",
     "Model",
     "NetworkModel",
     "Observer",
     "Pause",
-    "Promise",
-    "RemoveWorker",
-    "Role",
     "SimulatedRun",
+    "SimulatedTrained",
     "SimulationSpec",
     "SlowLink",
     "Store",
     "Timing",
-    "Trained",
     "Witness",
+    "WitnessedPromise",
+    "WorkerComes",
+    "WorkerGoes",
     "draw_faults",
     "draw_storm",
     "simulate",

@@ -17,23 +17,23 @@ from manyhands.server.changes import (
     Assign,
     Died,
     Fail,
-    Finished,
-    Joined,
+    KillMember,
     Left,
-    Lost,
+    MemberJoined,
     MembershipAction,
     MembershipEvent,
+    MemberSilent,
     Over,
     Progressed,
     Publish,
     Recovered,
     Rejoin,
     RemoveSlot,
-    Silent,
+    ShardLost,
+    SlotFinished,
     StartServer,
     StartWorker,
 )
-from manyhands.server.changes import Kill as KillMember
 from manyhands.server.client import Leave, Reason
 from manyhands.server.membership import Membership, MembershipPlan
 from manyhands.server.messages import (
@@ -52,21 +52,21 @@ from manyhands.server.messages import (
 from manyhands.server.server import ServerCore
 from manyhands.server.steps import ShardConfig
 from manyhands.simulate.clock import Agenda
-from manyhands.simulate.faults import AddWorker, Fault, Kill, Pause, RemoveWorker, Role, SlowLink
+from manyhands.simulate.faults import Fault, FaultRole, Kill, Pause, SlowLink, WorkerComes, WorkerGoes
 from manyhands.simulate.models import Store
 from manyhands.simulate.network import Network
 from manyhands.simulate.processes import (
     Assignment,
     Copy,
     Item,
-    LeaveShards,
-    Letter,
     Process,
     Restore,
     ServerProcess,
+    ShardsToLeave,
+    SimulatedLetter,
     WorkerProcess,
 )
-from manyhands.simulate.run import Happening, SimulatedRun, WorkerTimes
+from manyhands.simulate.run import SimulatedHappening, SimulatedRun, WorkerTimes
 from manyhands.simulate.spec import SimulationSpec
 
 __all__ = ["Observer", "new_server", "simulate"]
@@ -92,7 +92,7 @@ class Observer:
     def over(self, shard: int, server: ServerProcess) -> None:
         """All is over, perhaps once more: `server` is to leave the shard as it is."""
 
-    def happens(self, happening: Happening) -> None:
+    def happens(self, happening: SimulatedHappening) -> None:
         """A fault, a recovery or a loss."""
 
 
@@ -144,7 +144,7 @@ class _Simulation:
         self._snapshots: dict[int, Copy] = {}
         self._waiting_since_s: dict[int, float] = {}
         self._times: dict[int, WorkerTimes] = defaultdict(WorkerTimes)
-        self._happenings: list[Happening] = []
+        self._happenings: list[SimulatedHappening] = []
         self._wounds: set[str] = set()
         self._deferred: deque[Fault] = deque()
         self._died_s: dict[int, float] = {}
@@ -202,7 +202,9 @@ class _Simulation:
         num_bytes = self._payload_bytes if isinstance(message, _CARRIERS) else 0
         at_s = self._network.arrival_s(source, to, num_bytes, self._agenda.now_s + after_s)
         if to != LAUNCHER:
-            self._agenda.at(at_s, self._arrive, to, Letter(source, message, payload, self._agenda.now_s))
+            self._agenda.at(
+                at_s, self._arrive, to, SimulatedLetter(source, message, payload, self._agenda.now_s)
+            )
         elif isinstance(message, Installed):
             self._agenda.at(at_s, self._installed, message)
         elif isinstance(message, Concluded):
@@ -236,7 +238,7 @@ class _Simulation:
             case Reason.FENCED:
                 event = Rejoin(member=worker.member)
             case Reason.FINISHED | Reason.RETIRED:
-                event = Finished(member=worker.member, reason=leave.reason)
+                event = SlotFinished(member=worker.member, reason=leave.reason)
             case Reason.REFUSED:
                 raise ManyhandsError(leave.sentence)
         self._note(f"left: {leave.sentence}", worker.member)
@@ -266,11 +268,13 @@ class _Simulation:
 
     def _arrive(self, to: int, item: Item) -> None:
         process = self._processes.get(to)
-        if process is None or (self._died_s and isinstance(item, Letter) and self._cut_off(to, item)):
+        if process is None or (
+            self._died_s and isinstance(item, SimulatedLetter) and self._cut_off(to, item)
+        ):
             return
         self._put(process, item)
 
-    def _cut_off(self, to: int, letter: Letter) -> bool:
+    def _cut_off(self, to: int, letter: SimulatedLetter) -> bool:
         """Whether a letter went down with its sender: of what a dying process said last, any end may be missing."""
         died_s = self._died_s.get(letter.source)
         if died_s is None:
@@ -307,7 +311,7 @@ class _Simulation:
         self._tell(message)
         first = f"first copy of shard {message.shard}"
         if first in self._wounds and sum(wound.startswith("first copy") for wound in self._wounds) == 1:
-            self._observer.happens(Happening(self._agenda.now_s, "first copies", message.member))
+            self._observer.happens(SimulatedHappening(self._agenda.now_s, "first copies", message.member))
         self._heal(first)
 
     def _obey(self, actions: list[MembershipAction]) -> None:
@@ -325,7 +329,7 @@ class _Simulation:
                     self._assign(member, as_member, slot)
                 case KillMember(member=member):
                     self._kill(self._processes[member])
-                case Lost(shard=shard, member=member):
+                case ShardLost(shard=shard, member=member):
                     copy = self._snapshots[shard]
                     self._note(f"shard {shard} restored", member)
                     self._observer.restores(shard, copy, self._agenda.now_s)
@@ -341,7 +345,7 @@ class _Simulation:
                     self._observe_end(shards)
                     for server in self._servers:
                         if server.alive and server.joined:
-                            self._instruct(server.member, LeaveShards(shards))
+                            self._instruct(server.member, ShardsToLeave(shards))
 
     def _observe_end(self, shards: tuple[int, ...]) -> None:
         for place in self._view.shards if self._view is not None else ():
@@ -357,7 +361,7 @@ class _Simulation:
     def _join(self, process: Process) -> None:
         if process.alive:
             process.joined = True
-            self._tell(Joined(member=process.known_as))
+            self._tell(MemberJoined(member=process.known_as))
 
     def _instruct(self, member: int, item: Item) -> None:
         at_s = self._network.arrival_s(LAUNCHER, member, 0, self._agenda.now_s)
@@ -376,7 +380,7 @@ class _Simulation:
         self._view = view
         for member, process in self._processes.items():
             if process.joined and process.alive:
-                self._instruct(member, Letter(LAUNCHER, view))
+                self._instruct(member, SimulatedLetter(LAUNCHER, view))
 
     def _begin(self) -> None:
         """The first view: training begins, and the faults are counted from here."""
@@ -408,10 +412,10 @@ class _Simulation:
         if self._spec.one_at_a_time and self._wounds and isinstance(fault, Kill | Pause):
             self._deferred.append(fault)
             return
-        if isinstance(fault, AddWorker):
+        if isinstance(fault, WorkerComes):
             self._note("one more worker", LAUNCHER)
             self._tell(AddSlot())
-        elif isinstance(fault, RemoveWorker):
+        elif isinstance(fault, WorkerGoes):
             self._remove(fault.pick)
         else:
             members = sorted(
@@ -445,7 +449,7 @@ class _Simulation:
         self._note(f"{process.role.value} killed", process.known_as)
         process.alive = False
         self._died_s[process.member] = self._agenda.now_s
-        if process.role is Role.SERVER:
+        if process.role is FaultRole.SERVER:
             self._wounds.add("every shard")
         held = (p.slot for p in self._membership.view.slots if p.member == process.known_as)
         self._wounds.update(f"slot {slot}" for slot in held)
@@ -462,7 +466,7 @@ class _Simulation:
         self._note(f"{process.role.value} paused for {seconds:.3g} s", process.known_as)
         process.paused = True
         wound = f"pause at {now_s}"
-        if process.role is Role.SERVER:
+        if process.role is FaultRole.SERVER:
             self._wounds.add(wound)
         if seconds >= self._spec.timing.silent_after_s:
             self._agenda.at(now_s + self._spec.timing.silent_after_s, self._notice, process)
@@ -470,7 +474,7 @@ class _Simulation:
 
     def _notice(self, process: Process) -> None:
         if process.alive:
-            self._tell(Silent(member=process.known_as))
+            self._tell(MemberSilent(member=process.known_as))
 
     def _resume(self, process: Process, wound: str) -> None:
         process.paused = False
@@ -485,6 +489,6 @@ class _Simulation:
 
     def _note(self, what: str, member: int) -> None:
         slots = (place.slot for place in self._membership.view.slots if place.member == member)
-        happening = Happening(self._agenda.now_s, what, member, next(slots, -1))
+        happening = SimulatedHappening(self._agenda.now_s, what, member, next(slots, -1))
         self._happenings.append(happening)
         self._observer.happens(happening)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from manyhands.consistency.parse import parse_consistency
 from manyhands.simulate.driver import simulate
-from manyhands.simulate.models import Trained
+from manyhands.simulate.models import SimulatedTrained
 from manyhands.simulate.spec import ComputeModel, SimulationSpec
 
 __all__ = [
@@ -170,7 +170,7 @@ def _layer(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
     return layer
 
 
-def _digits_model(rate: float, seed: int, batch_size: int) -> Trained:
+def _digits_model(rate: float, seed: int, batch_size: int) -> SimulatedTrained:
     images, labels, _, _ = _digits()
     generator = torch.Generator().manual_seed(seed)
     module = nn.Sequential(_layer(64, 32, generator), nn.ReLU(), _layer(32, 10, generator))
@@ -191,4 +191,4 @@ def _digits_model(rate: float, seed: int, batch_size: int) -> Trained:
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=rate)
 
-    return Trained(module, loss, optimizer, weight)
+    return SimulatedTrained(module, loss, optimizer, weight)

@@ -14,19 +14,19 @@ from enum import Enum
 from manyhands.errors import UserError
 
 __all__ = [
-    "AddWorker",
     "Fault",
+    "FaultRole",
     "Kill",
     "Pause",
-    "RemoveWorker",
-    "Role",
     "SlowLink",
+    "WorkerComes",
+    "WorkerGoes",
     "draw_faults",
     "draw_storm",
 ]
 
 
-class Role(Enum):
+class FaultRole(Enum):
     """Whom a fault befalls."""
 
     WORKER = "worker"
@@ -43,7 +43,7 @@ class Kill:
     """A process ends without a word (kill -9)."""
 
     at_s: float
-    role: Role
+    role: FaultRole
     pick: int
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Pause:
 
     at_s: float
     seconds: float
-    role: Role
+    role: FaultRole
     pick: int
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class SlowLink:
     at_s: float
     seconds: float
     factor: float
-    role: Role
+    role: FaultRole
     pick: int
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class SlowLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddWorker:
+class WorkerComes:
     """The user asks for one more worker."""
 
     at_s: float
@@ -91,7 +91,7 @@ class AddWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveWorker:
+class WorkerGoes:
     """The user removes a slot; not the last one."""
 
     at_s: float
@@ -101,7 +101,7 @@ class RemoveWorker:
         _check("at_s", self.at_s)
 
 
-Fault = Kill | Pause | SlowLink | AddWorker | RemoveWorker
+Fault = Kill | Pause | SlowLink | WorkerComes | WorkerGoes
 
 
 def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) -> tuple[Fault, ...]:
@@ -110,10 +110,10 @@ def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) 
     What a seed means never changes, here and in `draw_storm`: seeds that failed once are kept as tests.
     """
     draw = random.Random(f"faults {seed}")
-    kinds = [Kill, Kill, Pause, SlowLink, *([AddWorker, RemoveWorker] if resize else [])]
+    kinds = [Kill, Kill, Pause, SlowLink, *([WorkerComes, WorkerGoes] if resize else [])]
     faults: list[Fault] = []
     for at_s in sorted(draw.uniform(0, until_s) for _ in range(count)):
-        kind, role, pick = draw.choice(kinds), draw.choice(list(Role)), draw.randrange(2**16)
+        kind, role, pick = draw.choice(kinds), draw.choice(list(FaultRole)), draw.randrange(2**16)
         seconds = draw.choice([0.02, 0.2, 1.0]) * until_s * draw.random()
         if kind is Kill:
             faults.append(Kill(at_s=at_s, role=role, pick=pick))
@@ -122,10 +122,10 @@ def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) 
         elif kind is SlowLink:
             factor = draw.choice([3.0, 30.0, 300.0])
             faults.append(SlowLink(at_s=at_s, seconds=seconds, factor=factor, role=role, pick=pick))
-        elif kind is AddWorker:
-            faults.append(AddWorker(at_s=at_s))
+        elif kind is WorkerComes:
+            faults.append(WorkerComes(at_s=at_s))
         else:
-            faults.append(RemoveWorker(at_s=at_s, pick=pick))
+            faults.append(WorkerGoes(at_s=at_s, pick=pick))
     return tuple(faults)
 
 
@@ -136,7 +136,7 @@ def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault
     mostly joins and leaves), and faults come in bursts: the next strikes while the last is being noticed or made good.
     """
     draw = random.Random(f"storm {seed}")
-    kinds: list[type[Fault]] = [Kill, Pause, SlowLink, *([AddWorker, RemoveWorker] if resize else [])]
+    kinds: list[type[Fault]] = [Kill, Pause, SlowLink, *([WorkerComes, WorkerGoes] if resize else [])]
     weights = [draw.choice([0.0, 1.0, 1.0, 4.0]) for _ in kinds]
     if not any(weights):
         weights[0] = 1.0
@@ -152,7 +152,7 @@ def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault
 
 
 def _drawn_fault(draw: random.Random, kind: type[Fault], at_s: float, until_s: float) -> Fault:
-    role, pick = draw.choice(list(Role)), draw.randrange(2**16)
+    role, pick = draw.choice(list(FaultRole)), draw.randrange(2**16)
     seconds = until_s * 10 ** draw.uniform(-2.5, 0.3)
     if kind is Kill:
         return Kill(at_s=at_s, role=role, pick=pick)
@@ -160,4 +160,4 @@ def _drawn_fault(draw: random.Random, kind: type[Fault], at_s: float, until_s: f
         return Pause(at_s=at_s, seconds=seconds, role=role, pick=pick)
     if kind is SlowLink:
         return SlowLink(at_s=at_s, seconds=seconds, factor=300 ** draw.random(), role=role, pick=pick)
-    return AddWorker(at_s=at_s) if kind is AddWorker else RemoveWorker(at_s=at_s, pick=pick)
+    return WorkerComes(at_s=at_s) if kind is WorkerComes else WorkerGoes(at_s=at_s, pick=pick)

@@ -19,7 +19,16 @@ from torch import nn
 from manyhands.errors import UserError
 from manyhands.server.messages import Work
 
-__all__ = ["Gradient", "Ledger", "LedgerStore", "Mark", "Model", "Seen", "Store", "Trained"]
+__all__ = [
+    "Gradient",
+    "Ledger",
+    "LedgerStore",
+    "Model",
+    "SimulatedMark",
+    "SimulatedSeen",
+    "SimulatedTrained",
+    "Store",
+]
 
 Gradient = Any
 """What a worker pushes to one shard: whatever its `Model` makes and its `Store` takes."""
@@ -58,7 +67,7 @@ class Model(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SimulatedMark:
     """An update that is nothing but its name."""
 
     slot: int
@@ -69,7 +78,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SimulatedSeen:
     """What a worker read: the first `length` groups of what this store had applied."""
 
     store: LedgerStore
@@ -80,18 +89,18 @@ class LedgerStore(Store):
     """A list of the groups of updates that were applied, in order."""
 
     def __init__(self) -> None:
-        self.groups: list[tuple[Mark, ...]] = []
+        self.groups: list[tuple[SimulatedMark, ...]] = []
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
         """Write the group down; its rate is in the log."""
         del rate
         self.groups.append(tuple(mark for _, mark in gradients))
 
-    def read(self) -> Seen:
+    def read(self) -> SimulatedSeen:
         """How much there is."""
-        return Seen(self, len(self.groups))
+        return SimulatedSeen(self, len(self.groups))
 
-    def state(self) -> list[tuple[Mark, ...]]:
+    def state(self) -> list[tuple[SimulatedMark, ...]]:
         """A copy of the list."""
         return list(self.groups)
 
@@ -110,7 +119,7 @@ class Ledger(Model):
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
         """The name of the update, once for each shard."""
-        mark = Mark(slot, work.clock, work.batch, work.part, work.parts)
+        mark = SimulatedMark(slot, work.clock, work.batch, work.part, work.parts)
         return [mark] * len(read), 1.0 / work.parts
 
 
@@ -152,7 +161,7 @@ class _RangeStore(Store):
         self._optimizer.load_state_dict(copy.deepcopy(optimizer))
 
 
-class Trained(Model):
+class SimulatedTrained(Model):
     """A torch module, trained for real while time is simulated.
 
     `loss(module, batch, part, parts)` is the mean loss of that part of that global batch. `optimizer(parameters)` makes

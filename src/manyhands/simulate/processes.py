@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
+from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Wait
 from manyhands.server.log import Row
 from manyhands.server.messages import (
@@ -26,27 +26,27 @@ from manyhands.server.messages import (
     Work,
 )
 from manyhands.server.server import ServerCore
-from manyhands.simulate.faults import Role
+from manyhands.simulate.faults import FaultRole
 from manyhands.simulate.models import Gradient, Store
 from manyhands.simulate.spec import SimulationSpec
 
 __all__ = [
     "Assignment",
-    "Computed",
+    "ComputeDone",
     "Copy",
-    "Flushed",
-    "LeaveShards",
-    "Letter",
+    "FlushDone",
     "Process",
     "Restore",
     "Retry",
     "ServerProcess",
+    "ShardsToLeave",
+    "SimulatedLetter",
     "WorkerProcess",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class SimulatedLetter:
     """A message on its way, with its payload."""
 
     source: int
@@ -75,7 +75,7 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveShards:
+class ShardsToLeave:
     """The launcher tells a server that all is over: leave those of these shards that it serves."""
 
     shards: tuple[int, ...]
@@ -90,7 +90,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputeDone:
     """A worker's computation has come to its end; of a worker that was given another place since, it means nothing."""
 
     member: int
@@ -98,7 +98,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed:
+class FlushDone:
     """What a worker sent has arrived, and cannot be lost with it any more."""
 
     member: int
@@ -112,10 +112,10 @@ class Retry:
     shard: int
 
 
-Item = Letter | Restore | LeaveShards | Assignment | Computed | Flushed | Retry
+Item = SimulatedLetter | Restore | ShardsToLeave | Assignment | ComputeDone | FlushDone | Retry
 
 
-class Surroundings(Protocol):
+class SimulatedSurroundings(Protocol):
     """What a process can do to the world outside."""
 
     def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
@@ -143,7 +143,7 @@ class Surroundings(Protocol):
 class Process(ABC):
     """What servers and workers have in common."""
 
-    def __init__(self, member: int, role: Role) -> None:
+    def __init__(self, member: int, role: FaultRole) -> None:
         self.member = member
         self.known_as = (
             member  # to the launcher; a worker that is given another number learns of it a little later
@@ -163,8 +163,8 @@ class Process(ABC):
 class ServerProcess(Process):
     """A server: its core, and one store and the held gradients of every shard that it has a part in."""
 
-    def __init__(self, core: ServerCore, spec: SimulationSpec, world: Surroundings) -> None:
-        super().__init__(core.member, Role.SERVER)
+    def __init__(self, core: ServerCore, spec: SimulationSpec, world: SimulatedSurroundings) -> None:
+        super().__init__(core.member, FaultRole.SERVER)
         self.core = core
         self.stores: dict[int, Store] = {}
         self.held: dict[int, dict[tuple[int, int], Gradient]] = {}
@@ -180,7 +180,7 @@ class ServerProcess(Process):
     def take(self, item: Item) -> float:
         """Let the core decide, then do as it says, in order."""
         match item:
-            case Letter(source=source, message=message, payload=payload):
+            case SimulatedLetter(source=source, message=message, payload=payload):
                 seconds = self._do(self.core.handle(message, source), payload)
                 if isinstance(message, View):
                     self._look_around(message)
@@ -189,7 +189,7 @@ class ServerProcess(Process):
                 self._load(shard, copy)
                 self.core.restore(shard, json.loads(copy.core))
                 return 0.0
-            case LeaveShards(shards=shards):
+            case ShardsToLeave(shards=shards):
                 seconds = self._spec.timing.leave_s
                 self._world.leaves(self, tuple(sorted(self._serving.intersection(shards))), seconds)
                 return seconds
@@ -200,7 +200,7 @@ class ServerProcess(Process):
         seconds = 0.0
         for action in actions:
             match action:
-                case Send(to=to, message=message):
+                case SendMessage(to=to, message=message):
                     self._world.post(self.member, to, message, self._payload(message, payload), seconds)
                 case Keep(shard=shard, slot=slot, clock=clock):
                     self.held[shard][slot, clock] = payload
@@ -264,8 +264,8 @@ class ServerProcess(Process):
 class WorkerProcess(Process):
     """A worker: without a core while it has no slot."""
 
-    def __init__(self, member: int, spec: SimulationSpec, world: Surroundings) -> None:
-        super().__init__(member, Role.WORKER)
+    def __init__(self, member: int, spec: SimulationSpec, world: SimulatedSurroundings) -> None:
+        super().__init__(member, FaultRole.WORKER)
         self.core: ClientCore | None = None
         self.slot = -1
         self._spec, self._world = spec, world
@@ -287,17 +287,17 @@ class WorkerProcess(Process):
         if core is None:
             return 0.0  # it stands by
         match item:
-            case Letter(message=View() as view):
+            case SimulatedLetter(message=View() as view):
                 self._do(core.view(view))
-            case Letter(source=source, message=message, payload=payload):
+            case SimulatedLetter(source=source, message=message, payload=payload):
                 if isinstance(message, Parameters) and core.awaits(message, source):
                     self._values[message.shard] = payload
                 self._do(core.handle(message, source))
-            case Computed(member=member, work=work) if member == self.member:
+            case ComputeDone(member=member, work=work) if member == self.member:
                 self._gradients, weight = self._spec.model.gradient(self.slot, work, self._values)
                 self._world.computed(self)
                 self._do(core.computed(weight=weight))
-            case Flushed(member=member) if member == self.member:
+            case FlushDone(member=member) if member == self.member:
                 self._do(core.flushed())
             case Retry(member=member, shard=shard) if member == self.member:
                 self._do(core.again(shard))
@@ -307,16 +307,16 @@ class WorkerProcess(Process):
         arrives_s = 0.0
         for action in actions:
             match action:
-                case Send(to=to, message=message):
+                case SendMessage(to=to, message=message):
                     payload = self._gradients[message.shard] if isinstance(message, Push) else None
                     taken_s = self._world.post(self.member, to, message, payload, 0.0)
                     arrives_s = max(arrives_s, taken_s)
                 case Flush():
                     # The kernel has what was sent at once; here a network has it, from which the dead may take it.
-                    self._world.later(self, Flushed(self.member), arrives_s if self._spec.faults else 0.0)
+                    self._world.later(self, FlushDone(self.member), arrives_s if self._spec.faults else 0.0)
                 case Compute(work=work):
                     seconds = self._world.computes(self, work, list(self._values))
-                    self._world.later(self, Computed(self.member, work), seconds)
+                    self._world.later(self, ComputeDone(self.member, work), seconds)
                 case Wait(shard=shard):
                     self._world.later(self, Retry(self.member, shard), self._spec.timing.retry_s)
                 case Leave():

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from manyhands.server.log import Row, StepRow
 from manyhands.simulate.models import Store
 
-__all__ = ["Happening", "SimulatedRun", "WorkerTimes"]
+__all__ = ["SimulatedHappening", "SimulatedRun", "WorkerTimes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class SimulatedHappening:
     """Something that befell a member: a fault, a recovery, a loss."""
 
     at_s: float
@@ -56,7 +56,7 @@ class SimulatedRun:
     """By shard: the updates (slot, clock) that were in no step when the run ended."""
     times: Mapping[int, WorkerTimes]
     """By slot."""
-    happenings: Sequence[Happening] = field(default_factory=tuple)
+    happenings: Sequence[SimulatedHappening] = field(default_factory=tuple)
     num_events: int = 0
 
     @property

@@ -13,18 +13,18 @@ from typing import Any
 from manyhands.server.log import LateRow, LostRow, SlotsRow, StepRow
 from manyhands.server.messages import LEAD, Ack, Message, Outcome, Work
 from manyhands.simulate.driver import Observer
-from manyhands.simulate.faults import Role
-from manyhands.simulate.models import LedgerStore, Mark, Seen
+from manyhands.simulate.faults import FaultRole
+from manyhands.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
 from manyhands.simulate.processes import Copy, ServerProcess
-from manyhands.simulate.run import Happening, SimulatedRun
+from manyhands.simulate.run import SimulatedHappening, SimulatedRun
 
-__all__ = ["Promise", "Witness"]
+__all__ = ["Witness", "WitnessedPromise"]
 
 _EVER = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class WitnessedPromise:
     """What a consistency promises, said once more in plain numbers.
 
     `bound`: a read at clock c includes every update below c - bound (None: no such promise). `own`: it includes all of
@@ -41,13 +41,13 @@ class Promise:
 class _Reading:
     slot: int
     work: Work
-    seen: tuple[Seen, ...]
+    seen: tuple[SimulatedSeen, ...]
 
 
 class Witness(Observer):
     """Watches one run of a `Ledger`; `complaints` says what was wrong with it."""
 
-    def __init__(self, promise: Promise) -> None:
+    def __init__(self, promise: WitnessedPromise) -> None:
         self._promise = promise
         self._readings: list[_Reading] = []
         self._acknowledged: dict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -58,7 +58,7 @@ class Witness(Observer):
         self._at_end: dict[int, tuple[int, set[tuple[int, int]]]] = {}
         """By shard, when all was over: how many steps it had taken, and what was in none."""
         self._lost_at_takeover: list[str] = []
-        self._happenings: list[Happening] = []
+        self._happenings: list[SimulatedHappening] = []
 
     @property
     def lost_replicas(self) -> bool:
@@ -109,18 +109,18 @@ class Witness(Observer):
         assert isinstance(store, LedgerStore)
         self._at_end[shard] = len(store.groups), set(server.held[shard])
 
-    def happens(self, happening: Happening) -> None:
+    def happens(self, happening: SimulatedHappening) -> None:
         """Remember whom faults struck, and when that was made good."""
         self._happenings.append(happening)
 
-    def struck(self, role: Role) -> int:
+    def struck(self, role: FaultRole) -> int:
         """How many times processes of this role were killed or stopped, at most in one slot if they are workers."""
         strikes = [
             happening.slot
             for happening in self._happenings
             if happening.what.startswith((f"{role.value} killed", f"{role.value} paused"))
         ]
-        if role is Role.SERVER:
+        if role is FaultRole.SERVER:
             return len(strikes)
         return max(Counter(slot for slot in strikes if slot >= 0).values(), default=0)
 
@@ -338,7 +338,7 @@ class Witness(Observer):
         ]
 
 
-def _marks(store: LedgerStore) -> list[Mark]:
+def _marks(store: LedgerStore) -> list[SimulatedMark]:
     return [mark for group in store.groups for mark in group]
 
 

@@ -40,7 +40,7 @@ from manyhands.store.manifest import (
     read_manifest,
     read_whole,
 )
-from manyhands.store.rotation import Entry, best, rotated_out
+from manyhands.store.rotation import SavedStep, best, rotated_out
 from manyhands.store.state_tree import Json, flatten, unflatten
 from manyhands.store.tensorfile import (
     encode_tensors,
@@ -227,12 +227,12 @@ class CheckpointStore:
                 continue
             _discard(removing)
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[SavedStep]:
         entries = []
         for step, path in self._candidates():
             manifest = _intact(path, step)
             score = None if manifest is None else manifest.score
-            entries.append(Entry(step=step, score=score, intact=manifest is not None))
+            entries.append(SavedStep(step=step, score=score, intact=manifest is not None))
         return entries
 
     def _candidates(self) -> list[tuple[int, Path]]:

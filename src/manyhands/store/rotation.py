@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Entry", "best", "rotated_out"]
+__all__ = ["SavedStep", "best", "rotated_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class SavedStep:
     """One checkpoint as far as rotation cares; the lower the score the better."""
 
     step: int
@@ -17,13 +17,13 @@ class Entry:
     intact: bool = True
 
 
-def best(entries: Iterable[Entry]) -> int | None:
+def best(entries: Iterable[SavedStep]) -> int | None:
     """The step of the intact checkpoint with the lowest score, the newest of equals; None if none has one."""
     scored = [(entry.score, -entry.step) for entry in entries if entry.intact and entry.score is not None]
     return -min(scored)[1] if scored else None
 
 
-def rotated_out(entries: Iterable[Entry], saved_step: int, keep: int) -> tuple[int, ...]:
+def rotated_out(entries: Iterable[SavedStep], saved_step: int, keep: int) -> tuple[int, ...]:
     """The steps to remove after `saved_step` was saved: all before the last `keep`, but never the best.
 
     A damaged checkpoint does not count as one of those kept. One newer than the step just saved (the run

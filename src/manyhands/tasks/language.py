@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         self.context = context
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width=width, heads=heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self._initialise(layers)
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, *, width: int, heads: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from manyhands.cluster.board import State
-from manyhands.cluster.vocabulary import Vocabulary
+from manyhands.cluster.notes import TypedNotes
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
@@ -37,7 +37,7 @@ class WorkerNote:
     remark: str | None = None
 
 
-NOTES = Vocabulary(WorkerNote)
+NOTES = TypedNotes(WorkerNote)
 
 
 class Surroundings(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.analyse.totals import Snapshot
+from manyhands.analyse.totals import TotalsSnapshot
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError
@@ -27,7 +27,7 @@ from manyhands.version import __version__
 
 __all__ = ["Options", "Request", "View"]
 
-View = Callable[[int, Callable[[], Snapshot]], AbstractContextManager[object]]
+View = Callable[[int, Callable[[], TotalsSnapshot]], AbstractContextManager[object]]
 """Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
 
 

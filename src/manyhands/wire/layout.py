@@ -20,7 +20,7 @@ from manyhands.wire.parcels import Parcel
 __all__ = [
     "LINE_BYTES",
     "BucketLayout",
-    "Slot",
+    "LayoutSlot",
     "bucket_of",
     "lay_out",
     "least_loaded",
@@ -34,7 +34,7 @@ LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LayoutSlot:
     """Where one tensor lies: `count` items from `offset` (in items) of its bucket."""
 
     parameter: int
@@ -48,7 +48,7 @@ class BucketLayout:
 
     dtype: torch.dtype
     count: int
-    slots: tuple[Slot, ...]
+    slots: tuple[LayoutSlot, ...]
 
     def parcel(self, number: int, *, exact: bool = False) -> Parcel:
         """All of it, as what travels at once."""
@@ -64,7 +64,7 @@ def bucket_of(dtype: torch.dtype, tensors: Iterable[tuple[int, int]]) -> BucketL
     """A bucket of tensors, given by number and count of items, in this order."""
     slots, end = [], 0
     for number, count in tensors:
-        slots.append(Slot(parameter=number, offset=end, count=count))
+        slots.append(LayoutSlot(parameter=number, offset=end, count=count))
         end += padded(count, dtype)
     return BucketLayout(dtype=dtype, count=end, slots=tuple(slots))
 

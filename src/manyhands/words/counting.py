@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.draw.bars import Bars, Phase
+from manyhands.draw.bars import BarPhase, Bars
 from manyhands.errors import UserError, format_bytes
 from manyhands.words.corpus import BLOCK_BYTES, Block, Corpus
 from manyhands.words.count_kernels import count_rows, place_words
@@ -32,7 +32,7 @@ from manyhands.words.threads import crew, in_order
 from manyhands.words.vocabulary import Vocabulary
 from manyhands.words.word_table import BREAK, WordTable
 
-__all__ = ["Room", "count_cooccurrence", "plan_memory"]
+__all__ = ["CountingRoom", "count_cooccurrence", "plan_memory"]
 
 _DEFAULT_MEMORY = 2 * 1024**3
 _OUT_RECORDS = 1 << 17
@@ -44,7 +44,7 @@ _MOST_FAN_IN = 128  # within the usual limit of open files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class CountingRoom:
     """How a memory limit is spent: what is read at once, the words of a part, and the records of an output buffer."""
 
     block_bytes: int
@@ -53,7 +53,7 @@ class Room:
     merge: MergeRoom
 
 
-def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, window: int) -> Room:
+def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, window: int) -> CountingRoom:
     """Divide `memory_bytes` for a vocabulary of `words`; a UserError says how much is needed at least.
 
     Each block read is bytes and, once numbered, four times as many; each of the buffers in flight must hold the
@@ -81,7 +81,7 @@ def plan_memory(memory_bytes: int, words: int, table_bytes: int, workers: int, w
     run_room = (memory_bytes - DenseRow.num_bytes(words) - out_records * RECORD.itemsize) // RECORD.itemsize
     fan_in = max(2, min(_MOST_FAN_IN, run_room // _LEAST_RUN_RECORDS))
     run_records = max(1, min(1 << 16, run_room // fan_in))
-    return Room(
+    return CountingRoom(
         block_bytes=block_bytes,
         part_words=part_words,
         out_records=out_records,
@@ -136,7 +136,7 @@ def count_cooccurrence(
 
 
 def _parts(
-    corpus: Corpus, table: WordTable, pool: ThreadPoolExecutor, workers: int, window: int, room: Room
+    corpus: Corpus, table: WordTable, pool: ThreadPoolExecutor, workers: int, window: int, room: CountingRoom
 ) -> Iterator[tuple[NDArray[np.int32], int]]:
     """The text as numbers of words, in parts with a BREAK at both ends; each begins with what it carries over.
 
@@ -191,7 +191,7 @@ class _RowCounter:
         for _ in range(self._flights):
             self._buffers.put(np.empty(out_records, RECORD))
 
-    def count(self, text: NDArray[np.int32], carried: int, path: Path, phase: Phase) -> int:
+    def count(self, text: NDArray[np.int32], carried: int, path: Path, phase: BarPhase) -> int:
         """Write the records of one part to `path`; return how many."""
         starts = np.zeros(self._words + 1, np.int64)
         places = np.empty(len(text), np.int32)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.cluster.capacity import Amount, Cost, of_processes
+from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
 from manyhands.draw.bars import Bars, bar_view
@@ -159,8 +159,8 @@ def check_glove(strategy: str | Strategy, options: GloveOptions, workers: int) -
         require_room(_cost(chosen), workers, allow_overload=options.allow_overload)
 
 
-def _cost(strategy: Strategy) -> Cost:
+def _cost(strategy: Strategy) -> MemoryCost:
     """What the workers take before anything is known of the corpus: threads share one process, the others are many."""
     if strategy.in_threads:
-        return Cost(per_worker=Amount(tasks=1))
+        return MemoryCost(per_worker=Amount(tasks=1))
     return of_processes(others=strategy.processes(0).get("server", 0) + 1)  # and the template

@@ -27,7 +27,7 @@ from torch import nn
 from manyhands.errors import UserError
 from manyhands.memory.segment import Segment, available_bytes, round_up
 
-__all__ = ["GloveModel", "GloveOptions", "Layout", "Snapshot"]
+__all__ = ["GloveLayout", "GloveModel", "GloveOptions", "GloveSnapshot"]
 
 LANES = 8
 _LINE_ITEMS = 16  # of 4 bytes in a line of 64
@@ -85,7 +85,7 @@ class GloveOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GloveLayout:
     """Where things lie in a row of vectors of `dim` items."""
 
     dim: int
@@ -107,7 +107,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
+class GloveSnapshot:
     """The parameters at one moment: vectors (V, dim) and biases (V,), of words and of contexts."""
 
     word: NDArray[Any]
@@ -135,7 +135,7 @@ class GloveModel(nn.Module):
     ) -> None:
         super().__init__()
         self.dims = range(options.dim) if dims is None else dims
-        self.layout = Layout(len(self.dims))
+        self.layout = GloveLayout(len(self.dims))
         self.vocabulary_size = vocabulary_size
         self._options = options
         dtype, count = options.numpy_dtype, 2 * vocabulary_size * self.layout.width
@@ -148,7 +148,7 @@ class GloveModel(nn.Module):
     @staticmethod
     def num_bytes(vocabulary_size: int, options: GloveOptions) -> int:
         """The memory of all rows."""
-        return 2 * vocabulary_size * Layout(options.dim).width * options.numpy_dtype.itemsize
+        return 2 * vocabulary_size * GloveLayout(options.dim).width * options.numpy_dtype.itemsize
 
     @property
     def rows(self) -> NDArray[Any]:
@@ -187,11 +187,11 @@ class GloveModel(nn.Module):
             )
             yield self.rows[:, mine + here.lanes], part.rows[:, other + there.lanes]
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> GloveSnapshot:
         """A copy of the parameters, without the accumulators."""
         size, dim, bias = self.vocabulary_size, self.layout.dim, self.layout.lanes
         word, context = self.rows[:size], self.rows[size:]
-        return Snapshot(
+        return GloveSnapshot(
             word=word[:, :dim].copy(),
             context=context[:, :dim].copy(),
             word_bias=word[:, bias].copy(),

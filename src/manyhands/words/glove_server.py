@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from manyhands.data.plan import permutation, split
 from manyhands.task import Passes, Task
-from manyhands.words.glove_model import GloveModel, Snapshot
+from manyhands.words.glove_model import GloveModel, GloveSnapshot
 from manyhands.words.glove_reader import RecordReader
 from manyhands.words.glove_work import GloveWork
 
@@ -76,11 +76,11 @@ class GloveTables(nn.Module):
         biases: Tensor = self.word_bias(words) + self.context_bias(contexts)
         return products + biases[:, 0]
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> GloveSnapshot:
         """A copy of the parameters."""
         tables = (self.word, self.context, self.word_bias, self.context_bias)
         word, context, word_bias, context_bias = (table.weight.detach().numpy().copy() for table in tables)
-        return Snapshot(
+        return GloveSnapshot(
             word=word, context=context, word_bias=word_bias[:, 0], context_bias=context_bias[:, 0]
         )
 

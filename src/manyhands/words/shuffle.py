@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manyhands.draw.bars import Bars, Phase
+from manyhands.draw.bars import BarPhase, Bars
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.store.atomic import reason
 from manyhands.words.records import RECORD, RecordWriter, read_records, record_count, temporary_folder
@@ -83,7 +83,9 @@ def _piece_records(memory_bytes: int) -> int:
     return max(1, min(_MOST_PIECE, memory_bytes // (3 * RECORD.itemsize)))
 
 
-def _scatter(source: Path, parts: list[Path], memory_bytes: int, state: NDArray[Any], phase: Phase) -> None:
+def _scatter(
+    source: Path, parts: list[Path], memory_bytes: int, state: NDArray[Any], phase: BarPhase
+) -> None:
     """Each record of `source` to the end of a part drawn for it."""
     piece = np.empty(_piece_records(memory_bytes), RECORD)
     sorted_piece = np.empty_like(piece)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.draw.bars import Phase
+from manyhands.draw.bars import BarPhase
 from manyhands.words.count_kernels import MERGE_DONE, MERGE_FULL, merge_rows
 from manyhands.words.records import RECORD, RecordWriter, read_records
 
@@ -56,7 +56,7 @@ def view_records(buffer: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.fl
     return buffer.view(np.int64), buffer.view(np.float64)
 
 
-def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: Phase) -> int:
+def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
     """Merge runs into `out`, more than `room.fan_in` of them in several rounds; removes them, returns the records."""
     waiting = list(runs)
     number = 0
@@ -73,7 +73,7 @@ def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, pha
     return _merge_once(waiting, out, words, room, phase)
 
 
-def _merge_once(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: Phase) -> int:
+def _merge_once(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
     buffers = np.empty((len(runs), room.run_records), RECORD)
     done = np.empty(max(words, room.out_records), RECORD)
     cursors, ends = np.zeros(len(runs), np.int64), np.zeros(len(runs), np.int64)

@@ -22,10 +22,10 @@ from torch import Tensor
 from manyhands.memory.segment import PAGE, Segment, round_up
 from manyhands.server.layout import FlatLayout, ShardRange
 
-__all__ = ["AreaPart", "Home", "WorkerArea"]
+__all__ = ["AreaPart", "SharedParameters", "WorkerArea"]
 
 
-class Home:
+class SharedParameters:
     """The one copy of the dense parameters that all processes of a host share, flat."""
 
     def __init__(self, descriptor: int, layout: FlatLayout) -> None:

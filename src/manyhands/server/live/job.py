@@ -13,7 +13,7 @@ from manyhands.hub.settings import spin_for
 from manyhands.link.silence import Silence
 from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.area import Home
+from manyhands.server.live.area import SharedParameters
 from manyhands.server.steps import ShardConfig
 from manyhands.server.strategy import Ps
 from manyhands.training.computing import Built, Computer, TrainingPlan
@@ -82,9 +82,9 @@ class Job:
         """Whether workers read parameters where the shards keep them, in the memory that all processes share."""
         return self.is_lockstep and self.strategy.link == "shared"
 
-    def home(self, descriptor: int, layout: FlatLayout) -> Home | None:
+    def home(self, descriptor: int, layout: FlatLayout) -> SharedParameters | None:
         """That memory, where there is one."""
-        return Home(descriptor, layout) if self.reads_in_place else None
+        return SharedParameters(descriptor, layout) if self.reads_in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         """This process's end of all connections, as `member`."""

@@ -28,13 +28,13 @@ from manyhands.server import changes
 from manyhands.server.changes import (
     Assign,
     Fail,
-    Kill,
-    Lost,
+    KillMember,
     MembershipAction,
     MembershipEvent,
     Over,
     Publish,
     Recovered,
+    ShardLost,
     StartServer,
     StartWorker,
 )
@@ -67,7 +67,7 @@ from manyhands.server.membership import Membership, MembershipPlan
 from manyhands.server.messages import Concluded, Installed, View
 from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
-__all__ = ["Launcher", "Outcome", "RunFiles"]
+__all__ = ["LaunchOutcome", "Launcher", "RunFiles"]
 
 _LOOK_S = 0.1
 
@@ -90,7 +90,7 @@ class RunFiles:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LaunchOutcome:
     """What the members reported."""
 
     totals: dict[str, int] = field(
@@ -144,7 +144,7 @@ class Launcher:
         )
         self._losses = losses
         self._recoveries = Recoveries()
-        self._outcome = Outcome()
+        self._outcome = LaunchOutcome()
         self._addresses: dict[int, str] = {}
         self._servers: set[int] = set()  # that have joined
         self._workers: dict[int, int] = {}  # the process of each member that has a slot
@@ -158,7 +158,7 @@ class Launcher:
         self._began = 0.0
         self._highest_slot = workers - 1
 
-    def run(self) -> Outcome:
+    def run(self) -> LaunchOutcome:
         """Start everybody, see the run through, and return what came out of it."""
         num_members = self._num_workers + self._job.strategy.num_server_processes
         with (
@@ -186,7 +186,7 @@ class Launcher:
                 case Silent(member=process, seen=seen):
                     member = self._numbers.get(process, process)
                     self._missed("silent", member, f"{self._names[process]} fell silent; {seen}")
-                    self._tell_membership(changes.Silent(member=member))
+                    self._tell_membership(changes.MemberSilent(member=member))
                 case Hung(found=found):
                     hang = Hang(f"{found.sentence}\n\n{found.page}", self._rank_of(found.role), found.details)
                     hang.blamed = self._names.get(self._process_of(found.role), "")
@@ -253,14 +253,14 @@ class Launcher:
                 self._left |= left
                 self._tell_membership(changes.Left(member=member, shards=tuple(left)))
             case WorkerLeft(reason=reason):
-                self._tell_membership(changes.Finished(member=member, reason=reason))
+                self._tell_membership(changes.SlotFinished(member=member, reason=reason))
             case Remark():
                 self._take_note(report)
                 self._tell("note", member, sentence=report.sentence)
 
     def _joined(self, member: int) -> None:
         self._tell("joined", member)
-        self._tell_membership(changes.Joined(member=member))
+        self._tell_membership(changes.MemberJoined(member=member))
 
     def _progressed(self, member: int, report: StepComputed | StepSkipped) -> None:
         self._tell_membership(changes.Progressed(member=member, clock=report.clock))
@@ -369,10 +369,10 @@ class Launcher:
                     self._workers.pop(member, None)
                     self._numbers[process], self._workers[number] = number, process
                     self._tell_process(process, PlaceGiven(slot=slot, member=number))
-                case Kill(member=member):
+                case KillMember(member=member):
                     self._supervisor.kill(self._process_of(member))
                     self._places.pop(member, None)  # it writes nothing more
-                case Lost(shard=shard, member=member):
+                case ShardLost(shard=shard, member=member):
                     self._recoveries.restored(self._membership.view.epoch)
                     self._tell_process(member, RestoreShard(shard=shard))
                 case Recovered(what=what, member=member):

@@ -19,7 +19,7 @@ from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
 from manyhands.server.actions import Keep
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.area import AreaPart, Home, WorkerArea
+from manyhands.server.live.area import AreaPart, SharedParameters, WorkerArea
 from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.messages import Push
@@ -41,7 +41,7 @@ class Gradients:
         layout: FlatLayout,
         *,
         inline: bool,
-        home: Home | None = None,
+        home: SharedParameters | None = None,
         coding: RangeCoding | None = None,
     ) -> None:
         self._home = home

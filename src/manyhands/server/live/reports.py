@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manyhands.cluster.vocabulary import Vocabulary
+from manyhands.cluster.notes import TypedNotes
 from manyhands.server.client import Reason
 from manyhands.server.messages import Concluded, Installed, View
 
@@ -128,7 +128,7 @@ class Remark:
     ends_recording: bool = False
 
 
-REPORTS = Vocabulary(
+REPORTS = TypedNotes(
     WorkerReady,
     ServerListens,
     ShardsWelcomed,
@@ -182,4 +182,4 @@ class Finish:
     """The launcher has everything: end."""
 
 
-ORDERS = Vocabulary(ViewPublished, PlaceGiven, RestoreShard, LeaveShards, Finish)
+ORDERS = TypedNotes(ViewPublished, PlaceGiven, RestoreShard, LeaveShards, Finish)

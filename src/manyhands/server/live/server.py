@@ -24,12 +24,12 @@ from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
 from manyhands.errors import Aborted, ManyhandsError
-from manyhands.hub.hub import Joined, Lost, Ready, Received, Shared, TurnedAway
+from manyhands.hub.hub import Arrived, Joined, Lost, Ready, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
 from manyhands.memory.sign import LongWait
 from manyhands.record.ring import EventRing
-from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, Send
+from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.server.digests import shard_digest
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.hearing import require_sense, require_shard
@@ -65,7 +65,7 @@ from manyhands.server.messages import (
     RowValues,
     View,
 )
-from manyhands.server.replica import Role as ReplicaRole
+from manyhands.server.replica import ReplicaRole
 from manyhands.server.server import ServerCore
 from manyhands.server.store import Contribution, ShardStore
 from manyhands.server.updates import ShardRecorder
@@ -162,11 +162,11 @@ class _Server:
                 self._quiet.goes_on(awaited)
         for event, following in zip_longest(events, events[1:]):
             match event:
-                case Received(member=member):
-                    if isinstance(following, Received) and following.member == member:
+                case Arrived(member=member):
+                    if isinstance(following, Arrived) and following.member == member:
                         self._hub.hold_back()  # a push and the read behind it have one answer
                     self._receive(event)
-                    if not isinstance(following, Received) or following.member != member:
+                    if not isinstance(following, Arrived) or following.member != member:
                         self._hub.send_off()
                 case Shared():
                     self._take_area(event)
@@ -185,7 +185,7 @@ class _Server:
                     whom = "somebody away:" if count == 1 else f"{count} away, the last of them:"
                     self._note(f"{self._context.name} turned {whom} {reason}")
 
-    def _receive(self, event: Received) -> None:
+    def _receive(self, event: Arrived) -> None:
         begin_ns = self._records.began(event.message)
         num_bytes = event.payload.nbytes
         try:
@@ -339,7 +339,7 @@ class _Server:
             match action:
                 case Apply():
                     self._apply(action)
-                case Send(to=to, message=message):
+                case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
                     assert gradient is not None, "what is kept came with the message"

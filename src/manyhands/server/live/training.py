@@ -21,7 +21,7 @@ from manyhands.record.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
-from manyhands.server.live.launcher import Launcher, Outcome, RunFiles, new_token
+from manyhands.server.live.launcher import Launcher, LaunchOutcome, RunFiles, new_token
 from manyhands.server.live.losses import LossBook
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
@@ -146,7 +146,7 @@ class ServerTraining:
         on_rows: Callable[[list[dict[str, Any]]], None],
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
-    ) -> Outcome:
+    ) -> LaunchOutcome:
         """Train to the end; `known` is the history so far, of which no row is told again."""
         request = self._request
         job = Job(
@@ -253,7 +253,7 @@ class ServerTraining:
         return evaluated[0] if evaluated is not None else None
 
 
-def server_summary(outcome: Outcome) -> dict[str, Any]:
+def server_summary(outcome: LaunchOutcome) -> dict[str, Any]:
     """What a run's summary says of its servers: shards and their memory, staleness, deaths and recoveries."""
     shards = sorted(outcome.shards, key=lambda shard: int(shard["shard"]))
     staleness: Counter[int] = Counter()

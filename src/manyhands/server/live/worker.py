@@ -19,12 +19,12 @@ from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
-from manyhands.hub.hub import Hub, Joined, Lost, Received
+from manyhands.hub.hub import Arrived, Hub, Joined, Lost
 from manyhands.link.message import ProtocolError
 from manyhands.memory.sign import LongWait
 from manyhands.record.events import NOBODY, EventKind
 from manyhands.record.ring import EventRing
-from manyhands.server.actions import Send
+from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.area import WorkerArea
@@ -197,7 +197,7 @@ class _Turn:
         )
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
-        self._unsent: defaultdict[int, list[Send]] = defaultdict(list)
+        self._unsent: defaultdict[int, list[SendMessage]] = defaultdict(list)
         self._dialled: set[int] = set()
         self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
@@ -270,7 +270,7 @@ class _Turn:
     def _listen(self, wait_s: float) -> None:
         for event in self._hub.poll(wait_s):
             match event:
-                case Received(member=member):
+                case Arrived(member=member):
                     self._heard_ns = time.monotonic_ns()
                     self._wait.begin_again()
                     try:
@@ -301,7 +301,7 @@ class _Turn:
                 peer=-1,
             )
 
-    def _hear(self, event: Received) -> None:
+    def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
         if not isinstance(message, FOR_WORKERS):
             raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
@@ -347,7 +347,7 @@ class _Turn:
     def _do(self, actions: list[ClientAction]) -> None:
         for action in actions:
             match action:
-                case Send():
+                case SendMessage():
                     self._send(action)
                 case Compute():
                     self._computing = action
@@ -358,7 +358,7 @@ class _Turn:
                 case Leave():
                     self._left = action
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: SendMessage) -> None:
         if send.to not in self._hub.members():
             self._unsent[send.to].append(send)
             return

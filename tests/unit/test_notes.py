@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.control import ProtocolError
-from manyhands.cluster.vocabulary import Vocabulary
+from manyhands.cluster.control import ControlError
+from manyhands.cluster.notes import TypedNotes
 from manyhands.server.client import Reason
 from manyhands.server.live import reports
 from manyhands.server.live.reports import ORDERS, REPORTS
@@ -40,11 +40,11 @@ class Said:
     perhaps: int | None = None
 
 
-WORDS = Vocabulary(Said, Inner)
+WORDS = TypedNotes(Said, Inner)
 EXAMPLE = Said(1, 2, "three", True, Colour.RED, ((4, "five"),), (Inner(6),), {7: Inner(8)})
 
 
-def through_json(words: Vocabulary, message: Any) -> Any:
+def through_json(words: TypedNotes, message: Any) -> Any:
     return words.read(json.loads(json.dumps(words.write(message))))
 
 
@@ -69,12 +69,12 @@ def test_what_is_written_is_read_again() -> None:
     ],
 )
 def test_anything_else_is_refused_by_name(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ProtocolError, match=sentence):
+    with pytest.raises(ControlError, match=sentence):
         WORDS.read({**json.loads(json.dumps(WORDS.write(EXAMPLE))), **change})
 
 
 def test_a_message_of_another_vocabulary_is_not_written() -> None:
-    with pytest.raises(ProtocolError, match="a Colour is none of Said, Inner"):
+    with pytest.raises(ControlError, match="a Colour is none of Said, Inner"):
         WORDS.write(Colour.RED)
 
 

@@ -17,14 +17,14 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from manyhands.cluster.control import ProtocolError
+from manyhands.cluster.control import ControlError
 
-__all__ = ["Vocabulary"]
+__all__ = ["TypedNotes"]
 
 _KIND = "kind"
 
 
-class Vocabulary:
+class TypedNotes:
     """The types of message that one side may say to the other."""
 
     def __init__(self, *kinds: type) -> None:
@@ -34,14 +34,14 @@ class Vocabulary:
         """A message as JSON has it."""
         name = type(message).__name__
         if self._kinds.get(name) is not type(message):
-            raise ProtocolError(f"a {name} is none of {', '.join(self._kinds)}")
+            raise ControlError(f"a {name} is none of {', '.join(self._kinds)}")
         return {_KIND: name, **_written(message)}
 
     def read(self, payload: Mapping[str, Any]) -> Any:
         """The message that `write` made this of; ProtocolError names what it is not."""
         kind = self._kinds.get(str(payload.get(_KIND)))
         if kind is None:
-            raise ProtocolError(f"{payload.get(_KIND)!r} is none of {', '.join(self._kinds)}")
+            raise ControlError(f"{payload.get(_KIND)!r} is none of {', '.join(self._kinds)}")
         values = {name: value for name, value in payload.items() if name != _KIND}
         return _read(kind, values, kind.__name__)
 
@@ -85,13 +85,13 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     elif hint in (int, str, bool) and type(value) is hint:
         return value
-    raise ProtocolError(f"{where} is {value!r}, which is no {getattr(hint, '__name__', hint)}")
+    raise ControlError(f"{where} is {value!r}, which is no {getattr(hint, '__name__', hint)}")
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
     hints, needed = _shape(kind)
     if not isinstance(value, dict) or not needed <= value.keys() <= hints.keys():
-        raise ProtocolError(f"{where} needs {', '.join(hints)} and has {value!r}")
+        raise ControlError(f"{where} needs {', '.join(hints)} and has {value!r}")
     return kind(**{name: _read(hints[name], one, f"{where}.{name}") for name, one in value.items()})
 
 
