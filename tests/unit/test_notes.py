@@ -73,7 +73,7 @@ def test_anything_else_is_refused_by_name(change: dict[str, Any], sentence: str)
         WORDS.read({**json.loads(json.dumps(WORDS.write(EXAMPLE))), **change})
 
 
-def test_a_message_of_another_vocabulary_is_not_written() -> None:
+def test_a_message_that_is_not_listed_is_not_written() -> None:
     with pytest.raises(ControlError, match="a Colour is none of Said, Inner"):
         WORDS.write(Colour.RED)
 

@@ -1,6 +1,6 @@
 """Typed messages as JSON objects: what the launcher and the roles of a run say to each other in notes.
 
-    REPORTS = Vocabulary(Joined, Left)
+    REPORTS = TypedNotes(Joined, Left)
     REPORTS.write(Joined(member=3))                  {"kind": "Joined", "member": 3}
     REPORTS.read({"kind": "Joined", "member": 3})    Joined(member=3)
 
