@@ -236,7 +236,7 @@ def test_sync_reads_are_held_until_the_step_is_taken() -> None:
     assert shard.handle(read(0, 1), WORKER) == []
     actions = shard.handle(push(1, 0, parts=2), WORKER + 1)
     order = [type(action).__name__ for action in actions]
-    assert order.index("Apply") < order.index("Send"), "parameters are sent as they are after the step"
+    assert order.index("Apply") < order.index("SendMessage"), "parameters are sent as they are after the step"
     [answer] = [message for message in said(actions) if isinstance(message, Parameters)]
     assert (answer.slot, answer.clock, answer.version) == (0, 1, 1)
 
