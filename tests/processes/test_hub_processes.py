@@ -39,7 +39,7 @@ import os, sys, time
 from dataclasses import dataclass
 from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.handshake import Credentials
-from manyhands.hub.hub import Hub, Joined, Lost, Received
+from manyhands.hub.hub import Hub, Joined, Lost, Arrived
 from manyhands.hub.settings import Settings
 from manyhands.link.silence import Silence
 
@@ -58,7 +58,7 @@ while True:
         match event:
             case Joined():
                 hub.send(1, Number(value=os.getpid()))
-            case Received():
+            case Arrived():
                 hub.send(1, event.message, [event.payload])
                 hub.flush(10.0)
                 event.release()

@@ -2,7 +2,7 @@
 
     with Hub(Credentials(member=1, role="server", token=token, fingerprint=fingerprint), codec) as hub:
         address = hub.listen("unix")             # or "tcp"; tell others, who call hub.connect(1, address)
-        for event in hub.poll(timeout_s=1.0):    # Joined, Received, Shared, Ready, TurnedAway, Lost
+        for event in hub.poll(timeout_s=1.0):    # Joined, Arrived, Shared, Ready, TurnedAway, Lost
             ...
         hub.send(2, Read(...), payload=[gradient])
 
