@@ -20,6 +20,7 @@ from manyhands.words.demo import demo_corpus
 from manyhands.words.records import open_records
 from manyhands.words.vectors import Vectors
 from manyhands.words.vocabulary import Vocabulary
+from watched import watched
 
 pytestmark = pytest.mark.timeout(300)
 RUN = ["checkpoints", "config.json", "events", "metrics.jsonl", "report.html", "run.lock", "summary.json"]
@@ -66,6 +67,9 @@ def test_train_writes_what_people_have_and_a_summary(
     vectors = Vectors.load(out / "vectors.txt")
     assert vectors.words == list(vocabulary.words)
     assert vectors.matrix.shape == (7, 6)
+    page = watched(out)
+    assert "glove" in page
+    assert "20 of 20" in page
 
 
 def test_hogwild_without_keeping_counts_and_only_left_contexts(

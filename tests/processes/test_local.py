@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
-import httpx
 import pytest
 
 import manyhands as mh
 from commands import run_command
 from equality import same_bits
-from manyhands.analyse.source import existing_run
-from manyhands.cli.watch import serving
 from manyhands.store.rundir import RunDirectory
 from manyhands.tasks import build
+from watched import watched
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -33,11 +30,6 @@ def test_a_run_resumed_by_command_ends_like_an_uninterrupted_one_and_can_be_watc
     whole = mh.fit(build("digits"), strategy, workers=2, steps=13)
     assert same_bits(kept.model, whole.model.state_dict())
 
-    with serving(existing_run(run).poll, "127.0.0.1", 0, "bye") as url:  # what `manyhands watch` does
-        address = urlsplit(url)
-        (token,) = parse_qs(address.fragment)["token"]
-        headers = {"authorization": f"Bearer {token}"}
-        page = httpx.get(f"http://{address.netloc}/report", headers=headers).text
+    page = watched(run)
     assert strategy in page
-
     assert "13 of 13" in page

@@ -25,6 +25,7 @@ from manyhands.regression.spool import Spool, SpooledRows
 from manyhands.regression.training import parse_examples, train_logreg
 from manyhands.run import Run
 from manyhands.training.kept import Keeping
+from watched import watched
 
 pytestmark = pytest.mark.timeout(300)
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -90,6 +91,9 @@ def test_train_and_predict(
     np.testing.assert_allclose(chances, expected, rtol=1e-5)
     assert run_command(monkeypatch, "predict", "m/model.safetensors", test, "--out", "p.txt") == 0
     np.testing.assert_array_equal(np.loadtxt("p.txt"), chances)
+    page = watched(Path("m"))
+    assert "logreg" in page
+    assert f"{summary['steps']} of {summary['steps']}" in page
 
 
 def test_bad_files_end_with_2_and_one_line(
