@@ -65,6 +65,7 @@ def test_what_is_written_is_read_again() -> None:
         ({"inner": [{"number": "x"}]}, r"Said.inner\[0\].number is 'x', which is no int"),
         ({"inner": [{}]}, r"Said.inner\[0\] needs number and has {}"),
         ({"named": {"7": 3}}, r"Said.named\[7\] needs number"),
+        ({"named": {"x": {"number": 3}}}, "Said.named is .* which is no"),
         ({"loud": 1}, "Said needs whole, .* and has"),
     ],
 )

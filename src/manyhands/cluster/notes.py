@@ -77,7 +77,8 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             )
     elif origin is Mapping and isinstance(value, dict):
         key, item = arguments
-        return {key(name): _read(item, one, f"{where}[{name}]") for name, one in value.items()}
+        if key is not int or all(name.lstrip("-").isdecimal() for name in value):
+            return {key(name): _read(item, one, f"{where}[{name}]") for name, one in value.items()}
     elif origin in (Union, types.UnionType):
         inner = next(one for one in arguments if one is not types.NoneType)
         return None if value is None else _read(inner, value, where)

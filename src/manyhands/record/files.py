@@ -247,9 +247,8 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
 def _has_value(records: Records) -> npt.NDArray[np.bool_]:
     """Which of them have a value that their kind may have: a loss is any number, a staleness or a worker is not."""
     kind, value = records["kind"], records["value"]
-    is_staleness = (value >= 0) & (
-        value < _MOST_STEP
-    )  # as every comparison with what is no number, false for it
+    # Every comparison with what is no number is false.
+    is_staleness = (value >= 0) & (value < _MOST_STEP)
     is_worker = (value >= NOBODY) & (value <= MAX_ROLE)
     good: npt.NDArray[np.bool_] = (kind != EventKind.APPLY) | is_staleness
     good &= (kind != EventKind.HOLD) | is_worker

@@ -109,9 +109,8 @@ class _Whole:
         if not num_absent:
             return
         if self._is_restored and self._evidence.versions is not None:
-            self.lost += (
-                num_absent  # all that the run did is here: the return to a snapshot has cost the rest
-            )
+            # All that the run did is here: the return to a snapshot has cost the rest.
+            self.lost += num_absent
             return
         first = next(batch for batch in count() if batch not in there)
         which = f"batch {first} is" if num_absent == 1 else f"batch {first} and {num_absent - 1} others are"

@@ -133,8 +133,9 @@ class ReplayOrder:
         for rows in computed.values():
             self._add_process(rows)
         self._versions: list[dict[Name, int]] = [self._checked(shard) for shard in range(len(steps))]
+        taken = set().union(*self._versions)
         for rows in computed.values() if stateful else ():
-            self._chain(rows)
+            self._chain(rows, taken)
         self.limits = tuple(self._limit(shard, until) for shard in range(len(steps)))
         """By shard: the version to stop at."""
         self._needed, self._ends = self._reach()
@@ -167,10 +168,9 @@ class ReplayOrder:
                 )
             self._computed[row.name] = row
 
-    def _chain(self, rows: Sequence[ComputedRow]) -> None:
-        """Let each computation of a process follow the one before it that left something, or that a shard took."""
+    def _chain(self, rows: Sequence[ComputedRow], taken: set[Name]) -> None:
+        """Let each computation of a process follow the one before it that left something, or that a shard has taken."""
         self._undone |= {before.name for before, after in pairwise(rows) if before.member != after.member}
-        taken = set().union(*self._versions)
         kept = [row for row in rows if row.name not in self._undone or row.name in taken]
         self._before |= {after.name: before.name for before, after in pairwise(kept)}
 
