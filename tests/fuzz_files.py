@@ -171,7 +171,9 @@ def campaign(names: list[str], seed: int, files: int, processes: int, flags: lis
         tempfile.TemporaryDirectory(prefix="fuzz-files-", dir=memory) as place,
         ThreadPoolExecutor(processes) as pool,
     ):
-        for name, said in pool.map(lambda share: _share(*share, seed, Path(place), flags), shares):
+        for (name, _, end), said in zip(
+            shares, pool.map(lambda share: _share(*share, seed, Path(place), flags), shares), strict=True
+        ):
             for one in said:
                 if "done" in one:
                     totals[name].update(one["done"])
@@ -188,20 +190,22 @@ def campaign(names: list[str], seed: int, files: int, processes: int, flags: lis
                         f"{name}, case {one['case']}: {one['error']} at {one.get('frames', one['where'])}",
                         flush=True,
                     )
-    for name, total in totals.items():
-        slowest_s, grown_mb = worst[name]
-        num_failed = total["failed"] + total["crashed"]
-        print(
-            f"{name:18} {total['read']} read · {total['refused']} refused · {num_failed} failed · slowest "
-            f"{slowest_s:.2f} s · memory +{grown_mb:.0f} MB"
-        )
+            if end == files:  # the last share of a reader
+                _tell(name, totals[name], worst[name])
     print(f"{sum(failures.values())} failures in {len(failures)} places, seed {seed}")
     return int(bool(failures))
 
 
-def _share(
-    name: str, begin: int, end: int, seed: int, place: Path, flags: list[str]
-) -> tuple[str, list[dict[str, Any]]]:
+def _tell(name: str, total: Counter[str], worst: tuple[float, float]) -> None:
+    num_failed = total["failed"] + total["crashed"]
+    print(
+        f"{name:18} {total['read']} read · {total['refused']} refused · {num_failed} failed · slowest "
+        f"{worst[0]:.2f} s · memory +{worst[1]:.0f} MB",
+        flush=True,
+    )
+
+
+def _share(name: str, begin: int, end: int, seed: int, place: Path, flags: list[str]) -> list[dict[str, Any]]:
     """One share of a reader's files, gone on with behind every file that ended the process."""
     said: list[dict[str, Any]] = []
     for _ in range(_MOST_CRASHES):
@@ -232,7 +236,7 @@ def _share(
         begin = case + 1
         if begin >= end:
             break
-    return name, said
+    return said
 
 
 if __name__ == "__main__":

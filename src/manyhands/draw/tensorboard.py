@@ -195,9 +195,9 @@ def _add_views(files: TensorboardFiles, follower: RunFollower, last: RunView) ->
     records, names = read_interleaved(follower.path / "events")
     if not len(records):
         return
-    gather = Gather(
-        task=last.task, strategy=last.strategy, steps_asked=last.steps_asked, workers=len(last.workers)
-    )
+    # Who was asked for and left no event has nothing to show: a damaged configuration may ask for hundreds.
+    came = sum(name.startswith("worker") for name in names.values())
+    gather = Gather(task=last.task, strategy=last.strategy, steps_asked=last.steps_asked, workers=came)
     for role, name in names.items():
         gather.meet(role, name)
     known_ns = np.maximum.accumulate(records["start_ns"] + records["duration_ns"]).astype(np.int64)
