@@ -148,8 +148,10 @@ class _Session:
         self._notes: list[str] = []
         self._clock = _TrainingClock()
         if directory is not None:
-            self._metrics = Backlog(directory.metrics.append)
-            self._members = Backlog(directory.append_member)
+            self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
+            self._members: Backlog[Mapping[str, Any]] = Backlog(
+                lambda events: directory.append_member(*events)
+            )
 
     def train(self, training: Training) -> Run:
         """Run the training and put everything in its place."""
@@ -198,13 +200,12 @@ class _Session:
             rows = self._passes.add(rows)
         self._history.extend(rows)
         if self._directory is not None:
-            for row in rows:
-                self._keep(self._metrics, row)
+            self._keep(self._metrics, *rows)
         if self._request.options.on_rows is not None:
             self._request.options.on_rows(rows)
 
-    def _keep(self, log: Backlog[Any], record: Any) -> None:
-        sentence = log.add(record)
+    def _keep(self, log: Backlog[Any], *records: Any) -> None:
+        sentence = log.add(*records)
         if sentence is not None:
             self._say(sentence)
 

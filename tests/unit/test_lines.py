@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,27 @@ def test_a_disk_that_takes_a_part_of_a_line_keeps_none_of_it(tmp_path: Path) -> 
         assert file.num_lines == 2
 
 
+def test_several_lines_are_taken_together_or_not_at_all(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        file = LineFile(disk / "lines")
+        file.append(b"a" * 4000 + b"\n")
+        fill(disk)
+        with pytest.raises(WriteFailed, match="No space left on device"):
+            file.append(b"b\n" * 50)  # of which 47 fit
+        file.append(b"c\nd\n")
+        file.close()
+        assert (disk / "lines").read_bytes() == b"a" * 4000 + b"\nc\nd\n"
+        assert file.num_lines == 3
+
+
 def test_what_a_disk_does_not_take_waits_and_keeps_its_order() -> None:
     written: list[int] = []
     room = 2
 
-    def write(record: int) -> None:
-        if len(written) == room:
+    def write(records: Sequence[int]) -> None:
+        if len(written) + len(records) > room:
             raise WriteFailed(os.strerror(errno.ENOSPC))
-        written.append(record)
+        written.extend(records)
 
     log = Backlog(write)
     said = [log.add(number) for number in range(5)]
@@ -69,5 +83,6 @@ def test_what_a_disk_does_not_take_waits_and_keeps_its_order() -> None:
     room = 10
     assert log.add(5) is None
     assert (written, len(log)) == ([0, 1, 2, 3, 4, 5], 0)
-    room = 6
-    assert log.add(6) is not None, "and again when it is full again"
+    room = 8
+    assert log.add(6, 7, 8, 9) is not None, "and again when it is full again"
+    assert (written[6:], len(log)) == ([6, 7], 2), "as many as there is room for"

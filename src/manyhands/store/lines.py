@@ -8,9 +8,10 @@ that nothing is ever glued to it. Every line is in the kernel's hands when `appe
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -33,20 +34,20 @@ class LineFile:
         self._descriptor: int | None = None
         self._is_named = False
 
-    def append(self, line: bytes) -> None:
-        """Add one line, its end included; WriteFailed leaves the file as it was before."""
+    def append(self, lines: bytes) -> None:
+        """Add a line, its end included, or several at once; WriteFailed leaves the file as it was before."""
         try:
             if self._descriptor is None:
                 self._descriptor, self.num_lines = _open_at_a_line_end(self.path)
             end = os.fstat(self._descriptor).st_size
             try:
-                write_all(self._descriptor, line)
+                write_all(self._descriptor, lines)
             except OSError:
                 os.ftruncate(self._descriptor, end)
                 raise
         except OSError as error:
             raise WriteFailed(f"{self.path} could not be written: {reason(error)}") from error
-        self.num_lines += 1
+        self.num_lines += lines.count(b"\n")
 
     def sync(self) -> None:
         """Have every line on the disk; WriteFailed where it does not take them."""
@@ -69,21 +70,21 @@ class LineFile:
 class Backlog(Generic[_T]):
     """Records on their way to a disk that may be full: what it does not take waits here, and is tried again in order.
 
-    So a run goes on, and its file lacks nothing once there is room again. `write` raises WriteFailed for a record that
-    was not taken.
+    So a run goes on, and its file lacks nothing once there is room again. `write` takes all that it is given, or none
+    of it and raises WriteFailed.
     """
 
-    def __init__(self, write: Callable[[_T], None]) -> None:
+    def __init__(self, write: Callable[[Sequence[_T]], None]) -> None:
         self._write = write
         self._waiting: deque[_T] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, record: _T) -> str | None:
-        """Write a record behind those that wait; what to say, where it is the first that the disk does not take."""
-        self._waiting.append(record)
-        is_first = len(self._waiting) == 1
+    def add(self, *records: _T) -> str | None:
+        """Write records behind those that wait; what to say, where they are the first that the disk does not take."""
+        is_first = not self._waiting
+        self._waiting.extend(records)
         try:
             self.retry()
         except WriteFailed as error:
@@ -91,10 +92,18 @@ class Backlog(Generic[_T]):
         return None
 
     def retry(self) -> None:
-        """Write all that waits; WriteFailed keeps what is left."""
+        """Write all that waits, or as many as there is room for; WriteFailed keeps the others."""
+        at_once = len(self._waiting)
         while self._waiting:
-            self._write(self._waiting[0])
-            self._waiting.popleft()
+            try:
+                self._write([*itertools.islice(self._waiting, at_once)])
+            except WriteFailed:
+                if at_once == 1:
+                    raise
+                at_once = 1
+                continue
+            for _ in range(min(at_once, len(self._waiting))):
+                self._waiting.popleft()
 
 
 def _open_at_a_line_end(path: Path) -> tuple[int, int]:

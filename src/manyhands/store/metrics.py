@@ -27,13 +27,14 @@ class MetricsLog:
         self.path = Path(path)
         self._file = LineFile(self.path)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record, which then survives the death of this process.
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add records, which then survive the death of this process.
 
         A number that is not finite is written as null. WriteFailed leaves the file as it was before.
         """
-        _require_step(record, f"the record {dict(record)!r}", UserError)
-        self._file.append(render_json(record, "the record"))
+        for record in records:
+            _require_step(record, UserError)
+        self._file.append(b"".join(render_json(record, "the record") for record in records))
 
     def read(self) -> list[dict[str, Any]]:
         """All records in order; a torn last line is none. DataError names any other damaged line."""
@@ -85,11 +86,12 @@ class MetricsLog:
                     record = json.loads(line)
                 except (ValueError, RecursionError):
                     raise DataError(f"{where} is not JSON; remove that line to go on without it") from None
-                _require_step(record, where, DataError)
+                _require_step(record, DataError, where)
                 yield record, line
                 offset += len(line)
 
 
-def _require_step(record: Any, where: str, error: type[UserError]) -> None:
+def _require_step(record: Any, error: type[UserError], where: str | None = None) -> None:
     if not isinstance(record, Mapping) or not isinstance(record.get("step"), int):
+        where = f"the record {record!r}" if where is None else where
         raise error(f"{where} is no record of metrics: it has no whole number as its `step`")

@@ -166,9 +166,9 @@ class RunDirectory:
         except WriteFailed as failure:
             _log.warning("what ended the run is not in its directory: %s", failure)
 
-    def append_member(self, event: Mapping[str, Any]) -> None:
-        """Add what happened to a process of the run to members.jsonl; WriteFailed leaves that as it was."""
-        self._members.append(json.dumps(event).encode() + b"\n")
+    def append_member(self, *events: Mapping[str, Any]) -> None:
+        """Add what happened to processes of the run to members.jsonl; WriteFailed leaves that as it was."""
+        self._members.append(b"".join(json.dumps(event).encode() + b"\n" for event in events))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Put what came out into summary.json, in the place of an earlier one."""
