@@ -56,13 +56,13 @@ class Control:
         """The memory of all of it; what comes after is a step's own."""
         return Order.NUM_BYTES + Counter.NUM_BYTES + world * CACHE_LINE
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers of a few numbers, in worker order."""
+    def sums(self, *values: float) -> list[float]:
+        """Collective: the sum over workers of each of a few numbers, in worker order."""
         if self.group.world == 1:
-            return values
-        self._tally[self.group.rank, : values.numel()] = values.numpy()
+            return list(values)
+        self._tally[self.group.rank, : len(values)] = values
         self.group.barrier()
-        found = torch.from_numpy(self._tally[:, : values.numel()].sum(axis=0))
+        found: list[float] = self._tally[:, : len(values)].sum(axis=0).tolist()
         self.group.barrier()  # nobody writes the next before all have read this
         return found
 
@@ -80,6 +80,7 @@ class KernelTrainer:
     ) -> None:
         self._plan = plan
         self._task = kernel_task(plan)
+        self._steps_per_pass = self._task.passes.steps
         self._kernel = step
         self._control = control
         self._group = control.group
@@ -132,7 +133,7 @@ class KernelTrainer:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers."""
-        return self._control.total(values)
+        return torch.tensor(self._control.sums(*values.tolist()), dtype=torch.float64)
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """Collective: what a rule keeps is part of the memory, which is made whole on worker 0."""
@@ -141,7 +142,7 @@ class KernelTrainer:
 
     def _until_met(self, step: int) -> tuple[int, bool]:
         """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
-        order, per_pass = self._control.order, self._task.passes.steps
+        order, per_pass = self._control.order, self._steps_per_pass
         end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
         self._meet(step)  # whoever reads what the last round ended with has done so
         order.begin(step, end)
@@ -151,13 +152,15 @@ class KernelTrainer:
             self._reporter.send()
         self._around.mark(end, State.WAITING)
         self._meet(end)
-        told = [*self._since_met, float(self._around.stop_requested())]
-        loss, weight, stops = self.total(torch.tensor(told, dtype=torch.float64)).tolist()
+        told = (*self._since_met, float(self._around.stop_requested()))
+        loss, weight, stops = self._control.sums(*told)
         self._since_met = (0.0, 0.0)
         self._reporter.loss = loss / weight if weight else math.nan
         return order.done(), bool(stops)
 
     def _meet(self, step: int) -> None:
+        if self.world == 1:
+            return  # a short pass is over before a barrier is: who is alone goes on
         begin = time.monotonic_ns()
         self._group.barrier()
         self._reporter.waits(max(0, step - 1), begin, self._waits())
@@ -184,7 +187,7 @@ class KernelTrainer:
         loss, weight = taken.loss, taken.weight
         self._since_met = (self._since_met[0] + loss, self._since_met[1] + weight)
         if self._together:
-            loss, weight = self.total(torch.tensor([loss, weight], dtype=torch.float64)).tolist()
+            loss, weight = self._control.sums(loss, weight)
         end = time.monotonic_ns()
         if not math.isfinite(loss):
             self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
@@ -205,14 +208,15 @@ class KernelTrainer:
     def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
         """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
         around, (begin, end) = self._around, span_ns
-        stats = self._group.take_stats()
         fetched = begin + taken.input_ns
-        waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
         around.record(EventKind.INPUT, begin, taken.input_ns, step=step, count=taken.samples)
-        waited = self._reporter.waits(step, fetched, waits)
-        exchanged = 0
+        waited = exchanged = 0
+        if self.world > 1:
+            stats = self._group.take_stats()
+            waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
+            waited = self._reporter.waits(step, fetched, waits)
+            exchanged = stats.reducing_ns if self._together else 0
         if self._together and self.world > 1:
-            exchanged = stats.reducing_ns
             around.record(
                 EventKind.EXCHANGE,
                 fetched + waited,

@@ -32,6 +32,10 @@ class ReplicaModel:
         self._names = list(self._tied)
         self._tap = GradientTap(list(self._tied.values()), self._taken)
 
+    def close(self) -> None:
+        """Take gradients no more; autograd holds the hooks, and with them the memory that the parameters lie in."""
+        self._tap.close()
+
     def tie(self, area: WorkerArea) -> None:
         """Use this area from now on; what lies in another one stays as it is."""
         values = self._layout.views(area.values)

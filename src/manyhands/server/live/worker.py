@@ -172,6 +172,7 @@ class _Body:
     def close(self) -> None:
         """Let go of the shared memory."""
         self.recorder.close()
+        self.model.close()
         self.area.close()
         if self.home is not None:
             self.home.close()
