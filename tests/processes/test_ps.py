@@ -19,6 +19,7 @@ import severed_task
 from assassin import Assassin, events
 from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
 from manyhands.errors import ManyhandsError, NonFinite, WorkerFailed
+from manyhands.store.rundir import RunDirectory
 from manyhands.tasks import TASKS
 
 pytestmark = pytest.mark.timeout(240)
@@ -178,6 +179,8 @@ def test_without_a_replica_a_server_goes_on_from_its_snapshot_and_says_what_was_
         run = mh.fit(task, "ps servers=2 consistency=async", workers=2, steps=400, out=out, options=options)
     assert any(event["event"] == "recovered" for event in events(out))
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
+    kept = RunDirectory.open(out, lock=False).checkpoints().load()
+    assert distance(kept.model, run.model.state_dict()) == 0, "shards that ended at different versions"
     _audit(out, "restored")
 
 

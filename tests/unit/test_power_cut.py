@@ -65,7 +65,7 @@ def test_a_run_that_was_begun_is_there_when_its_first_snapshot_is(tmp_path: Path
         assert [log.write(row) for row in rows[:2]] == [None, None]
         assert log.sync(0) is None
         state = ShardState(model={"w": torch.ones(2)}, optimizer={}, batches=2)
-        ShardSnapshots(run.path, 2).save(0, ShardSnapshot(version=2, state=state, held={}, core="{}"))
+        ShardSnapshots(run.path, 1, 2).save(0, ShardSnapshot(version=2, state=state, held={}, core="{}"))
         saved = disk.states[-1].moment
         assert log.write(rows[2]) is None
         log.close()
@@ -75,7 +75,7 @@ def test_a_run_that_was_begun_is_there_when_its_first_snapshot_is(tmp_path: Path
     for state in after:
         path = state.write(tmp_path / "after", folder) / "runs" / "x"
         assert RunDirectory.open(path, lock=False).config["task"] == "t"
-        assert ShardSnapshots(path, 2).versions(0) == {2}
+        assert ShardSnapshots(path, 1).versions(0) == {2}
         assert read_record(path) == record
         assert read_logs(path).files[0][0] in (rows[:2], rows), "what leads to the snapshot is there"
 

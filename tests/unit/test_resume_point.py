@@ -135,7 +135,7 @@ def test_rows_of_the_history_that_stay(tmp_path: Path) -> None:
 
 
 def test_snapshots_of_a_life_that_did_not_go_on_are_removed(tmp_path: Path) -> None:
-    snapshots = ShardSnapshots(tmp_path, 9)
+    snapshots = ShardSnapshots(tmp_path, 2, 9)
     for shard, version in ((0, 10), (0, 20), (0, 30), (1, 10), (1, 20)):
         state = ShardState(model={"w": torch.ones(2)}, optimizer={}, batches=version)
         snapshots.save(shard, ShardSnapshot(version=version, state=state, held={}, core="{}"))
@@ -146,7 +146,29 @@ def test_snapshots_of_a_life_that_did_not_go_on_are_removed(tmp_path: Path) -> N
     assert newest.version == 20, "a shard never goes back to what came later in another life"
     snapshots.remove_after(-1)
     assert snapshots.load(0) is None
-    ShardSnapshots(tmp_path / "nothing", 9).remove_after(-1)
+    ShardSnapshots(tmp_path / "nothing", 2).remove_after(-1)
+
+
+def test_shards_that_lost_updates_keep_a_version_in_common(tmp_path: Path) -> None:
+    """The first shard went back by 40 updates; without what the second spares for it, nothing could be resumed."""
+    snapshots = ShardSnapshots(tmp_path, 2, 3)
+    for version in range(10, 200, 10):
+        for shard, reached in ((1, version), (0, version - 40)):
+            if reached > 0:
+                state = ShardState(
+                    model={"w": torch.full((2,), float(reached))}, optimizer={}, batches=reached
+                )
+                snapshots.save(shard, ShardSnapshot(version=reached, state=state, held={}, core="{}"))
+        if version > 50:
+            whole = snapshots.newest_whole()
+            assert whole is not None
+            assert [one.version for one in whole] == [version - 40] * 2
+    assert snapshots.versions(0) == {130, 140, 150}, "who is behind keeps three, as always"
+    assert snapshots.versions(1) == {140, 150, 160, 170, 180, 190}, "from what both had when it last saved"
+    ended = snapshots.at([150, 190])
+    assert ended is not None
+    assert [float(one.state.model["w"][0]) for one in ended] == [150.0, 190.0]
+    assert snapshots.at([150, 191]) is None
 
 
 def test_records_are_cleared_whole(tmp_path: Path) -> None:

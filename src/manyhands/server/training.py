@@ -52,7 +52,7 @@ class PsTraining(Training):
                     f"with {directory.config[name]!r}; resume with that"
                 )
         point = self._point = resume_point(directory.path, self._strategy)
-        forget_after(directory.path, point)
+        forget_after(directory.path, self._strategy, point)
         directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
         return point.batches if point is not None else None
 
@@ -64,7 +64,7 @@ class PsTraining(Training):
     @classmethod
     def kept(cls, directory: RunDirectory, task: Task, strategy: Ps) -> tuple[int, dict[str, Tensor]] | None:
         """From the newest snapshots that all shards have."""
-        found = ShardSnapshots(directory.path, keep=1).newest_whole(strategy.servers)
+        found = ShardSnapshots(directory.path, strategy.servers).newest_whole()
         if found is None:
             return None
         model = task.model()
@@ -98,7 +98,7 @@ class PsTraining(Training):
             if metrics is not None and not evaluated:
                 stage.take_rows([{"step": request.plan.steps, "metrics": metrics, "at_s": outcome.seconds}])
             if stage.directory is not None:
-                self._save(stage, training.checkpoint((metrics or {}).get("evaluation_loss")))
+                self._save(stage, training.checkpoint(outcome, (metrics or {}).get("evaluation_loss")))
         return Result(
             model=model,
             steps_done=request.plan.steps,
@@ -113,7 +113,10 @@ class PsTraining(Training):
     def _save(self, stage: Stage, snapshot: Snapshot | None) -> None:
         """Write the last checkpoint; a full disk costs that and not what was trained."""
         checkpoints = stage.checkpoints()
-        if checkpoints is None or snapshot is None:
+        if checkpoints is None:
+            return
+        if snapshot is None:
+            stage.say("the last checkpoint is missing: not every server could write its part of it")
             return
         try:
             checkpoints.save(snapshot)

@@ -122,8 +122,8 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep = keep
 
-    def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint to the disk, then rotate out old ones; return its directory.
+    def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
+        """Write a checkpoint to the disk, then rotate out old ones before `spare_from`; return its directory.
 
         A step that was saved before is replaced. NonFiniteSnapshot, UserError (a value no checkpoint can
         hold) and WriteFailed (a full disk, say) leave the checkpoints that are there as they are.
@@ -141,7 +141,7 @@ class CheckpointStore:
             if not isinstance(error, OSError):
                 raise
             raise WriteFailed(self._complaint(snapshot.step, content.num_bytes, error)) from error
-        self._rotate(snapshot.step)
+        self._rotate(snapshot.step, spare_from)
         return target
 
     def load(self, step: int | None = None) -> Loaded:
@@ -217,8 +217,8 @@ class CheckpointStore:
         except OSError:  # the error that brought us here is the one to report; the next save sweeps again
             pass
 
-    def _rotate(self, saved_step: int) -> None:
-        for step in rotated_out(self._entries(), saved_step, self.keep):
+    def _rotate(self, saved_step: int, spare_from: int | None) -> None:
+        for step in rotated_out(self._entries(), saved_step, self.keep, spare_from):
             path = self.folder / _name(step)
             removing = path.with_name(f"{path.name}.removing")
             try:

@@ -23,8 +23,12 @@ def best(entries: Iterable[SavedStep]) -> int | None:
     return -min(scored)[1] if scored else None
 
 
-def rotated_out(entries: Iterable[SavedStep], saved_step: int, keep: int) -> tuple[int, ...]:
+def rotated_out(
+    entries: Iterable[SavedStep], saved_step: int, keep: int, spare_from: int | None = None
+) -> tuple[int, ...]:
     """The steps to remove after `saved_step` was saved: all before the last `keep`, but never the best.
+
+    Those from `spare_from` on stay as well: others still need them.
 
     A damaged checkpoint does not count as one of those kept. One newer than the step just saved (the run
     went back to an earlier checkpoint) is neither counted nor removed: it goes once the run has passed it.
@@ -33,5 +37,5 @@ def rotated_out(entries: Iterable[SavedStep], saved_step: int, keep: int) -> tup
     reached = sorted(entry.step for entry in known if entry.intact and entry.step <= saved_step)
     if len(reached) < keep:
         return ()
-    oldest_kept = reached[-keep]
+    oldest_kept = reached[-keep] if spare_from is None else min(reached[-keep], spare_from)
     return tuple(sorted({entry.step for entry in known if entry.step < oldest_kept} - {best(known)}))

@@ -110,7 +110,7 @@ class _Server:
         self._published: dict[int, int] = {}  # by shard, the version that was last copied home
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
-        self._snapshots = ShardSnapshots(job.run_path, job.keep_checkpoints)
+        self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
         self._stack = ExitStack()
         if self._home is not None:
             self._stack.callback(self._home.close)

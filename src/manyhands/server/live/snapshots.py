@@ -4,14 +4,15 @@
     RUN/shards/1/step-00000040/…
 
 A snapshot holds the store's state and, beside it, what the shard's core knows: which updates it has. So a run goes on
-from the newest version that every shard has, and nothing is applied twice.
+from the newest version that every shard has, and nothing is applied twice. A shard that went back has fewer updates
+than the others from then on: they keep what it has not reached yet.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,9 @@ class ShardSnapshot:
 class ShardSnapshots:
     """The snapshots of all shards of one run; without a run directory there are none."""
 
-    def __init__(self, run_path: Path | None, keep: int) -> None:
+    def __init__(self, run_path: Path | None, shards: int, keep: int = 1) -> None:
         self._folder = run_path / "shards" if run_path is not None else None
+        self._shards = shards
         self._keep = keep
 
     @property
@@ -93,7 +95,8 @@ class ShardSnapshots:
                 model=snapshot.state.model,
                 optimizer=snapshot.state.optimizer,
                 extra={"batches": snapshot.state.batches, "core": snapshot.core, "held": held},
-            )
+            ),
+            spare_from=max(self._common(), default=0),
         )
 
     def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
@@ -124,18 +127,25 @@ class ShardSnapshots:
             if folder.name.isdigit():
                 self._store(int(folder.name)).remove_after(version)
 
-    def newest_whole(self, shards: int) -> list[ShardSnapshot] | None:
+    def newest_whole(self) -> list[ShardSnapshot] | None:
         """Every shard's snapshot of the newest version that all of them have undamaged; None where there is none."""
-        common = set.intersection(*(self.versions(shard) for shard in range(shards)))
-        for version in sorted(common, reverse=True):
-            try:
-                found = [self.load(shard, version) for shard in range(shards)]
-            except CorruptCheckpoint:
-                continue
-            whole = [snapshot for snapshot in found if snapshot is not None]
-            if len(whole) == shards:
-                return whole
+        for version in sorted(self._common(), reverse=True):
+            found = self.at([version] * self._shards)
+            if found is not None:
+                return found
         return None
+
+    def at(self, versions: Sequence[int]) -> list[ShardSnapshot] | None:
+        """Every shard's snapshot of its own version, in order; None where one is missing or damaged."""
+        try:
+            found = [self.load(shard, version) for shard, version in enumerate(versions)]
+        except CorruptCheckpoint:
+            return None
+        whole = [snapshot for snapshot in found if snapshot is not None]
+        return whole if len(whole) == self._shards else None
+
+    def _common(self) -> set[int]:
+        return set.intersection(*(self.versions(shard) for shard in range(self._shards)))
 
     def _store(self, shard: int) -> CheckpointStore:
         assert self._folder is not None, "without a directory there are no snapshots"

@@ -61,7 +61,7 @@ class ResumePoint:
 
 def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
     """Where a run on parameter servers can go on; None if no snapshot was written yet."""
-    snapshots = ShardSnapshots(run_path, keep=1).newest_whole(strategy.servers)
+    snapshots = ShardSnapshots(run_path, strategy.servers).newest_whole()
     if snapshots is None:
         return None
     cores = [json.loads(snapshot.core)["core"] for snapshot in snapshots]
@@ -72,14 +72,14 @@ def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
     )
 
 
-def forget_after(run_path: Path, point: ResumePoint | None) -> None:
+def forget_after(run_path: Path, strategy: Ps, point: ResumePoint | None) -> None:
     """Before a run goes on from `point`: remove what is of a life that does not count.
 
     The summary of an earlier end; snapshots of later versions, which a shard must never go back to; without a point the
     records too, for the run begins again. WriteFailed where something stays.
     """
     RunDirectory.open(run_path, lock=False).remove_summary()
-    ShardSnapshots(run_path, keep=1).remove_after(point.version if point is not None else -1)
+    ShardSnapshots(run_path, strategy.servers).remove_after(point.version if point is not None else -1)
     if point is None:
         clear_records(run_path)
 
@@ -227,11 +227,15 @@ class ServerTraining:
             model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
         return model.cpu()
 
-    def checkpoint(self, score: float | None) -> Snapshot | None:
-        """All shards together as a checkpoint of the usual kind, which any strategy can go on from."""
+    def checkpoint(self, outcome: LaunchOutcome, score: float | None) -> Snapshot | None:
+        """All shards as they ended, as a checkpoint of the usual kind, which any strategy can go on from.
+
+        None where a disk did not take them. A shard that lost updates ended at another version than the others.
+        """
         request = self._request
-        found = ShardSnapshots(request.run_path, request.keep_checkpoints).newest_whole(
-            request.strategy.servers
+        versions = {int(shard["shard"]): int(shard["version"]) for shard in outcome.shards}
+        found = ShardSnapshots(request.run_path, request.strategy.servers).at(
+            [versions[shard] for shard in sorted(versions)]
         )
         if found is None:
             return None
