@@ -1,7 +1,8 @@
-"""Every test leaves as many threads and children behind as it found."""
+"""Every test leaves as many threads, children, memory segments and listening sockets behind as it found."""
 
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,38 @@ def children() -> set[int]:
     return found - {kept_pid()}  # the template waits for the next run, as it should
 
 
+def segments() -> set[str]:
+    """The shared memory that this process holds, by inode: descriptors of it and mappings."""
+    found = {str(os.fstat(descriptor).st_ino) for descriptor in _descriptors(("/memfd:", "/dev/shm/"))}
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        if b"/memfd:" in line or b"/dev/shm/" in line:
+            found.add(line.split()[4].decode())
+    return found
+
+
+def listening() -> set[str]:
+    """The sockets of this process that wait for connections, by inode."""
+    return {
+        str(os.fstat(descriptor).st_ino)
+        for descriptor in _descriptors(("socket:",))
+        if _getsockopt(descriptor, socket.SO_ACCEPTCONN)
+    }
+
+
+def _descriptors(kinds: tuple[str, ...]) -> Iterator[int]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(kinds):
+                yield int(descriptor)
+        except OSError:  # closed while we looked
+            continue
+
+
+def _getsockopt(descriptor: int, option: int) -> int:
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        return copy.getsockopt(socket.SOL_SOCKET, option)
+
+
 def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition():
@@ -46,13 +79,26 @@ def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     children_before, threads_before = children(), set(threading.enumerate())
+    segments_before, listening_before = segments(), listening()
     yield
     new_threads = lambda: [t for t in threading.enumerate() if t not in threads_before and not t.daemon]  # noqa: E731
     assert settles(lambda: not new_threads()), f"threads left behind: {new_threads()}"
     new_children = lambda: children() - children_before  # noqa: E731
     assert settles(lambda: not new_children()), f"processes left behind: {new_children()}"
+    _collect(lambda: segments() <= segments_before)
+    assert segments() <= segments_before, f"memory left behind: inodes {segments() - segments_before}"
+    if request.node.get_closest_marker("gloo") is None:
+        _collect(lambda: listening() <= listening_before)
+        assert listening() <= listening_before, f"listening sockets left: {listening() - listening_before}"
+
+
+def _collect(condition: Callable[[], bool]) -> None:
+    """Tensors on a segment keep it, and cycles keep tensors: collected only where something is left."""
+    if not condition():
+        gc.collect()
+        settles(condition)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -86,10 +87,9 @@ class Silent:
 
 def train(task: mh.Task, exchange: Exchange, steps: int = STEPS) -> dict[str, torch.Tensor]:
     plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0, check_every=7)
-    trained = Trainer(plan, exchange, Silent()).run()
-    weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
-    exchange.close()
-    return weights
+    with closing(exchange):
+        trained = Trainer(plan, exchange, Silent()).run()
+        return {name: value.clone() for name, value in trained.model.state_dict().items()}
 
 
 def train_plainly(task: mh.Task, steps: int = STEPS) -> dict[str, torch.Tensor]:

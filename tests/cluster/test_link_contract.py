@@ -138,7 +138,8 @@ def open_files() -> set[str]:
 
 
 @pytest.fixture(
-    params=[SharedRig, TcpRig, TorchRig, SimulatedRig], ids=["shared", "tcp", "torch", "simulated"]
+    params=[SharedRig, TcpRig, pytest.param(TorchRig, marks=pytest.mark.gloo), SimulatedRig],
+    ids=["shared", "tcp", "torch", "simulated"],
 )
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     files, threads = open_files(), set(threading.enumerate())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from manyhands.server.live.payloads import Gradients
 from manyhands.server.messages import Hello, Install, Push, Welcome, Yield
 
 OLD, NEW = 5, 8
+SERVERS: list[Gradients] = []
 
 
 def layout_of_two_shards() -> FlatLayout:
@@ -37,10 +40,19 @@ def push(member: int, shard: int, clock: int = 3) -> Push:
     )
 
 
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """What a server holds goes with the test."""
+    yield
+    while SERVERS:
+        SERVERS.pop().close()
+
+
 def server(*members: int) -> Gradients:
     """A server with which these members share memory, all of them holders of slot 1, one after the other."""
     layout = layout_of_two_shards()
     gradients = Gradients(layout, inline=False)
+    SERVERS.append(gradients)
     for member in members:
         share(gradients, layout, member)
     return gradients

@@ -222,8 +222,12 @@ class SharedGroup:
         self._common_bytes = round_up(num_bytes, PAGE)
         self._reserve(self._common_bytes, purpose, kept_bytes=0)
         common = Segment.attach(os.dup(self._arena_descriptor))
-        self._require_equal(self._common_bytes, common.num_bytes, "in common")
-        self.barrier()  # rank 0 may resize the file only when all have mapped this much of it
+        try:
+            self._require_equal(self._common_bytes, common.num_bytes, "in common")
+            self.barrier()  # rank 0 may resize the file only when all have mapped this much of it
+        except BaseException:
+            common.close()
+            raise
         return common
 
     def allocate(self, num_bytes: int, purpose: str) -> None:

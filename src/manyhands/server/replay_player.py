@@ -82,6 +82,7 @@ class ReplayStage:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.replica.close()
         self.area.close()
 
     def store(self, shard: int) -> ShardStore:
