@@ -147,7 +147,7 @@ class OurServer:
 
     def home(self, layout: FlatLayout) -> SharedParameters | None:
         """Where workers read the parameters, if not in memory of their own."""
-        return self._job.home(self._final.descriptor, layout)
+        return self._job.home(lambda: Segment.attach(os.dup(self._final.descriptor)), layout)
 
     def last_words(self) -> str:
         """Why the server ended, if it did."""

@@ -13,7 +13,6 @@ values where the shards keep them (`values` is given), and the area ends with th
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +27,9 @@ __all__ = ["AreaPart", "SharedParameters", "WorkerArea"]
 class SharedParameters:
     """The one copy of the dense parameters that all processes of a host share, flat."""
 
-    def __init__(self, descriptor: int, layout: FlatLayout) -> None:
-        """Map the memory of a descriptor, which stays the caller's; what lies behind the parameters is left alone."""
-        self._segment = Segment.attach(os.dup(descriptor))
+    def __init__(self, segment: Segment, layout: FlatLayout) -> None:
+        """Take over memory that begins with the parameters; what lies behind them is left alone."""
+        self._segment = segment
         self._layout = layout
         self.values = self._segment.tensor(0, layout.num_bytes, torch.uint8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from manyhands.hub.handshake import Credentials
 from manyhands.hub.hub import Hub, Settings
 from manyhands.hub.settings import spin_for
 from manyhands.link.silence import Silence
+from manyhands.memory.segment import Segment
 from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import SharedParameters
@@ -82,9 +84,9 @@ class Job:
         """Whether workers read parameters where the shards keep them, in the memory that all processes share."""
         return self.is_lockstep and self.strategy.link == "shared"
 
-    def home(self, descriptor: int, layout: FlatLayout) -> SharedParameters | None:
-        """That memory, where there is one."""
-        return SharedParameters(descriptor, layout) if self.reads_in_place else None
+    def home(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
+        """That memory, where there is one: `final` gives what the parameters end in."""
+        return SharedParameters(final(), layout) if self.reads_in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         """This process's end of all connections, as `member`."""

@@ -8,7 +8,6 @@ sent with their payloads, rows written to the log, snapshots to the disk.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
@@ -22,13 +21,10 @@ from torch import Tensor
 
 from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
-from manyhands.cluster.job import load
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.hub.hub import Arrived, Joined, Lost, Ready, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
-from manyhands.memory.segment import Segment
 from manyhands.memory.sign import LongWait
-from manyhands.record.ring import EventRing
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.server.digests import shard_digest
 from manyhands.server.live.coding import RangeCoding
@@ -48,6 +44,7 @@ from manyhands.server.live.reports import (
     ShardsLeft,
     ViewPublished,
 )
+from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
@@ -80,10 +77,11 @@ _THREADS_FROM_BYTES = 1 << 20  # less is done before a second thread is awake
 def serve(context: RoleContext) -> Mapping[str, Any]:
     """The whole life of a server process."""
     begin_ns = time.monotonic_ns()
-    job: Job = load(context.descriptor("job"))
-    with EventRing.attach(context.descriptor("events")) as ring:
+    resources = MemberResources.inherited(context)
+    job = resources.job()
+    with resources.events() as ring:
         records = ServerRecords(ring, job.strategy)
-        with _Server(context, job, records) as server:
+        with _Server(context, resources, job, records) as server:
             records.joined(begin_ns)
             left = server.run()
         records.left()
@@ -93,7 +91,10 @@ def serve(context: RoleContext) -> Mapping[str, Any]:
 class _Server:
     """One server process; a context manager."""
 
-    def __init__(self, context: RoleContext, job: Job, records: ServerRecords) -> None:
+    def __init__(
+        self, context: RoleContext, resources: MemberResources, job: Job, records: ServerRecords
+    ) -> None:
+        self._final = resources.final
         self._context, self._job, self._records = context, job, records
         self._member = context.rank
         _, _, self._layout = job.build()
@@ -101,7 +102,7 @@ class _Server:
         torch.set_num_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
         self._stores: dict[int, ShardStore] = {}
-        self._home = job.home(context.descriptor("final"), self._layout)
+        self._home = job.home(resources.final, self._layout)
         self._coding = RangeCoding(self._layout, job.strategy.codec)
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
         self._gradients = Gradients(
@@ -540,9 +541,8 @@ class _Server:
 
     def _leave(self, wanted: Collection[int]) -> None:
         """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
-        final = Segment.attach(os.dup(self._context.descriptor("final")))
         shards = []
-        with final:
+        with self._final() as final:
             memory = final.tensor(0, final_bytes(self._layout), torch.uint8)
             for shard in range(self._layout.shards):
                 if shard not in wanted or not self._is_primary(shard):

@@ -17,7 +17,6 @@ import torch
 
 from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
-from manyhands.cluster.job import load
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.hub.hub import Arrived, Hub, Joined, Lost
 from manyhands.link.message import ProtocolError
@@ -47,6 +46,7 @@ from manyhands.server.live.reports import (
     WorkerLeft,
     WorkerReady,
 )
+from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import (
     Parameters,
@@ -59,7 +59,6 @@ from manyhands.server.messages import (
     Work,
 )
 from manyhands.server.updates import ComputedRow, Recorder
-from manyhands.store.tensorfile import encode_tensors
 from manyhands.training.computing import Computed
 
 __all__ = ["work"]
@@ -71,12 +70,13 @@ _MOMENT_S = 0.001
 
 def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
     """The whole life of a worker process, in one slot after another if it is fenced and given a new place."""
-    job: Job = load(context.descriptor("job"))
+    resources = MemberResources.inherited(context)
+    job = resources.job()
     torch.set_num_threads(job.threads)
     joined = time.monotonic_ns()
     with ExitStack() as stack:
-        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
-        body = _Body(context, job, slot)
+        ring = stack.enter_context(resources.events())
+        body = _Body(context, resources, job, slot)
         stack.callback(body.close)
         ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         member = context.rank
@@ -105,11 +105,12 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
 class _Body:
     """What a worker process keeps when its place changes: the model, its memory, what it counted."""
 
-    def __init__(self, context: RoleContext, job: Job, slot: int) -> None:
+    def __init__(self, context: RoleContext, resources: MemberResources, job: Job, slot: int) -> None:
         self.context = context
+        self._leave_buffers = resources.leave_buffers
         self.job = job
         self.computer, built, self.layout = job.build(slot)
-        self.home = job.home(context.descriptor("final"), self.layout)
+        self.home = job.home(resources.final, self.layout)
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.unheard: list[Any] = []
@@ -156,9 +157,7 @@ class _Body:
         buffers = dict(self.model.model.named_buffers())
         if buffers:
             state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
-            with open(f"/proc/self/fd/{self.context.descriptor('buffers')}", "wb") as file:
-                for chunk in encode_tensors(state):
-                    file.write(chunk)
+            self._leave_buffers(state)
 
     def totals(self) -> dict[str, Any]:
         """What the launcher adds up."""
