@@ -61,3 +61,17 @@ def test_no_two_public_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(module)
     assert {name: found for name, found in homes.items() if len(found) > 1} == SAME_ON_PURPOSE
+
+
+def test_times_of_a_step_are_booked_in_one_place() -> None:
+    parts = {"INPUT", "COMPUTE", "EXCHANGE", "WAIT", "STEP"}
+    found = set()
+    for module in modules():
+        for node in ast.walk(ast.parse((SOURCE / module).read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Attribute):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                first = node.args[0]
+                is_kind = isinstance(first.value, ast.Name) and first.value.id == "EventKind"
+                if called in {"record", "_record"} and is_kind and first.attr in parts:
+                    found.add(module)
+    assert found == {"training/booking.py"}

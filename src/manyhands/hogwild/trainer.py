@@ -24,9 +24,9 @@ from manyhands.group.shared import SharedGroup
 from manyhands.hogwild.stepper import SharedStepper
 from manyhands.memory.counters import Counter
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.record.events import EventKind
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
+from manyhands.training.booking import StepBook
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.training.reporting import Reporter, Surroundings, first_bad
 from manyhands.training.worker import Trained
@@ -157,10 +157,10 @@ class HogwildTrainer:
         return bool(stops)
 
     def _meet(self, step: int) -> None:
-        begin = time.monotonic_ns()
+        book = StepBook(self._around.record, max(0, step - 1), time.monotonic_ns())
         self._group.barrier()
         waits = enumerate(self._group.take_stats().waiting_ns)
-        self._reporter.waits(max(0, step - 1), begin, {peer: waited for peer, waited in waits if waited})
+        book.waits({peer: waited for peer, waited in waits if waited})
 
     def _step(self, loop: _Loop, step: int) -> None:
         """Train on global batch `step`, from 0, all of it."""
@@ -188,12 +188,11 @@ class HogwildTrainer:
 
     def _record(self, step: int, mine: Computed, span_ns: tuple[int, int], waits: Mapping[int, int]) -> None:
         begin, end = span_ns
-        waited = self._reporter.waits(step, begin, waits)
-        around = self._around
-        spent = waited + mine.input_ns
-        around.record(EventKind.INPUT, begin + waited, mine.input_ns, step=step, count=mine.samples)
-        around.record(EventKind.COMPUTE, begin + spent, max(0, end - begin - spent), step=step)
-        around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=mine.loss)
+        book = StepBook(self._around.record, step, begin)
+        book.waits(waits)
+        book.input(mine.input_ns, mine.samples)
+        book.compute(end)
+        book.end(end, mine.samples, mine.loss)
         self._samples += mine.samples
         if not self._broken:
             loss, samples = self._since_met

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 
 from manyhands.cluster.board import State
 from manyhands.loop.agreement import Words
-from manyhands.record.events import EventKind
+from manyhands.training.booking import StepBook
 from manyhands.training.exchange import Exchange, Post, Traffic
-from manyhands.training.reporting import Surroundings, record_posts
+from manyhands.training.reporting import Surroundings
 
 __all__ = ["RoundClock"]
 
@@ -59,28 +59,17 @@ class RoundClock:
         """The exchange is complete; `samples` were this worker's share."""
         now_ns, started_ns, computed_ns = time.monotonic_ns(), self._started_ns, self._computed_ns
         _, waited, posts = self._take()
-        record, step = self._around.record, self.rounds
-        fetched_ns = started_ns + self._input_ns
-        busy_ns = computed_ns - fetched_ns - self._overlapped_ns - self._waited_before.total()
-        record(EventKind.INPUT, started_ns, self._input_ns, step=step, count=samples)
-        record(EventKind.COMPUTE, fetched_ns, max(0, busy_ns), step=step)
-        for waits in (self._waited_before, waited):
-            for peer, duration_ns in waits.items():
-                record(EventKind.WAIT, computed_ns, duration_ns, step=step, peer=peer)
+        book = StepBook(self._around.record, self.rounds, started_ns)
+        book.input(self._input_ns, samples)
+        book.compute(computed_ns, less_ns=self._overlapped_ns + self._waited_before.total())
+        book.go_on_at(computed_ns - self._waited_before.total())
+        book.waits(self._waited_before)
+        book.waits(waited)
         if self._exchange.world > 1:
             sent = self._exchange.traffic() - self._sent
-            moving_ns = max(0, now_ns - computed_ns - waited.total()) + self._overlapped_ns
-            record(
-                EventKind.EXCHANGE,
-                computed_ns,
-                moving_ns,
-                step=step,
-                num_bytes=sent.bytes_sent,
-                count=sent.messages_sent,
-                wire=self._exchange.wire,
-            )
-            record_posts(self._around, step, posts, self._exchange.wire)
-        record(EventKind.STEP, started_ns, now_ns - started_ns, step=step, count=samples)
+            book.exchange(now_ns, sent, self._exchange.wire, hidden_ns=self._overlapped_ns)
+            book.posts(posts, self._exchange.wire)
+        book.end(now_ns, samples)
         self.rounds += 1
         self.start()
 

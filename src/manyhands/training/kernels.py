@@ -26,10 +26,11 @@ from manyhands.kernel import KernelStep, KernelTask, Taken
 from manyhands.link.wire import Wire
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment
-from manyhands.record.events import EventKind
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
+from manyhands.training.booking import StepBook
 from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Traffic
 from manyhands.training.reporting import Reporter, Surroundings
 from manyhands.training.worker import Trained
 
@@ -161,9 +162,9 @@ class KernelTrainer:
     def _meet(self, step: int) -> None:
         if self.world == 1:
             return  # a short pass is over before a barrier is: who is alone goes on
-        begin = time.monotonic_ns()
+        book = StepBook(self._around.record, max(0, step - 1), time.monotonic_ns())
         self._group.barrier()
-        self._reporter.waits(max(0, step - 1), begin, self._waits())
+        book.waits(self._waits())
 
     def _waits(self) -> dict[int, int]:
         waits = self._group.take_stats().waiting_ns
@@ -207,28 +208,17 @@ class KernelTrainer:
 
     def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
         """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
-        around, (begin, end) = self._around, span_ns
-        fetched = begin + taken.input_ns
-        around.record(EventKind.INPUT, begin, taken.input_ns, step=step, count=taken.samples)
-        waited = exchanged = 0
+        begin, end = span_ns
+        book = StepBook(self._around.record, step, begin)
+        book.input(taken.input_ns, taken.samples)
         if self.world > 1:
             stats = self._group.take_stats()
-            waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
-            waited = self._reporter.waits(step, fetched, waits)
-            exchanged = stats.reducing_ns if self._together else 0
-        if self._together and self.world > 1:
-            around.record(
-                EventKind.EXCHANGE,
-                fetched + waited,
-                exchanged,
-                step=step,
-                num_bytes=taken.bytes_sent,
-                count=taken.messages_sent,
-                wire=Wire.MEMORY,
-            )
-        spent = fetched + waited + exchanged
-        around.record(EventKind.COMPUTE, spent, max(0, end - spent), step=step)
-        around.record(EventKind.STEP, begin, end - begin, step=step, count=taken.samples, value=loss)
+            book.waits({peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited})
+            if self._together:
+                sent = Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
+                book.exchange(book.at_ns + stats.reducing_ns, sent, Wire.MEMORY)
+        book.compute(end)
+        book.end(end, taken.samples, loss)
         self._samples += taken.samples
         self._sent[0] += taken.bytes_sent
         self._sent[1] += taken.messages_sent

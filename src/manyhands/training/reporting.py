@@ -17,9 +17,8 @@ from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Post
 
-__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "first_bad", "is_due", "record_posts"]
+__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "first_bad", "is_due"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -187,18 +186,6 @@ class Reporter:
             self._failed_to_save = True
         self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
-    def waits(self, step: int, begin_ns: int, waits: Mapping[int, int]) -> int:
-        """Book waiting to the workers that were late; the nanoseconds in all."""
-        waited = 0
-        for peer, duration in waits.items():
-            self._around.record(EventKind.WAIT, begin_ns + waited, duration, step=step, peer=peer)
-            waited += duration
-        return waited
-
-    def posts(self, step: int, posts: Mapping[int, Post], wire: int) -> None:
-        """Book the messages of one step; all that goes from one worker to another in it counts as one."""
-        record_posts(self._around, step, posts, wire)
-
     def add(self, **row: Any) -> None:
         """A row of the run's history."""
         self._rows.append(row)
@@ -215,31 +202,6 @@ class Reporter:
 def is_due(before: int, step: int, every: int) -> bool:
     """Whether what happens after `every` steps, 0 for never, is due in the steps after `before` up to `step`."""
     return every > 0 and step // every > before // every
-
-
-def record_posts(around: Surroundings, step: int, posts: Mapping[int, Post], wire: int) -> None:
-    """What went to and came from each other worker in `step`, under one number at both ends."""
-    for peer, post in posts.items():
-        if post.messages_sent:
-            around.record(
-                EventKind.SEND,
-                post.sent_ns,
-                step=step,
-                peer=peer,
-                num_bytes=post.bytes_sent,
-                count=post.messages_sent,
-                message=(step + 1) & 0xFFFFFFFF,
-                wire=wire,
-            )
-        if post.received_ns:
-            around.record(
-                EventKind.RECEIVE,
-                post.received_ns,
-                step=step,
-                peer=peer,
-                message=(step + 1) & 0xFFFFFFFF,
-                wire=wire,
-            )
 
 
 def first_bad(model: nn.Module) -> str:

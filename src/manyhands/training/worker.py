@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.board import State
 from manyhands.errors import NonFinite
-from manyhands.record.events import EventKind
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
+from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
 from manyhands.training.reporting import Reporter, Surroundings, first_bad, is_due
@@ -120,56 +120,36 @@ class Trainer:
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
         times = exchange.take_times()
-        waits = times.wait_ns
         if not shared.bad_workers:
             exchange.apply()
             if scheduler is not None:
                 scheduler.step()
         end = time.monotonic_ns()
-        fetched = begin + mine.input_ns
-        around.record(EventKind.INPUT, begin, mine.input_ns, step=step, count=mine.samples)
-        around.record(EventKind.COMPUTE, fetched, max(0, computed - fetched - overlapped), step=step)
-        waited = self._reporter.waits(step, computed, waits)
+        book = StepBook(around.record, step, begin)
+        book.input(mine.input_ns, mine.samples)
+        book.compute(computed, less_ns=overlapped)
+        book.waits(times.wait_ns)
         if exchange.world > 1:
             self._sent = exchange.traffic()
-            sent = self._sent - before
-            around.record(
-                EventKind.EXCHANGE,
-                computed + waited,
-                max(0, agreed - computed - waited) + overlapped,
-                step=step,
-                num_bytes=sent.bytes_sent,
-                count=sent.messages_sent,
-                wire=exchange.wire,
-            )
-            self._reporter.posts(step, times.posts, exchange.wire)
+            book.exchange(agreed, self._sent - before, exchange.wire, hidden_ns=overlapped)
+            book.posts(times.posts, exchange.wire)
         closing = exchange.take_times().wait_ns
-        applied = max(agreed, end - sum(closing.values()))
-        around.record(EventKind.COMPUTE, agreed, applied - agreed, step=step)
-        self._reporter.waits(step, applied, closing)
+        book.compute(max(agreed, end - sum(closing.values())))
+        book.waits(closing)
         if not shared.bad_workers and exchange.settle():
-            end = self._book_settling(step, end)
-        loss = shared.loss if shared.settled else mine.loss
-        around.record(EventKind.STEP, begin, end - begin, step=step, count=mine.samples, value=loss)
+            end = self._book_settling(book)
+        book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
         self._samples += self._computer.batch_samples(step)
         self._add_row(step, (end - begin) / 1e9, shared)
         return shared
 
-    def _book_settling(self, step: int, begin: int) -> int:
+    def _book_settling(self, book: StepBook) -> int:
         """Making the workers alike after a step is exchange, and waiting for who came late to it; when it ended."""
         exchange, end = self._exchange, time.monotonic_ns()
-        times, sent = exchange.take_times(), exchange.traffic() - self._sent
-        waited = self._reporter.waits(step, begin, times.wait_ns)
-        self._around.record(
-            EventKind.EXCHANGE,
-            begin + waited,
-            max(0, end - begin - waited),
-            step=step,
-            num_bytes=sent.bytes_sent,
-            count=sent.messages_sent,
-            wire=exchange.wire,
-        )
-        self._reporter.posts(step, times.posts, exchange.wire)
+        times = exchange.take_times()
+        book.waits(times.wait_ns)
+        book.exchange(end, exchange.traffic() - self._sent, exchange.wire)
+        book.posts(times.posts, exchange.wire)
         return end
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:

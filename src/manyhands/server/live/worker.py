@@ -20,6 +20,7 @@ from manyhands.cluster.context import RoleContext
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.hub.hub import Arrived, Hub, Joined, Lost
 from manyhands.link.message import ProtocolError
+from manyhands.link.wire import Wire
 from manyhands.memory.sign import LongWait
 from manyhands.record.events import NOBODY, EventKind
 from manyhands.record.ring import EventRing
@@ -59,7 +60,9 @@ from manyhands.server.messages import (
     Work,
 )
 from manyhands.server.updates import ComputedRow, Recorder
+from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
+from manyhands.training.exchange import Traffic
 
 __all__ = ["work"]
 
@@ -234,8 +237,8 @@ class _Turn:
             else:
                 self._turn(_AGAIN_S if self._again else _LOOK_S)
         if self._began_ns is not None:  # the answer to the last push, which no pull follows
-            last, took_ns = self._context.step - 1, time.monotonic_ns() - self._pushed_ns
-            self._ring.record(EventKind.EXCHANGE, self._pushed_ns, took_ns, step=last, wire=self._wire)
+            book = StepBook(self._ring.record, self._context.step - 1, self._pushed_ns)
+            book.exchange(time.monotonic_ns(), Traffic(), self._wire)
         return self._left
 
     def _flush(self) -> None:
@@ -470,11 +473,12 @@ class _Turn:
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; lower the learning rate or look at that batch")
         body.samples += done.samples
-        ring.record(EventKind.INPUT, ready, done.input_ns, step=work.batch, count=done.samples)
-        ring.record(EventKind.COMPUTE, begun, max(0, computed - begun), step=work.batch)
-        ring.record(
-            EventKind.STEP, begin, computed - begin, step=work.batch, count=done.samples, value=done.loss
-        )
+        book = StepBook(ring.record, work.batch, begin)
+        book.go_on_at(ready)
+        book.input(done.input_ns, done.samples)
+        book.go_on_at(begun)
+        book.compute(computed)
+        book.end(computed, done.samples, done.loss)
         self._report(
             _computed(work, done, (computed - begin) / 1e9)
             if bad is None
@@ -515,10 +519,10 @@ class _Turn:
 
     def _read_batch(self, batch: Any) -> None:
         """Read the rows that a batch needs, before it is computed."""
-        begin = time.monotonic_ns()
+        book = StepBook(self._ring.record, self._context.step - 1, time.monotonic_ns())
         self._read_rows(self._body.tables.choose(batch))
         self._begun_ns = time.monotonic_ns()
-        self._ring.record(EventKind.EXCHANGE, begin, self._begun_ns - begin, step=self._context.step - 1)
+        book.exchange(self._begun_ns, Traffic(), Wire.NONE)
 
     def _read_rows(self, shards: Collection[int], whole: bool = False) -> None:
         self._heard_ns = time.monotonic_ns()
@@ -539,15 +543,11 @@ class _Turn:
     def _record_pull(self, work: Work, now_ns: int) -> None:
         """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
         num_bytes = sum(one.nbytes for one in self._body.encoded) or self._body.layout.num_bytes
-        sent = {"num_bytes": num_bytes, "count": 2 * self._body.layout.shards}
-        took_ns = now_ns - self._pushed_ns
-        if self._waited_for == NOBODY:
-            self._ring.record(
-                EventKind.EXCHANGE, self._pushed_ns, took_ns, step=work.batch, wire=self._wire, **sent
-            )
-            return
-        self._ring.record(EventKind.WAIT, self._pushed_ns, took_ns, step=work.batch, peer=self._waited_for)
-        self._ring.record(EventKind.EXCHANGE, now_ns, 0, step=work.batch, wire=self._wire, **sent)
+        sent = Traffic(bytes_sent=num_bytes, messages_sent=2 * self._body.layout.shards)
+        book = StepBook(self._ring.record, work.batch, self._pushed_ns)
+        if self._waited_for != NOBODY:
+            book.waits({self._waited_for: now_ns - self._pushed_ns})
+        book.exchange(now_ns, sent, self._wire)
 
     def _evaluate(self, work: Work) -> None:
         """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""
