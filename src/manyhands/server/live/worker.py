@@ -27,17 +27,14 @@ from manyhands.record.ring import EventRing
 from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.server.digests import gradient_hash
-from manyhands.server.live.area import WorkerArea
-from manyhands.server.live.coding import RangeCoding, as_tensor
+from manyhands.server.live.coding import as_tensor
 from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job
 from manyhands.server.live.records import message_number, wire_of_link
-from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.reports import (
     ORDERS,
     REPORTS,
     Evaluated,
-    PlaceGiven,
     PlaceLost,
     Remark,
     ShardsWelcomed,
@@ -48,7 +45,7 @@ from manyhands.server.live.reports import (
     WorkerReady,
 )
 from manyhands.server.live.resources import MemberResources
-from manyhands.server.live.worker_tables import WorkerTables
+from manyhands.server.live.worker_body import WorkerBody
 from manyhands.server.messages import (
     Parameters,
     Push,
@@ -59,7 +56,7 @@ from manyhands.server.messages import (
     Welcome,
     Work,
 )
-from manyhands.server.updates import ComputedRow, Recorder
+from manyhands.server.updates import ComputedRow
 from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
 from manyhands.training.exchange import Traffic
@@ -79,7 +76,7 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
     joined = time.monotonic_ns()
     with ExitStack() as stack:
         ring = stack.enter_context(resources.events())
-        body = _Body(context, resources, job, slot)
+        body = WorkerBody(context, resources, job, slot)
         stack.callback(body.close)
         ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         member = context.rank
@@ -105,81 +102,6 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
         return body.totals()
 
 
-class _Body:
-    """What a worker process keeps when its place changes: the model, its memory, what it counted."""
-
-    def __init__(self, context: RoleContext, resources: MemberResources, job: Job, slot: int) -> None:
-        self.context = context
-        self._leave_buffers = resources.leave_buffers
-        self.job = job
-        self.computer, built, self.layout = job.build(slot)
-        self.home = job.home(resources.final, self.layout)
-        self.area = self._new_area()
-        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
-        self.unheard: list[Any] = []
-        """What the launcher said after it gave a new place."""
-        self.coding = RangeCoding(self.layout, job.strategy.codec)
-        self.encoded: list[torch.Tensor] = []
-        """By shard: the last gradient as it travels, where that is not as it lies in the area."""
-        self.model = ReplicaModel(built.model, self.layout, self.area)
-        self.model.model.train()
-        self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
-        self.recorder = Recorder(job.run_path, context.rank)
-        self.messages_sent = 0
-        self.bytes_sent = 0
-        self.samples = 0
-
-    def await_place(self, member: int) -> tuple[int, int] | None:
-        """Wait, as a standby, for a place under a number after `member`; None if the run ended without one."""
-        while not self.context.stop_requested():
-            told = [ORDERS.read(one) for one in self.context.told()]
-            for number, one in enumerate(told):
-                if isinstance(one, PlaceGiven) and one.member > member:
-                    self.unheard = told[number + 1 :]  # the view that names us, perhaps
-                    return one.slot, one.member
-            time.sleep(_LOOK_S)
-        return None
-
-    def begin_anew(self) -> None:
-        """Take other memory: a shard may still hold an update of the old place, and read it where it lies.
-
-        The last update of that place does not count for the buffers: who lost its place while it computed may have
-        read parameters in place that had changed under it. A replay knows: a process's next row has another member.
-        """
-        self.model.undo()
-        self.area.close()
-        self.area = self._new_area()
-        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
-        self.model.tie(self.area)
-
-    def _new_area(self) -> WorkerArea:
-        return WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
-
-    def leave_buffers(self) -> None:
-        """Leave the model's buffers where the launcher finds them; the last who finishes wins."""
-        buffers = dict(self.model.model.named_buffers())
-        if buffers:
-            state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
-            self._leave_buffers(state)
-
-    def totals(self) -> dict[str, Any]:
-        """What the launcher adds up."""
-        return {
-            "messages_sent": self.messages_sent,
-            "bytes_sent": self.bytes_sent,
-            "samples": self.samples,
-            "recorded": self.recorder.kept,
-        }
-
-    def close(self) -> None:
-        """Let go of the shared memory."""
-        self.recorder.close()
-        self.model.close()
-        self.area.close()
-        if self.home is not None:
-            self.home.close()
-
-
 class _SlotLeft(Exception):
     """The slot was lost while its next update was being prepared."""
 
@@ -188,7 +110,7 @@ class _Turn:
     """One process in one slot under one number, until it leaves it; a context manager."""
 
     def __init__(
-        self, context: RoleContext, job: Job, body: _Body, ring: EventRing, slot: int, member: int
+        self, context: RoleContext, job: Job, body: WorkerBody, ring: EventRing, slot: int, member: int
     ) -> None:
         self._context, self._job, self._body, self._ring = context, job, body, ring
         self._core = ClientCore(

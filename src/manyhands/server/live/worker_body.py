@@ -1,0 +1,97 @@
+"""What a worker process keeps when its place changes: the model, its memory, what it counted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from manyhands.cluster.context import RoleContext
+from manyhands.server.live.area import WorkerArea
+from manyhands.server.live.coding import RangeCoding
+from manyhands.server.live.job import Job
+from manyhands.server.live.replica_model import ReplicaModel
+from manyhands.server.live.reports import ORDERS, PlaceGiven
+from manyhands.server.live.resources import MemberResources
+from manyhands.server.live.worker_tables import WorkerTables
+from manyhands.server.updates import Recorder
+
+__all__ = ["WorkerBody"]
+
+_LOOK_S = 0.2
+
+
+class WorkerBody:
+    """One worker process's, from its start to its end; `close` lets go of the shared memory."""
+
+    def __init__(self, context: RoleContext, resources: MemberResources, job: Job, slot: int) -> None:
+        self.context = context
+        self._leave_buffers = resources.leave_buffers
+        self.job = job
+        self.computer, built, self.layout = job.build(slot)
+        self.home = job.home(resources.final, self.layout)
+        self.area = self._new_area()
+        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
+        self.unheard: list[Any] = []
+        """What the launcher said after it gave a new place."""
+        self.coding = RangeCoding(self.layout, job.strategy.codec)
+        self.encoded: list[torch.Tensor] = []
+        """By shard: the last gradient as it travels, where that is not as it lies in the area."""
+        self.model = ReplicaModel(built.model, self.layout, self.area)
+        self.model.model.train()
+        self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
+        self.recorder = Recorder(job.run_path, context.rank)
+        self.messages_sent = 0
+        self.bytes_sent = 0
+        self.samples = 0
+
+    def await_place(self, member: int) -> tuple[int, int] | None:
+        """Wait, as a standby, for a place under a number after `member`; None if the run ended without one."""
+        while not self.context.stop_requested():
+            told = [ORDERS.read(one) for one in self.context.told()]
+            for number, one in enumerate(told):
+                if isinstance(one, PlaceGiven) and one.member > member:
+                    self.unheard = told[number + 1 :]  # the view that names us, perhaps
+                    return one.slot, one.member
+            time.sleep(_LOOK_S)
+        return None
+
+    def begin_anew(self) -> None:
+        """Take other memory: a shard may still hold an update of the old place, and read it where it lies.
+
+        The last update of that place does not count for the buffers: who lost its place while it computed may have
+        read parameters in place that had changed under it. A replay knows: a process's next row has another member.
+        """
+        self.model.undo()
+        self.area.close()
+        self.area = self._new_area()
+        self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
+        self.model.tie(self.area)
+
+    def _new_area(self) -> WorkerArea:
+        return WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
+
+    def leave_buffers(self) -> None:
+        """Leave the model's buffers where the launcher finds them; the last who finishes wins."""
+        buffers = dict(self.model.model.named_buffers())
+        if buffers:
+            state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
+            self._leave_buffers(state)
+
+    def totals(self) -> dict[str, Any]:
+        """What the launcher adds up."""
+        return {
+            "messages_sent": self.messages_sent,
+            "bytes_sent": self.bytes_sent,
+            "samples": self.samples,
+            "recorded": self.recorder.kept,
+        }
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self.recorder.close()
+        self.model.close()
+        self.area.close()
+        if self.home is not None:
+            self.home.close()
