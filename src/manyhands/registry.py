@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
-__all__ = ["STRATEGIES", "Home"]
+__all__ = ["ELSEWHERE", "STRATEGIES", "Home"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,17 @@ STRATEGIES: Final[dict[str, Home]] = {
     "local": Home("local.strategy:Local", "local.training:LocalTraining"),
     "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining", "tensor.kernel:TensorKernels"),
 }
+
+ELSEWHERE: Final[dict[str, str]] = {
+    "ddp": "mirrored",
+    "dp": "mirrored",
+    "horovod": "allreduce",
+    "ring": "allreduce algorithm=ring",
+    "zero": "central",
+    "fsdp": "central",
+    "deepspeed": "central",
+    "parameter_server": "ps",
+    "async": "ps consistency=async",
+    "localsgd": "local",
+}
+"""What other frameworks call it, and the text that comes nearest here."""

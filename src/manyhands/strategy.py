@@ -16,7 +16,7 @@ from typing import ClassVar, cast
 
 from manyhands.errors import UserError, nearest
 from manyhands.facts import NOTHING_TRAVELS, Promises, Split, Truth, Waits
-from manyhands.registry import STRATEGIES
+from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import read_settings, settings_of
 
 __all__ = ["Strategy"]
@@ -157,7 +157,9 @@ class Strategy(ABC):
             raise UserError(f"strategy={text!r} is empty; {nearest('', STRATEGIES)}")
         word, *settings = text.split()
         if word not in STRATEGIES:
-            raise UserError(f"unknown strategy {word!r}; {nearest(word, STRATEGIES)}")
+            ours = ELSEWHERE.get(word.lower().replace("-", "_"))
+            hint = f"what comes nearest here is {ours!r}; " if ours is not None else ""
+            raise UserError(f"unknown strategy {word!r}; {hint}{nearest(word, STRATEGIES)}")
         kind = STRATEGIES[word].load_value()
         return cast(Strategy, kind(**read_settings(word, settings_of(kind), settings, kind.refuses)))
 

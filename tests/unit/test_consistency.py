@@ -34,6 +34,15 @@ def test_a_text_names_a_policy_and_the_policy_says_its_text(text: str) -> None:
     assert str(TEXTS[text]) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [("strong", "sync"), ("weak:3", "bounded:3"), ("eventual", "async"), ("aware:weak:2", "aware:bounded:2")],
+)
+def test_words_that_people_know_are_other_words_for_ours(text: str, ours: str) -> None:
+    assert parse_consistency(text) == parse_consistency(ours)
+    assert str(parse_consistency(text)) == ours
+
+
 def test_a_bound_of_zero_is_sync() -> None:
     assert parse_consistency("bounded:0") == Sync()
     assert parse_consistency("sync:0") == Sync()

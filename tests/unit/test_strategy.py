@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from manyhands.central.strategy import Central
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Split, Truth, Waits
 from manyhands.hogwild.strategy import Hogwild
-from manyhands.registry import STRATEGIES
+from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import parse_size, show_size
 from manyhands.single.strategy import Single
 from manyhands.strategy import Strategy
@@ -79,6 +81,16 @@ def test_errors_name_the_word_and_the_fix(text: str, parts: list[str]) -> None:
         Strategy.parse(text)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("word", "ours"), ELSEWHERE.items())
+def test_words_of_other_frameworks_lead_to_ours(word: str, ours: str) -> None:
+    assert word not in STRATEGIES
+    assert str(Strategy.parse(ours)) == ours
+    with pytest.raises(
+        UserError, match=re.escape(f"unknown strategy {word!r}; what comes nearest here is {ours!r}")
+    ):
+        Strategy.parse(word)
 
 
 @given(st.integers(min_value=1, max_value=1 << 50))

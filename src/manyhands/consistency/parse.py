@@ -1,4 +1,7 @@
-"""Consistency as text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`, `aware:async`."""
+"""Consistency as text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`, `aware:async`.
+
+`strong`, `weak:3` and `eventual` are other words for `sync`, `bounded:3` and `async`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ __all__ = ["parse_consistency"]
 def parse_consistency(text: str) -> Policy:
     """The policy that `text` names; a UserError names what is wrong with it and what is allowed."""
     word, colon, rest = text.partition(":")
+    word = _OTHER_WORDS.get(word, word)
     if word not in _FORMS:
         raise UserError(f"consistency={text!r}: {word!r} is not a policy; {nearest(word, _FORMS)}")
     if word == "async" and colon:
@@ -65,6 +69,7 @@ def _example(text: str) -> str:
     return f"{text.partition(':')[0]}:3"
 
 
+_OTHER_WORDS = {"strong": "sync", "weak": "bounded", "eventual": "async"}
 _FORMS: dict[str, Callable[[str, str], Policy]] = {
     "sync": _sync,
     "bounded": _bounded,
