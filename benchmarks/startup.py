@@ -2,8 +2,8 @@
 
 Run: `python benchmarks/startup.py`, on a quiet machine. Every case is a new process that imports torch and manyhands
 (both timed) and then fits a small linear model for two steps several times. The first step has come when every worker
-has called the loss, which notes the time; the whole `fit`, its end included, is shown beside it. Cases are interleaved,
-round by round; the median is shown.
+has called the loss, which notes the time; the whole `fit`, its end included, is shown beside it. A `warm` script calls
+`mh.warm()` before it imports torch. Cases are interleaved, round by round; the median is shown.
 
 `--source FOLDER` times another tree (its `src/`) in the same rounds, for before and after.
 """
@@ -24,17 +24,20 @@ from rich.table import Table
 RESULTS = Path(__file__).resolve().parent / "results" / "startup.json"
 HERE = Path(__file__).resolve().parent.parent
 CASES = (("mirrored", 2), ("mirrored", 8), ("ps", 2), ("ps", 8))
+WAYS = ("", "warm")
 FITS = 4
 
 # What one case runs: a script, as a user has one.
 SCRIPT = """
 import json, os, sys, time
-began = time.monotonic()
-import torch
-torch_s = time.monotonic() - began
-import manyhands as mh
-package_s = time.monotonic() - began - torch_s
 strategy, workers, fits, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+began = time.monotonic()
+import manyhands as mh
+if sys.argv[5]:
+    mh.warm()
+package_s = time.monotonic() - began
+import torch
+torch_s = time.monotonic() - began - package_s
 
 def loss(model, batch):
     with open(os.path.join(folder, f"{os.getpid()}"), "a") as file:
@@ -62,7 +65,7 @@ print(json.dumps({"torch_s": torch_s, "package_s": package_s, "fits": told}))
 """
 
 
-def run(source: Path, strategy: str, workers: int) -> dict[str, float]:
+def run(source: Path, strategy: str, workers: int, way: str) -> dict[str, float]:
     """One new process; seconds by name."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
@@ -70,7 +73,7 @@ def run(source: Path, strategy: str, workers: int) -> dict[str, float]:
         notes = Path(folder) / "notes"
         notes.mkdir()
         done = subprocess.run(
-            [sys.executable, script, strategy, str(workers), str(FITS), str(notes)],
+            [sys.executable, script, strategy, str(workers), str(FITS), str(notes), way],
             env={**os.environ, "PYTHONPATH": str(source / "src")},
             stdout=subprocess.PIPE,
             text=True,
@@ -98,19 +101,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     sources = [*options.source, HERE]
-    rounds: dict[tuple[str, int, Path], list[dict[str, float]]] = {}
+    ways = [(source, way) for source in sources for way in (WAYS if source == HERE else WAYS[:1])]
+    rounds: dict[tuple[str, int, Path, str], list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         for strategy, workers in CASES:
-            for source in sources:
-                rounds.setdefault((strategy, workers, source), []).append(run(source, strategy, workers))
+            for source, way in ways:
+                found = run(source, strategy, workers, way)
+                rounds.setdefault((strategy, workers, source, way), []).append(found)
     table = Table(title=f"seconds, median of {options.rounds}, {os.cpu_count()} cores")
     names = tuple(next(iter(rounds.values()))[0])
     for column in ("tree", "strategy", "workers", *names):
         table.add_column(column)
     rows = []
-    for (strategy, workers, source), seen in rounds.items():
+    for (strategy, workers, source, way), seen in rounds.items():
         medians = {name: statistics.median(one[name] for one in seen) for name in names}
-        tree = "this" if source == HERE else "other"
+        tree = " ".join(["this" if source == HERE else "other", *([way] if way else [])])
         rows.append({"tree": tree, "strategy": strategy, "workers": workers, **medians, "rounds": seen})
         table.add_row(tree, strategy, str(workers), *(f"{medians[name]:.2f}" for name in names))
     Console().print(table)

@@ -19,6 +19,7 @@ from manyhands.version import __version__
 if TYPE_CHECKING:
     from manyhands.allreduce.strategy import AllReduce, Mirrored
     from manyhands.central.strategy import Central
+    from manyhands.cluster.template import warm
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import Options, fit
     from manyhands.hogwild.strategy import Hogwild
@@ -57,6 +58,7 @@ __all__ = [
     "join",
     "replay",
     "start",
+    "warm",
 ]
 
 _HOMES = {
@@ -75,6 +77,7 @@ _HOMES = {
     "join": "loop.join",
     "replay": "server.replay",
     "start": "running",
+    "warm": "cluster.template",
 }
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
-from manyhands.cluster.template import expect
+from manyhands.cluster.template import warm
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, NonFinite, UserError
 from manyhands.footprint import cost_of, sizes_of
@@ -71,7 +71,7 @@ def fit(
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
     if request.strategy.forks_workers(compiled=request.plan.task.compiled):
-        expect()
+        warm()
     with preserved(), ExitStack() as stack:
         seed_all(seed)
         model = request.plan.task.model()

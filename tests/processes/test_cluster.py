@@ -161,6 +161,37 @@ def test_the_template_is_kept_when_torch_sets_variables_of_its_own() -> None:
     assert kept_pid() == first
 
 
+_WARM = """
+import os, sys
+import manyhands as mh
+mh.warm()
+from manyhands.cluster.template import kept_pid
+assert "torch" not in sys.modules, "it returns at once"
+first = kept_pid()
+print(first)
+if sys.argv[1:]:
+    import torch
+    task = mh.Task(
+        model=lambda: torch.nn.Linear(2, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        data=torch.ones(8, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+    assert mh.fit(task, "mirrored", workers=2, steps=2).summary["steps"] == 2
+    assert kept_pid() == first, "fit takes what is there"
+"""
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> None:
+    command = [sys.executable, "-c", _WARM, *(["fit"] if fits else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 0, done.stderr
+    template = Path(f"/proc/{int(done.stdout.split()[0])}")
+    await_that(lambda: not template.exists(), "the end of the template", 10.0)
+
+
 def test_an_exception_is_told_with_traceback_and_step() -> None:
     def job(context: RoleContext) -> None:
         from manyhands.cluster.board import State

@@ -82,7 +82,7 @@ def _listed() -> None:
 
 
 def _prepare() -> None:
-    import_module("manyhands.cluster.template").expect()
+    import_module("manyhands.cluster.template").warm()
 
 
 def _made(name: str, command: Later) -> Any:

@@ -31,11 +31,11 @@ __all__ = [
     "PRELOADED",
     "Template",
     "end_kept",
-    "expect",
     "inherited_environment",
     "kept_descriptor",
     "kept_pid",
     "obtain",
+    "warm",
 ]
 
 PRELOADED: Final = ("torch", "manyhands.training.preload")
@@ -188,8 +188,12 @@ def obtain(environment: Mapping[str, str], modules: Sequence[str] = PRELOADED) -
         return _kept
 
 
-def expect() -> None:
-    """Workers will be asked for: have the template import what they need while the caller does something else."""
+def warm() -> None:
+    """Have the process that workers come from import what they need while the caller does something else.
+
+    Returns at once. `fit` does this first of all; a script that calls it before it imports torch and loads its data
+    waits the less for its first step. Without a `fit`, the process ends with the script.
+    """
     obtain(inherited_environment())
 
 
