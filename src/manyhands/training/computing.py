@@ -22,12 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
 from manyhands.device import NumberReader, device_of, moved
+from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
 from manyhands.randomness import mix, seed_all
 from manyhands.slowdown import Slowdown
 from manyhands.task import Task
 
-__all__ = ["Built", "Computed", "Computer", "TrainingPlan"]
+__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class Computer:
                 begin = time.monotonic()
             with self._precision():
                 loss = self._task.loss(model, batch)
+            require_loss(loss)
             answer = self._reader.ask(loss)
             backward(loss, share)
             value = answer()
@@ -192,3 +194,20 @@ class Computer:
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def require_loss(loss: object) -> None:
+    """UserError where this is not one number that depends on the model."""
+    if not isinstance(loss, Tensor):
+        raise UserError(
+            f"task.loss returned a {type(loss).__name__}; return a tensor of one number that was computed from model(…)"
+        )
+    if loss.numel() != 1:
+        raise UserError(
+            f"task.loss returned a tensor of shape {tuple(loss.shape)}; return one number, as .mean() gives"
+        )
+    if not loss.requires_grad:
+        raise UserError(
+            "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad or "
+            ".item(), and leave some parameter trainable"
+        )
