@@ -208,6 +208,6 @@ def require_loss(loss: object) -> None:
         )
     if not loss.requires_grad:
         raise UserError(
-            "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad or "
-            ".item(), and leave some parameter trainable"
+            "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
+            "or .item(), and leave some parameter trainable"
         )
