@@ -46,6 +46,9 @@ class Strategy(ABC):
     can_skip_updates: ClassVar[bool] = False
     """Whether one worker's part can be left out of a step, as where its gradient is not finite."""
 
+    cannot_clip: ClassVar[str] = ""
+    """A sentence on why gradients cannot be clipped; empty where they can."""
+
     can_change_workers: ClassVar[bool] = False
     """Whether workers may be added and removed while it runs."""
 

@@ -70,6 +70,11 @@ class Task:
     """Makes a batch from a list of samples, in place of torch's default_collate."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds the learning rate's schedule, which advances once per global batch."""
+    clip_norm: float | None = None
+    """Scale the gradient of a global batch down to this norm, as `torch.nn.utils.clip_grad_norm_` does; under `local`
+    and `hogwild` each worker its own."""
+    clip_value: float | None = None
+    """Clamp every item of that gradient to ± this; one of the two may be given."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
@@ -119,6 +124,7 @@ class Task:
             )
         if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
             raise UserError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
+        self._check_clipping()
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
         # a source looks at types and lengths only: cheap, and better here than in every worker
@@ -127,6 +133,20 @@ class Task:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
         self._check_sparse()
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None or self.clip_value is not None
+
+    def _check_clipping(self) -> None:
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise UserError(f"{name} is {value!r}; it must be a number above 0, or None")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise UserError(
+                f"clip_norm is {self.clip_norm!r} and clip_value is {self.clip_value!r}; leave one of them out"
+            )
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):

@@ -27,6 +27,7 @@ from manyhands.memory.heap import keep_freed_memory
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.booking import StepBook
+from manyhands.training.clipping import clip_own
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.training.reporting import Reporter, Surroundings, first_bad
 from manyhands.training.worker import Trained
@@ -175,6 +176,8 @@ class HogwildTrainer:
 
         mine = self._computer.compute(loop.called, step, 0, 1, _backward, prepare)
         if math.isfinite(mine.loss):
+            if self._computer.task.clips:
+                clip_own(self._computer.task, loop.called)
             loop.stepper.step()
             self.overlap[order.applied()] += 1
         else:

@@ -21,6 +21,7 @@ from manyhands.kernel import AnyTask
 from manyhands.slowdown import Slowdown
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
+from manyhands.training.clipping import check_clipping
 from manyhands.training.commands import Command
 from manyhands.training.computing import TrainingPlan
 from manyhands.version import __version__
@@ -124,6 +125,7 @@ class Request:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
+        check_clipping(task, strategy)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         if options.slow is not None and options.slow.worker >= workers:

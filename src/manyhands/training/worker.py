@@ -20,6 +20,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
 from manyhands.training.booking import StepBook
+from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
 from manyhands.training.reporting import Reporter, Surroundings, first_bad, is_due
@@ -56,6 +57,7 @@ class Trainer:
         self._around = around
         self._computer = Computer(plan, exchange.rank)
         self._reporter = Reporter(plan, exchange, around, checkpoints, self._computer.evaluate)
+        self._model: nn.Module | None = None
         self._samples = 0
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet
@@ -74,6 +76,7 @@ class Trainer:
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
+        self._model = model
         model.train()
         agreement = self._agreement(model, first)
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
@@ -121,6 +124,9 @@ class Trainer:
         agreed = time.monotonic_ns()
         times = exchange.take_times()
         if not shared.bad_workers:
+            if self._computer.task.clips:
+                assert self._model is not None, "a step comes after the model"
+                clip(self._computer.task, exchange, self._model)
             exchange.apply()
             if scheduler is not None:
                 scheduler.step()

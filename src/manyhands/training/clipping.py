@@ -1,0 +1,48 @@
+"""Clipping the gradient of a step, as a task asks for it: what torch's functions do in one process."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.kernel import AnyTask
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.training.exchange import Exchange
+
+__all__ = ["check_clipping", "clip", "clip_own"]
+
+
+def check_clipping(task: AnyTask, strategy: Strategy) -> None:
+    """UserError where this strategy cannot clip as the task asks."""
+    if not isinstance(task, Task) or not task.clips:
+        return
+    what = (
+        f"clip_norm={task.clip_norm:g}" if task.clip_norm is not None else f"clip_value={task.clip_value:g}"
+    )
+    if strategy.cannot_clip:
+        raise UserError(f"task.{what}: {strategy.cannot_clip}; use another strategy, or leave it out")
+    if task.sparse and not strategy.splits_batches:
+        raise UserError(
+            f"task.{what}: strategy {strategy} moves rows of task.sparse apart from the rest, so that nobody sees the "
+            "whole gradient; leave one of the two out"
+        )
+
+
+def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
+    """Collective, between `agree` and `apply`: the gradient of the whole batch, wherever its parts are."""
+    if task.clip_norm is not None:
+        exchange.clip(task.clip_norm)
+    elif task.clip_value is not None and exchange.steps_itself:
+        for part in exchange.parts():
+            part.clamp_(-task.clip_value, task.clip_value)
+    else:
+        clip_own(task, model)
+
+
+def clip_own(task: Task, model: nn.Module) -> None:
+    """The gradient that this worker's model has."""
+    if task.clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+    elif task.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), task.clip_value)
