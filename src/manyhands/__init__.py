@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from manyhands.server.strategy import Ps
     from manyhands.single.strategy import Single
     from manyhands.slowdown import Slowdown
+    from manyhands.stopping import EarlyStopping
     from manyhands.strategy import Strategy
     from manyhands.task import Task
 
 __all__ = [
     "AllReduce",
     "Central",
+    "EarlyStopping",
     "History",
     "Hogwild",
     "KernelTask",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "EarlyStopping": "stopping",
     "History": "run",
     "KernelTask": "kernel",
     "ManyhandsError": "errors",

@@ -49,6 +49,9 @@ class Strategy(ABC):
     cannot_clip: ClassVar[str] = ""
     """A sentence on why gradients cannot be clipped; empty where they can."""
 
+    cannot_stop_early: ClassVar[str] = ""
+    """A sentence on why an evaluation cannot end a run; empty where it can."""
+
     can_change_workers: ClassVar[bool] = False
     """Whether workers may be added and removed while it runs."""
 

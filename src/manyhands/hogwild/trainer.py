@@ -90,7 +90,9 @@ class HogwildTrainer:
                 self._refuse(loop.bad.get() - 1)
                 return self._trained(model, step, stopped=True)
             stopped = stopped and step < self._plan.steps
-            self._reporter.after(step, model, loop.called, last=stopped or step == self._plan.steps)
+            last = stopped or step == self._plan.steps
+            ends = self._reporter.after(step, model, loop.called, last=last)
+            stopped = stopped or (ends and not last)
         if first >= self._plan.steps:
             self._reporter.evaluate(step, loop.called)
         self._reporter.send(now=True)

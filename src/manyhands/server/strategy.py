@@ -30,6 +30,9 @@ class Ps(Strategy):
     about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
     truth: ClassVar[Truth] = Truth.SERVERS
     can_skip_updates: ClassVar[bool] = True
+    cannot_stop_early: ClassVar[str] = (
+        "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
+    )
     cannot_clip: ClassVar[str] = (
         "the servers of ps apply their shards of a gradient apart, and nobody knows the norm of the whole in time"
     )

@@ -26,6 +26,7 @@ from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
 from manyhands.randomness import mix, seed_all
 from manyhands.slowdown import Slowdown
+from manyhands.stopping import EarlyStopping
 from manyhands.task import Task
 
 __all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
@@ -44,6 +45,7 @@ class TrainingPlan:
     checkpoint_every: int
     """Save after every so many steps and at the end; 0: never."""
 
+    stopping: EarlyStopping | None = None
     slow: Slowdown | None = None
     device: str = "cpu"
     autocast: bool = False

@@ -14,6 +14,7 @@ from torch import nn
 from manyhands.cluster.board import State
 from manyhands.cluster.notes import TypedNotes
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
+from manyhands.stopping import Patience
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import TrainingPlan
@@ -112,12 +113,15 @@ class Reporter:
         self._reached = 0
         self._evaluated: dict[str, float] = {}
         self._failed_to_save = False  # and said so
+        self._patience = Patience(plan.stopping) if plan.stopping is not None else None
         self.loss = math.nan
         """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
-    def begin(self, step: int = 0) -> None:
-        """Training begins now, with `step` steps done."""
+    def begin(self, step: int = 0, extra: Mapping[str, Any] | None = None) -> None:
+        """Training begins now, with `step` steps done and what the checkpoint says besides."""
         self._reached = step
+        if self._patience is not None and extra and "early_stopping" in extra:
+            self._patience.restore(extra["early_stopping"])
         self._began_ns = time.monotonic_ns()
 
     @property
@@ -132,23 +136,30 @@ class Reporter:
         saves = plan.checkpoint_every if self._checkpoints is not None else 0
         return min([plan.steps, *(step - step % every + every for every in (evaluates, saves) if every)])
 
-    def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> None:
+    def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> bool:
         """Collective: do what is due after `step` steps; `called` is `model` as it is computed with.
 
-        What became due in steps since the last call, after which the workers were not alike, is done now.
+        What became due in steps since the last call, after which the workers were not alike, is done now. Returns
+        whether the run ends here because an evaluation says so, on every worker the same.
         """
         plan, before, self._reached = self._plan, self._reached, step
+        ends = False
         if last or is_due(before, step, plan.evaluate_every):
-            self.evaluate(step, called)
+            ends = self.evaluate(step, called)
+        last = last or ends
         if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
             self._save(step, model, self._checkpoints)
         self.send(now=last)
+        return ends
 
-    def evaluate(self, step: int, called: nn.Module) -> None:
-        """Collective: every worker evaluates its share of the evaluation batches; all learn the means."""
+    def evaluate(self, step: int, called: nn.Module) -> bool:
+        """Collective: every worker evaluates its share of the evaluation batches; all learn the means.
+
+        Returns whether they were not better for so long that the run is to end.
+        """
         peers = self._peers
         if self._plan.task.evaluation is None or self._evaluate is None:
-            return
+            return False
         self._around.mark(step, State.EVALUATING)
         begin = time.monotonic_ns()
         evaluated = self._evaluate(called, peers.rank, peers.world, peers.total)
@@ -159,6 +170,10 @@ class Reporter:
         )
         if peers.rank == 0:
             self.add(step=step, metrics=self._evaluated, at_s=self.seconds)
+        ends = self._patience is not None and self._patience.add(step, self._evaluated)
+        if ends and self._patience is not None and peers.rank == 0 and step < self._plan.steps:
+            self._around.note(WorkerNote(remark=f"stopped after step {step}: {self._patience.sentence}"))
+        return ends
 
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes what the others may have a part of."""
@@ -169,11 +184,12 @@ class Reporter:
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
         self.send(now=True)
+        kept = {"early_stopping": self._patience.state()} if self._patience is not None else {}
         snapshot = Snapshot(
             step=step,
             model=model.state_dict(),
             optimizer=optimizer_state,
-            extra={"seed": self._plan.seed},
+            extra={"seed": self._plan.seed, **kept},
             score=self._evaluated.get("evaluation_loss", self.loss),
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )

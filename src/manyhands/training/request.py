@@ -16,9 +16,10 @@ from torch import nn
 from manyhands.analyse.totals import TotalsSnapshot
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.data.plan import BatchPlan
-from manyhands.errors import UserError
+from manyhands.errors import UserError, nearest
 from manyhands.kernel import AnyTask
 from manyhands.slowdown import Slowdown
+from manyhands.stopping import EarlyStopping
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
 from manyhands.training.clipping import check_clipping
@@ -45,6 +46,9 @@ class Options:
 
     keep_checkpoints: int = 3
     """How many of the last checkpoints to keep; the best one is kept besides."""
+
+    early_stopping: EarlyStopping | None = None
+    """End the run when a metric of its evaluations no longer improves."""
 
     slow: Slowdown | None = None
     """Slow a worker on purpose."""
@@ -126,6 +130,7 @@ class Request:
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
+        _check_stopping(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         if options.slow is not None and options.slow.worker >= workers:
@@ -148,6 +153,7 @@ class Request:
             seed=seed,
             evaluate_every=options.evaluate_every or batches.batches_per_epoch,
             checkpoint_every=options.checkpoint_every or task.checkpoint_every(steps),
+            stopping=options.early_stopping,
             slow=options.slow,
             device=device,
             autocast=options.autocast,
@@ -177,6 +183,24 @@ class Request:
                 "python": platform.python_version(),
             },
         }
+
+
+def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
+    if stopping is None:
+        return
+    if strategy.cannot_stop_early:
+        raise UserError(
+            f"early_stopping: {strategy.cannot_stop_early}; use another strategy, or leave it out"
+        )
+    if task.evaluation is None:
+        raise UserError(
+            "early_stopping: the task has no evaluation data to judge by; give evaluation= as well"
+        )
+    names = ["evaluation_loss", *task.metrics]
+    if stopping.metric not in names:
+        raise UserError(
+            f"early_stopping: the task has no metric {stopping.metric!r}; {nearest(stopping.metric, names)}"
+        )
 
 
 def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int, usual_epochs: int) -> int:

@@ -80,7 +80,7 @@ class Trainer:
         model.train()
         agreement = self._agreement(model, first)
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
-        self._reporter.begin(first)
+        self._reporter.begin(first, start.extra if start is not None else None)
         step, settled, stopped = first, first, False
         while step < self._plan.steps and not stopped:
             shared = self._step(step, called, scheduler)
@@ -95,7 +95,8 @@ class Trainer:
             if agreement is not None and (last or is_due(settled, step, self._plan.check_every)):
                 agreement.check(step)
             settled = step
-            self._reporter.after(step, model, called, last=last)
+            ends = self._reporter.after(step, model, called, last=last)
+            stopped = stopped or (ends and not last)
             self._exchange.take_times()  # what was done together is no part of the next step
         if first >= self._plan.steps:
             self._reporter.evaluate(step, called)
