@@ -9,9 +9,10 @@ from importlib import import_module
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from manyhands.cli.later import forks_workers
-from manyhands.cli.main import COMMANDS
+from manyhands.cli.main import COMMANDS, app
 
 
 def test_the_list_of_commands_waits_for_nothing_heavy() -> None:
@@ -30,6 +31,13 @@ def test_the_list_says_what_the_command_says_of_itself(name: str) -> None:
     own = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
     assert own
     assert COMMANDS[name].help == own.partition("\n")[0]
+
+
+@pytest.mark.parametrize("words", [["train", "digits"], ["train", "glove"], ["bench", "step"], ["compare", "digits"]])
+def test_help_shows_flags_as_flags(words: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*words, "--help"], terminal_width=120).output.lower()
+    assert "--allow-overload" in shown
+    assert [line for line in shown.splitlines() if "bool" in line and "--help" not in line] == []
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,20 @@ def _prepare() -> None:
 def _made(name: str, command: Later) -> Any:
     found = _found(command.home)
     if isinstance(found, typer.Typer):
-        return get_group(found)
+        return _with_flags(get_group(found))
     alone = typer.Typer(**_PLAIN)
     alone.command(name, context_settings=dict(command.settings))(found)
-    return get_command(alone)
+    return _with_flags(get_command(alone))
+
+
+def _with_flags(command: Any) -> Any:
+    """The help shows flags as flags: nobody may write `--resume true`."""
+    for option in command.params:
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _with_flags(inner)
+    return command
 
 
 @cache
