@@ -83,6 +83,21 @@ def test_a_run_that_is_resumed_ends_where_it_would_have(tmp_path: Path) -> None:
     assert (run.summary["steps"], run.summary["stopped_early"]) == (end, True)
 
 
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("ps", 2)])
+def test_a_run_that_is_resumed_with_fewer_steps_says_so_and_keeps_what_it_has(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    before = mh.fit(task(), strategy, workers=workers, steps=8, out=out)
+    with pytest.raises(
+        UserError, match="it has 8 steps behind it, and steps=5 asks for fewer; ask for 8 or more"
+    ):
+        mh.fit(task(), strategy, workers=workers, steps=5, out=out, resume=True)
+    again = mh.fit(task(), strategy, workers=workers, steps=8, out=out, resume=True)
+    assert again.history.loss == before.history.loss
+    assert torch.equal(again.model.state_dict()["weight"], before.model.state_dict()["weight"])
+
+
 def test_what_cannot_end_early_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match="early_stopping: workers of ps evaluate in turn"):
         mh.fit(task(), "ps", workers=2, steps=2, options=mh.Options(early_stopping=RULE))

@@ -33,7 +33,9 @@ def test_the_list_says_what_the_command_says_of_itself(name: str) -> None:
     assert COMMANDS[name].help == own.partition("\n")[0]
 
 
-@pytest.mark.parametrize("words", [["train", "digits"], ["train", "glove"], ["bench", "step"], ["compare", "digits"]])
+@pytest.mark.parametrize(
+    "words", [["train", "digits"], ["train", "glove"], ["bench", "step"], ["compare", "digits"]]
+)
 def test_help_shows_flags_as_flags(words: list[str]) -> None:
     shown = CliRunner().invoke(app, [*words, "--help"], terminal_width=120).output.lower()
     assert "--allow-overload" in shown

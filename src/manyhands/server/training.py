@@ -52,6 +52,8 @@ class PsTraining(Training):
                     f"with {directory.config[name]!r}; resume with that"
                 )
         point = self._point = resume_point(directory.path, self._strategy)
+        if point is not None:
+            self._require_steps_left(directory, point.batches)
         forget_after(directory.path, self._strategy, point)
         directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
         return point.batches if point is not None else None

@@ -120,8 +120,18 @@ class Training(ABC):
         except NoCheckpoint:
             directory.metrics.truncate_after(0)
             return None
+        self._require_steps_left(directory, self._start.step)
         directory.metrics.truncate_after(self._start.step)
         return self._start.step
+
+    def _require_steps_left(self, directory: RunDirectory, done: int) -> None:
+        """UserError where fewer steps are asked for than are done: what is kept stays as it is."""
+        steps = self._request.plan.steps
+        if done > steps and steps < directory.config["steps"]:  # a shard may have done some twice
+            raise UserError(
+                f"{directory.path} cannot be resumed: it has {done} steps behind it, and steps={steps} asks for fewer; "
+                f"ask for {done} or more"
+            )
 
     def kept_step(self, directory: RunDirectory) -> int:
         """The step that a resumed run would begin after; 0 where nothing is kept."""
