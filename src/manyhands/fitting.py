@@ -18,8 +18,8 @@ from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
 from manyhands.cluster.template import warm
 from manyhands.device import check_device, sharing_sentence
-from manyhands.errors import ManyhandsError, NonFinite, UserError
-from manyhands.footprint import cost_of, sizes_of
+from manyhands.errors import ManyhandsError, NonFinite, Overload, UserError
+from manyhands.footprint import MOST_STATE_COPIES, cost_of, sizes_of
 from manyhands.kernel import AnyTask
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
@@ -97,10 +97,18 @@ def require_room_for(request: Request, model: nn.Module) -> None:
     """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
     if request.options.allow_overload or request.strategy.most_workers == 1:
         return
-    sizes = sizes_of(request.plan.task, model, on_host=request.plan.device == "cpu")
-    threads = threads_per_role(request.workers)
-    cost = cost_of(request.strategy, sizes, threads=threads, compiled=request.plan.task.compiled)
-    require_room(cost, request.workers)
+    task, threads = request.plan.task, threads_per_role(request.workers)
+
+    def require(state_copies: int | None) -> None:
+        on_host = request.plan.device == "cpu"
+        sizes = sizes_of(task, model, on_host=on_host, state_copies=state_copies)
+        cost = cost_of(request.strategy, sizes, threads=threads, compiled=task.compiled)
+        require_room(cost, request.workers)
+
+    try:
+        require(MOST_STATE_COPIES)
+    except Overload:  # the optimizer may keep less: asking it takes a second, and is seldom needed
+        require(None)
 
 
 def _advise(request: Request, model: nn.Module) -> None:

@@ -29,10 +29,13 @@ from manyhands.link.shared import DEFAULT_CAPACITY_BYTES
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
+__all__ = ["MOST_STATE_COPIES", "PER_LINK", "Sizes", "cost_of", "sizes_of"]
 
 PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
 """Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
+
+MOST_STATE_COPIES = 3
+"""No optimizer that is known here keeps more numbers for a parameter."""
 
 _RING_BYTES = 1 << 20  # events of one worker, and what else is small
 
@@ -50,10 +53,14 @@ class Sizes:
     data: int = 0
 
 
-def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True) -> Sizes:
+def sizes_of(
+    task: Task | KernelTask, model: nn.Module, *, on_host: bool = True, state_copies: int | None = None
+) -> Sizes:
     """What is known of a task without computing anything; `model` is one that it has built.
 
     What a device of its own holds takes nothing of the host. What is compiled keeps all its state in the model.
+    `state_copies` says how many numbers an optimizer keeps for each parameter; None asks it, for which torch imports
+    half of itself again.
     """
     if isinstance(task, KernelTask):
         return Sizes(parameters=_bytes_of(model.parameters()), gradients=0)
@@ -65,7 +72,7 @@ def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True)
         parameters=_bytes_of(model.parameters()),
         gradients=_bytes_of(trained),
         buffers=_bytes_of(model.buffers()),
-        state=_state_copies(task, model) * _bytes_of(trained),
+        state=(_state_copies(task, model) if state_copies is None else state_copies) * _bytes_of(trained),
         data=data,
     )
 

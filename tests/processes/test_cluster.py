@@ -180,6 +180,7 @@ if sys.argv[1:]:
     )
     assert mh.fit(task, "mirrored", workers=2, steps=2).summary["steps"] == 2
     assert kept_pid() == first, "fit takes what is there"
+    assert "torch._dynamo" not in sys.modules, "what an optimizer imports, workers have from the template"
 """
 
 
