@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.errors import UserError, nearest
 
-__all__ = ["EarlyStopping", "Patience"]
+__all__ = ["EarlyStopping", "StoppingCount"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class EarlyStopping:
             )
 
 
-class Patience:
+class StoppingCount:
     """Counts the evaluations of one run; every worker that sees the same ones comes to the same end."""
 
     def __init__(self, rule: EarlyStopping) -> None:

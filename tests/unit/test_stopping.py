@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.stopping import EarlyStopping, Patience
+from manyhands.stopping import EarlyStopping, StoppingCount
 
 
 def ended_at(values: list[float], **rule: Any) -> int | None:
     """Which evaluation ends the run, from 1."""
-    patience = Patience(EarlyStopping(metric="score", **rule))
+    patience = StoppingCount(EarlyStopping(metric="score", **rule))
     for number, value in enumerate(values, start=1):
         if patience.add(number, {"score": value, "other": 0.0}):
             return number
@@ -44,11 +44,11 @@ def test_the_run_ends_after_as_many_evaluations_that_were_not_better(
 
 def test_a_resumed_run_goes_on_counting_where_it_was() -> None:
     values = [5.0, 4.0, 4.5, 3.9, 4.2, 4.1, 4.0]
-    whole = Patience(EarlyStopping(metric="score", patience=3))
+    whole = StoppingCount(EarlyStopping(metric="score", patience=3))
     ends = [whole.add(number, {"score": value}) for number, value in enumerate(values)]
     assert ends == [False] * 6 + [True]
     for cut in range(1, len(values)):
-        first, second = (Patience(EarlyStopping(metric="score", patience=3)) for _ in range(2))
+        first, second = (StoppingCount(EarlyStopping(metric="score", patience=3)) for _ in range(2))
         for number, value in enumerate(values[:cut]):
             first.add(number, {"score": value})
         second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
@@ -58,7 +58,7 @@ def test_a_resumed_run_goes_on_counting_where_it_was() -> None:
 
 
 def test_the_sentence_names_the_best() -> None:
-    patience = Patience(EarlyStopping(metric="score", patience=1, min_delta=0.5, mode="max"))
+    patience = StoppingCount(EarlyStopping(metric="score", patience=1, min_delta=0.5, mode="max"))
     assert patience.state()["best"] is None
     patience.add(10, {"score": 0.25})
     patience.add(20, {"score": 0.5})

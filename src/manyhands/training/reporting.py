@@ -14,7 +14,7 @@ from torch import nn
 from manyhands.cluster.board import State
 from manyhands.cluster.notes import TypedNotes
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
-from manyhands.stopping import Patience
+from manyhands.stopping import StoppingCount
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import TrainingPlan
@@ -113,7 +113,7 @@ class Reporter:
         self._reached = 0
         self._evaluated: dict[str, float] = {}
         self._failed_to_save = False  # and said so
-        self._patience = Patience(plan.stopping) if plan.stopping is not None else None
+        self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self.loss = math.nan
         """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
