@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from manyhands.cluster.template import warm
 from manyhands.errors import Aborted, UserError
 from manyhands.fitting import Options, fit
 from manyhands.run import Run
@@ -33,6 +34,8 @@ class Running:
             except BaseException as error:  # whatever it was, it is the caller's to see
                 self._run.set_exception(error)
 
+        if strategy.forks_workers(compiled=task.compiled):
+            warm()  # here, not in the thread: what a thread starts ends with it, and the next run wants it
         self._thread = threading.Thread(target=work, name="manyhands-run", daemon=True)
         self._thread.start()
 

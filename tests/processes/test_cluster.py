@@ -193,6 +193,28 @@ def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> 
     await_that(lambda: not template.exists(), "the end of the template", 10.0)
 
 
+_IN_THE_BACKGROUND = """
+import torch
+import manyhands as mh
+task = mh.Task(
+    model=lambda: torch.nn.Linear(2, 1),
+    loss=lambda model, batch: model(batch).square().mean(),
+    data=torch.ones(8, 2),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    batch_size=4,
+)
+with mh.start(task, "ps", workers=1, steps=3) as running:
+    running.result(60)
+print(mh.fit(task, "ps", workers=1, steps=3).summary["steps"])
+"""
+
+
+def test_a_run_may_follow_one_in_the_background() -> None:
+    command = [sys.executable, "-c", _IN_THE_BACKGROUND]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
 def test_an_exception_is_told_with_traceback_and_step() -> None:
     def job(context: RoleContext) -> None:
         from manyhands.cluster.board import State
