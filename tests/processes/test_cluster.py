@@ -161,40 +161,8 @@ def test_the_template_is_kept_when_torch_sets_variables_of_its_own() -> None:
     assert kept_pid() == first
 
 
-_WARM = """
-import os, sys
-import manyhands as mh
-mh.warm()
-from manyhands.cluster.template import kept_pid
-assert "torch" not in sys.modules, "it returns at once"
-first = kept_pid()
-print(first)
-if sys.argv[1:]:
-    import torch
-    task = mh.Task(
-        model=lambda: torch.nn.Linear(2, 1),
-        loss=lambda model, batch: model(batch).square().mean(),
-        data=torch.ones(8, 2),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        batch_size=4,
-    )
-    assert mh.fit(task, "mirrored", workers=2, steps=2).summary["steps"] == 2
-    assert kept_pid() == first, "fit takes what is there"
-    assert "torch._dynamo" not in sys.modules, "what an optimizer imports, workers have from the template"
-"""
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> None:
-    command = [sys.executable, "-c", _WARM, *(["fit"] if fits else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
-    assert done.returncode == 0, done.stderr
-    template = Path(f"/proc/{int(done.stdout.split()[0])}")
-    await_that(lambda: not template.exists(), "the end of the template", 10.0)
-
-
-_IN_THE_BACKGROUND = """
-import torch
+_TASK = """
+import sys, threading, torch
 import manyhands as mh
 task = mh.Task(
     model=lambda: torch.nn.Linear(2, 1),
@@ -203,16 +171,52 @@ task = mh.Task(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     batch_size=4,
 )
-with mh.start(task, "ps", workers=1, steps=3) as running:
-    running.result(60)
-print(mh.fit(task, "ps", workers=1, steps=3).summary["steps"])
+def fit():
+    return mh.fit(task, "mirrored", workers=2, steps=2).summary["steps"]
+"""
+_WARM = """
+import sys
+import manyhands as mh
+mh.warm()
+from manyhands.cluster.template import kept_pid
+assert "torch" not in sys.modules, "it returns at once"
+first = kept_pid()
+print(first)
+"""
+_FIT = """
+assert fit() == 2
+assert kept_pid() == first, "fit takes what is there"
+assert "torch._dynamo" not in sys.modules, "what an optimizer imports, workers have from the template"
 """
 
 
-def test_a_run_may_follow_one_in_the_background() -> None:
-    command = [sys.executable, "-c", _IN_THE_BACKGROUND]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> None:
+    script = _WARM + _TASK + _FIT if fits else _WARM
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    template = Path(f"/proc/{int(done.stdout.split()[0])}")
+    await_that(lambda: not template.exists(), "the end of the template", 10.0)
+
+
+_IN_A_THREAD = """
+thread = threading.Thread(target=fit)
+thread.start()
+thread.join()
+print(fit())
+"""
+_IN_THE_BACKGROUND = """
+with mh.start(task, "ps", workers=1, steps=3) as running:
+    running.result(60)
+print(fit())
+"""
+
+
+@pytest.mark.parametrize("before", [_IN_A_THREAD, _IN_THE_BACKGROUND], ids=["a thread", "mh.start"])
+def test_a_run_may_follow_one_of_another_thread(before: str) -> None:
+    """What a thread starts ends with it: the next run must not count on it."""
+    done = subprocess.run([sys.executable, "-c", _TASK + before], capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_an_exception_is_told_with_traceback_and_step() -> None:

@@ -76,6 +76,7 @@ class Template:
         """Start it, and return at once: it imports while we go on."""
         self.key = _key(environment, modules)
         self._asking = threading.Lock()
+        self._starter = threading.current_thread()  # the kernel ends a child with the thread that started it
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         launcher = os.pidfd_open(os.getpid())
         try:
@@ -110,8 +111,8 @@ class Template:
         return self._control.fileno()
 
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
-        return self._process.poll() is None and self._control.fileno() >= 0
+        """Whether it can be asked, and will be there for a while."""
+        return self._starter.is_alive() and self._process.poll() is None and self._control.fileno() >= 0
 
     def fork(self, spec: RoleSpec, output: tuple[int, int], environment: Mapping[str, str]) -> AdoptedProcess:
         """A child of this process that lives `spec`; `output` are the writing ends of its stdout and stderr.
