@@ -71,10 +71,15 @@ class StoppingCount:
     def state(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
         best = None if math.isnan(self._best) else self._best
-        return {"best": best, "best_step": self._best_step, "left": self._left}
+        return {"metric": self._rule.metric, "best": best, "best_step": self._best_step, "left": self._left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a run that had ended may be resumed to see the next evaluations."""
+        """Go on from there; a run that had ended may be resumed to see the next evaluations.
+
+        Of another metric nothing is known yet.
+        """
+        if state["metric"] != self._rule.metric:
+            return
         self._best = math.nan if state["best"] is None else float(state["best"])
         self._best_step = int(state["best_step"])
         self._left = int(state["left"]) or self._rule.patience

@@ -57,6 +57,13 @@ def test_a_resumed_run_goes_on_counting_where_it_was() -> None:
         ] == ends[cut:]
 
 
+def test_the_best_of_another_metric_says_nothing() -> None:
+    accuracy, loss = (StoppingCount(EarlyStopping(metric=name, patience=1)) for name in ("accuracy", "loss"))
+    accuracy.add(1, {"accuracy": 0.9})
+    loss.restore(accuracy.state())
+    assert not loss.add(2, {"loss": 5.0}), "the first that is seen is the best so far"
+
+
 def test_the_sentence_names_the_best() -> None:
     patience = StoppingCount(EarlyStopping(metric="score", patience=1, min_delta=0.5, mode="max"))
     assert patience.state()["best"] is None

@@ -170,10 +170,11 @@ class Reporter:
         )
         if peers.rank == 0:
             self.add(step=step, metrics=self._evaluated, at_s=self.seconds)
-        ends = self._patience is not None and self._patience.add(step, self._evaluated)
-        if ends and self._patience is not None and peers.rank == 0 and step < self._plan.steps:
+        if self._patience is None or not self._patience.add(step, self._evaluated):
+            return False
+        if peers.rank == 0 and step < self._plan.steps:
             self._around.note(WorkerNote(remark=f"stopped after step {step}: {self._patience.sentence}"))
-        return ends
+        return True
 
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes what the others may have a part of."""
