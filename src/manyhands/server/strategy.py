@@ -34,7 +34,7 @@ class Ps(Strategy):
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )
     cannot_clip: ClassVar[str] = (
-        "the servers of ps apply their shards of a gradient apart, and nobody knows the norm of the whole in time"
+        "the servers of ps add up and apply their shards of a gradient apart, and nobody has the whole of it to clip"
     )
     can_change_workers: ClassVar[bool] = True
     logs_updates: ClassVar[bool] = True
