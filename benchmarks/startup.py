@@ -55,7 +55,7 @@ told = []
 seen = set()
 for _ in range(fits):
     called = time.monotonic()
-    mh.fit(task, strategy, workers=workers, steps=2, options=mh.Options(allow_overload=True))
+    mh.fit(task, strategy, workers=workers, steps=2)
     ended = time.monotonic()
     new = [name for name in os.listdir(folder) if name not in seen]
     seen.update(new)
