@@ -389,6 +389,19 @@ def test_a_data_set_is_in_memory_once_however_many_read_it() -> None:
     assert data[0].item() == 1.0
 
 
+def test_a_role_has_the_threads_that_it_is_given_whoever_started_the_template() -> None:
+    def job(context: RoleContext) -> Mapping[str, Any]:
+        import torch
+
+        return {"threads": torch.get_num_threads()}
+
+    roles = [
+        Role(name=f"worker {rank}", target=job, env={"OMP_NUM_THREADS": str(rank + 3)}) for rank in range(2)
+    ]
+    with LocalCluster(roles) as cluster:
+        assert [result.payload["threads"] for result in cluster.run()] == [3, 4]
+
+
 def test_it_runs_in_a_thread_that_is_not_the_main_one() -> None:
     results: list[Finished] = []
     thread = threading.Thread(target=lambda: results.extend(run(lambda context: {"rank": context.rank})))
