@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.fitting import Options, fit
+    from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.kernel import KernelTask
     from manyhands.loop.join import join
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from manyhands.stopping import EarlyStopping
     from manyhands.strategy import Strategy
     from manyhands.task import Task
+    from manyhands.training.options import Options
 
 __all__ = [
     "AllReduce",
@@ -68,7 +69,7 @@ _HOMES = {
     "History": "run",
     "KernelTask": "kernel",
     "ManyhandsError": "errors",
-    "Options": "fitting",
+    "Options": "training.options",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",

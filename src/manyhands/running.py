@@ -10,11 +10,12 @@ from typing import Any
 
 from manyhands.cluster.template import warm
 from manyhands.errors import Aborted, UserError
-from manyhands.fitting import Options, fit
+from manyhands.fitting import fit
 from manyhands.run import Run
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.commands import AddWorker, Command, RemoveWorker
+from manyhands.training.options import Options
 
 __all__ = ["Running", "start"]
 

@@ -29,11 +29,11 @@ from manyhands.cluster.capacity import (
 from manyhands.cluster.room import free_memory, free_tasks, group_folders, read_room
 from manyhands.compare.run import CompareSettings, compare
 from manyhands.errors import Overload
-from manyhands.fitting import require_room_for
 from manyhands.footprint import MOST_STATE_COPIES, Sizes, cost_of, sizes_of
 from manyhands.loop.launch import launch
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.training import train_logreg
+from manyhands.session import require_room_for
 from manyhands.strategy import Strategy
 from manyhands.training.request import Request
 from manyhands.words.glove import GloveOptions

@@ -114,8 +114,9 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     from manyhands.draw.progress import ProgressView
     from manyhands.draw.table import end_table
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.fitting import Options, fit
+    from manyhands.fitting import fit
     from manyhands.slowdown import Slowdown
+    from manyhands.training.options import Options
 
     common = _Common(**shared)
     if common.resume and common.out is None:

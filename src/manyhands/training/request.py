@@ -1,106 +1,27 @@
-"""What a run is asked to be: the options of `fit`, and the request that is complete and makes sense."""
+"""What a run is asked to be: the request that is complete and makes sense."""
 
 from __future__ import annotations
 
 import platform
-import queue
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.analyse.totals import TotalsSnapshot
-from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError, nearest
 from manyhands.kernel import AnyTask
-from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
 from manyhands.training.clipping import check_clipping
-from manyhands.training.commands import Command
 from manyhands.training.computing import TrainingPlan
+from manyhands.training.options import Options
 from manyhands.version import __version__
 
-__all__ = ["Options", "Request", "View"]
-
-View = Callable[[int, Callable[[], TotalsSnapshot]], AbstractContextManager[object]]
-"""Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What most runs leave as it is."""
-
-    evaluate_every: int | None = None
-    """Evaluate after every so many steps (None: after each epoch), and at the end."""
-
-    checkpoint_every: int | None = None
-    """Save after every so many steps (None: ten times a run, more seldom where that costs much), and at the end; needs
-    `out`."""
-
-    keep_checkpoints: int = 3
-    """How many of the last checkpoints to keep; the best one is kept besides."""
-
-    early_stopping: EarlyStopping | None = None
-    """End the run when a metric of its evaluations no longer improves."""
-
-    slow: Slowdown | None = None
-    """Slow a worker on purpose."""
-
-    skip_nonfinite: bool = False
-    """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
-
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
-
-    compile: bool = False
-    """Let torch.compile make the model faster."""
-
-    timeout_s: float = 300.0
-    """How long a worker waits for another that is alive before the run fails naming it."""
-
-    check_every: int = 100
-    """Compare the parameters of workers that hold copies after every so many steps; 0: never."""
-
-    watchdog_s: float = 60.0
-    """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
-
-    allow_overload: bool = False
-    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
-
-    resume_command: str | None = None
-    """How to go on, for the line that an interrupted run ends with (None: `fit` again); empty: no line."""
-
-    commands: queue.SimpleQueue[Command] | None = None
-    """Where changes of the workers come from while the run goes on; `start` makes one."""
-
-    own_files: frozenset[str] = frozenset()
-    """Names of files in `out` that are the caller's, and may be there before the run is."""
-
-    on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
-    """Hears rows of the history as they come, in the thread of `fit`."""
-
-    view: View | None = None
-    """Shows the run while it goes on; the command line's progress bar is one."""
-
-    def __post_init__(self) -> None:
-        for name in ("evaluate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
-        if self.keep_checkpoints < 1:
-            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
-        if self.check_every < 0:
-            raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
-        if not self.timeout_s > 0:
-            raise UserError(f"timeout_s={self.timeout_s} must be above 0")
-        check_watchdog_s(self.watchdog_s)
+__all__ = ["Request"]
 
 
 @dataclass(frozen=True, kw_only=True)
