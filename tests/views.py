@@ -8,6 +8,7 @@ from manyhands.analyse.view import (
     Curve,
     Happening,
     Phase,
+    Presence,
     RunView,
     ServerView,
     Shares,
@@ -68,7 +69,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             WorkerView(
                 role=n,
                 name=f"worker {n}",
-                present=True,
+                presence=Presence.PRESENT,
                 steps=step,
                 samples=step * 64,
                 steps_per_s=20.0,
@@ -87,7 +88,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             ServerView(
                 role=32,
                 name="server 0",
-                present=True,
+                presence=Presence.PRESENT,
                 primary_of=(0, 1, 2),
                 backup_of=(3,),
                 num_bytes=140_000,
@@ -99,7 +100,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             ServerView(
                 role=33,
                 name="server 1",
-                present=False,
+                presence=Presence.GONE,
                 primary_of=(3,),
                 backup_of=(0, 1, 2),
                 num_bytes=60_000,

@@ -10,7 +10,7 @@ import math
 from html import escape
 
 from manyhands.analyse.recent import WINDOW_NS
-from manyhands.analyse.view import Curve, Phase, RunView, Shares
+from manyhands.analyse.view import Curve, Phase, Presence, RunView, Shares
 from manyhands.draw.charts import (
     Series,
     bar_chart,
@@ -165,7 +165,7 @@ def _workers(view: RunView) -> tuple[str, str]:
     )
     rows = [
         (
-            worker.name if worker.present or is_over else f"{worker.name} (gone)",
+            _named(worker.name, worker.presence, view.phase),
             f"{worker.steps:,}",
             short_number(worker.steps_per_s),
             f"{worker.compute_ms:.2f}",
@@ -214,7 +214,7 @@ def _servers(view: RunView) -> tuple[str, str]:
     )
     rows = [
         (
-            server.name if server.present or view.phase is Phase.ENDED else f"{server.name} (gone)",
+            _named(server.name, server.presence, view.phase),
             _shards(server.primary_of),
             _shards(server.backup_of),
             format_bytes(server.num_bytes) if server.num_bytes else "–",
@@ -310,6 +310,12 @@ def _list(sentences: tuple[str, ...]) -> str:
 
 def _shares(shares: Shares) -> tuple[float, float, float, float]:
     return shares.compute, shares.input, shares.exchange, shares.wait
+
+
+def _named(name: str, presence: Presence, phase: Phase) -> str:
+    """A member's name, and what keeps it from taking part; at the end of a run all have left."""
+    takes_part = presence is Presence.PRESENT or phase is Phase.ENDED
+    return name if takes_part else f"{name} ({presence.value})"
 
 
 def _shards(numbers: tuple[int, ...]) -> str:
