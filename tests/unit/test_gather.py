@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from manyhands.analyse.curves import spread
 from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import Phase, Presence, RunView, Shares
 from manyhands.record.events import NOBODY, RECORD, EventKind, Records, Wire
@@ -169,6 +170,38 @@ def test_speed_of_a_long_run_is_kept_in_bins_that_grow() -> None:
     speed = at(gather, 1800).curves[1]
     assert 150 <= len(speed.values) <= 400
     assert speed.values[10:] == pytest.approx([4.0] * len(speed.values[10:]))
+
+
+@pytest.mark.parametrize("step_s", [0.007, 0.2, 0.8, 60.0])
+def test_speed_is_steady_where_steps_are_of_any_length(step_s: float) -> None:
+    steps = [
+        event(EventKind.STEP, role, step_s * k, step_s, step=k, count=3) for k in range(30) for role in (0, 1)
+    ]
+    gather = gathered(joined(steps), 2)
+    speed = at(gather, 30 * step_s).curves[1]
+    assert speed.values == pytest.approx([6 / step_s] * len(speed.values), rel=1e-3)
+    assert speed.seconds[-1] == pytest.approx(30 * step_s, abs=max(0.25, step_s / 4))
+
+
+def test_speed_is_shown_as_far_as_every_worker_has_told() -> None:
+    """Worker 1 is in the middle of a step: what it does there is not known, and no dip."""
+    steps = [event(EventKind.STEP, 0, 1.0 * k, 1.0, step=k, count=4) for k in range(10)]
+    steps += [event(EventKind.STEP, 1, 4.0 * k, 4.0, step=k, count=8) for k in range(2)]
+    speed = at(gathered(joined(steps), 2), 10).curves[1]
+    assert speed.values == pytest.approx([6.0] * len(speed.values))
+    assert speed.seconds[-1] == pytest.approx(8.0)
+
+
+def test_samples_are_spread_over_the_time_they_took_and_none_is_lost() -> None:
+    random = np.random.default_rng(1)
+    starts = random.integers(0, 10**10, 200)
+    ends, counts = starts + random.integers(1, 10**10, 200), random.integers(0, 1000, 200)
+    fine, coarse = (spread(starts, ends, counts, bin_ns) for bin_ns in (10**6, 2 * 10**6))
+    assert fine[1].sum() == counts.sum() * 10**6
+    added = np.bincount(fine[0] // 2, fine[1].astype(float), coarse[0].max() + 1)
+    np.testing.assert_array_equal(added, np.bincount(coarse[0], coarse[1].astype(float)))
+    places, parts = spread(np.array([5]), np.array([25]), np.array([4]), 10)
+    assert (places.tolist(), parts.tolist()) == ([0, 1, 2], [1_000_000, 2_000_000, 1_000_000])
 
 
 def test_a_resumed_history_goes_on_where_it_was() -> None:
