@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import (
     Curve,
     Happening,
@@ -25,6 +26,12 @@ def empty_view(**changes: Any) -> RunView:
         samples_per_s=0.0, steps_per_s=0.0, seconds_left=None, final={}, curves=(), workers=(), servers=(), waits=(),
         staleness=Staleness(), traffic=(), epoch=0, happenings=(), warnings=(), notes=(),
     )  # fmt: skip
+    return replace(view, **changes)
+
+
+def starting_view(workers: int = 3, **changes: Any) -> RunView:
+    """A run whose members were asked for, as it is shown from the first moment on; nobody has come yet."""
+    view = Gather(task="digits", strategy="ps servers=2", steps_asked=400, workers=workers).view(0)
     return replace(view, **changes)
 
 

@@ -10,8 +10,8 @@ from manyhands.draw.page import report, sections
 from views import empty_view, run_view
 
 KEYS = [
-    "now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers", "staleness", "members",
-    "traffic", "notes",
+    "now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits", "traffic", "staleness",
+    "members", "notes",
 ]  # fmt: skip
 HOSTILE = '<script>alert(1)</script>"onload="x'
 
