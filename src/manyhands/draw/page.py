@@ -44,14 +44,14 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 #members tr > :not(:last-child) { width: 1%; white-space: nowrap; }
 .pair { display: grid; gap: .5rem 1.5rem; grid-template-columns: minmax(0, 1fr); }
 @media (min-width: 70rem) { .pair { grid-template-columns: minmax(0, 28rem) minmax(0, 1fr); } }
-#members .fill { flex: 1 1 0px; min-height: 8.5rem; }
-@media print { .fill, #members .fill { flex: none; overflow: visible; } }
+.still #members .fill { max-height: 17rem; } .live #members .fill { flex: 1 1 0px; min-height: 8.5rem; }
+@media print { .fill, #members .fill { flex: none !important; max-height: none !important; } }
 .live figcaption { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
 .live #wrong { height: 5.9rem; } .live #workers .fill, .live #servers .fill { max-height: 24rem; }
 .live #waits .fill { max-height: 19rem; } .live #traffic .fill { flex: 1 1 0px; min-height: 5.6rem; }
 @media (max-width: 36rem) { .tiles { grid-template-columns: 1fr 1fr; } .tiles .long { grid-column: 1 / -1; order: -1; }
   .live #wrong { height: 10.4rem; } .live #workers .fill, .live #servers .fill { max-height: 36rem; }
-  #members .fill { min-height: 13rem; } }
+  .live #members .fill { min-height: 13rem; } }
 """
 )
 
