@@ -186,7 +186,7 @@ class _Session:
         """Something happened to a member: keep it, and say it where it is more than a start."""
         self._clock.heard([event])
         if self._directory is not None:
-            self._keep(self._members, event)
+            self._keep(self._members, {**event, "unix_s": time.time()})
         if "sentence" in event:
             _log.warning(event["sentence"])
 
