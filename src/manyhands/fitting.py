@@ -22,6 +22,7 @@ from manyhands.errors import ManyhandsError, NonFinite, Overload, UserError
 from manyhands.footprint import MOST_STATE_COPIES, cost_of, sizes_of
 from manyhands.kernel import AnyTask
 from manyhands.randomness import preserved, seed_all
+from manyhands.registry import STRATEGIES
 from manyhands.run import History, Run
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import NoCheckpoint
@@ -135,12 +136,23 @@ def _open_directory(
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} cannot be resumed: {conflict}")
+        _hand_over(directory, request, config)
         done = training.resume(directory, config)
         directory.go_on_as(config)
         return directory, done
     except BaseException:
         directory.close()
         raise
+
+
+def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, Any]) -> None:
+    """Where the strategy or the number of workers changes: have what the run kept in a form that fits any."""
+    if all(directory.config.get(name) == config[name] for name in ("strategy", "workers")):
+        return
+    before = Strategy.parse(str(directory.config.get("strategy")))
+    trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
+    if trained_by is not None:
+        trained_by.hand_over(directory, request.plan, before)
 
 
 class _Session:

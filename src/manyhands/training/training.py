@@ -25,6 +25,7 @@ from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
+from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
@@ -123,6 +124,15 @@ class Training(ABC):
         self._require_steps_left(directory, self._start.step)
         directory.metrics.truncate_after(self._start.step)
         return self._start.step
+
+    @classmethod
+    def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Any) -> None:
+        """Before a run of this strategy goes on under another one, or with another number of workers.
+
+        The newest of what is kept becomes a checkpoint that any strategy can go on from, where it is none yet. `plan`
+        is of the run to come, `strategy` of the one before; UserError where what is kept fits no other.
+        """
+        del directory, plan, strategy
 
     def _require_steps_left(self, directory: RunDirectory, done: int) -> None:
         """UserError where fewer steps are asked for than are done: what is kept stays as it is."""

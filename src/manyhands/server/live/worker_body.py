@@ -30,6 +30,7 @@ class WorkerBody:
         self._leave_buffers = resources.leave_buffers
         self.job = job
         self.computer, built, self.layout = job.build(slot)
+        built.model.load_state_dict(dict(job.buffers), strict=False)
         self.home = job.home(resources.final, self.layout)
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
