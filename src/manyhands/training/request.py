@@ -75,7 +75,7 @@ class Options:
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
     resume_command: str | None = None
-    """How to go on, for the line that an interrupted run ends with (None: `fit` again); empty: no line."""
+    """How to go on, for the line that a broken or interrupted run ends with (None: `fit` again); empty: no line."""
 
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
