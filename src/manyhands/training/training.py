@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from manyhands.analyse.collect import Collector
+from manyhands.draw.showing import showing
 from manyhands.errors import UserError
 from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
@@ -89,10 +90,17 @@ class Stage:
         directory = self.directory.events_path if self.directory is not None else None
         return Collector(rings, workers=workers, directory=directory)
 
-    def view(self, collector: Collector) -> AbstractContextManager[object]:
+    @contextmanager
+    def view(self, collector: Collector) -> Iterator[None]:
         """Shows the run while this is open, if somebody wants to see it."""
-        view = self.request.options.view
-        return view(self.request.plan.steps, collector.snapshot) if view is not None else nullcontext()
+        options, steps = self.request.options, self.request.plan.steps
+        if options.view is not None:
+            shown = options.view(steps, collector.snapshot)
+        else:
+            shown = showing(options.progress, steps, collector.snapshot, str(self.request.strategy))
+        with shown:
+            yield
+            collector.flush()  # the last picture is of the end
 
     def checkpoints(self) -> CheckpointStore | None:
         """Where checkpoints go, where the run is kept."""
