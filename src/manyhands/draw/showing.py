@@ -27,7 +27,18 @@ from manyhands.analyse.remarks import about_workers
 from manyhands.analyse.totals import TotalsSnapshot
 from manyhands.draw.headline import headline, in_order
 
-__all__ = ["PROGRESS", "Here", "Lines", "Notebook", "Screen", "Showing", "chosen", "look_around", "showing"]
+__all__ = [
+    "PROGRESS",
+    "Here",
+    "Lines",
+    "Notebook",
+    "Panel",
+    "Screen",
+    "Showing",
+    "chosen",
+    "look_around",
+    "showing",
+]
 
 PROGRESS = ("auto", "bar", "lines", "none")
 """What may be asked for."""
@@ -177,7 +188,7 @@ class Notebook:
 
     def show(self, snapshot: TotalsSnapshot) -> None:
         """Put the new one where the old one is."""
-        panel = _Panel(snapshot, self._steps, self._strategy)
+        panel = Panel(snapshot, self._steps, self._strategy)
         if self._handle is None:
             self._handle = import_module("IPython.display").display(panel, display_id=True)
         else:
@@ -187,7 +198,7 @@ class Notebook:
         """The last one stands."""
 
 
-class _Panel:
+class Panel:
     """One moment of a run as a notebook shows it."""
 
     def __init__(self, snapshot: TotalsSnapshot, steps: int, strategy: str) -> None:

@@ -26,13 +26,12 @@ from manyhands.store.checkpoint import NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
 from manyhands.task import Task
+from manyhands.training.commands import MORE_WORKERS
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
 __all__ = ["PsTraining"]
-
-_MORE_WORKERS = 16  # may be added to a run while it goes on
 
 
 class PsTraining(Training):
@@ -144,7 +143,7 @@ class PsTraining(Training):
             plan=request.plan,
             strategy=self._strategy,
             workers=request.workers,
-            most_workers=request.workers + (_MORE_WORKERS if options.commands is not None else 0),
+            most_workers=request.workers + (MORE_WORKERS if options.commands is not None else 0),
             timeout_s=options.timeout_s,
             watchdog_s=options.watchdog_s,
             run_path=stage.run_path,
