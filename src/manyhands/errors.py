@@ -68,7 +68,7 @@ class Overload(UserError):
 
 
 class NonFinite(UserError):
-    """The loss became NaN or infinite; the message names worker, step and the first bad parameter."""
+    """The loss became NaN or infinite; the message names worker, step, what broke first and what to try."""
 
 
 class WorkerFailed(ManyhandsError):

@@ -58,9 +58,9 @@ class History(Sequence[dict[str, Any]]):
         return f"History({len(self.steps)} steps, {len(self.evaluations)} evaluations)"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
-    """A finished run."""
+    """A finished run; it shows itself as one line, and in a notebook as a table with the curve of its loss."""
 
     model: nn.Module
     """The final weights, on the CPU."""
@@ -71,3 +71,14 @@ class Run:
 
     path: Path | None = None
     """The run directory, where one was asked for."""
+
+    def __repr__(self) -> str:
+        from manyhands.draw.notebook import facts_of, run_line
+
+        return f"Run({run_line(facts_of(self.summary, self.history.steps, self.path))})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from manyhands.draw.notebook import run_html
+
+        return run_html(self.summary, self.history.steps, self.path)

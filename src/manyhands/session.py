@@ -17,15 +17,17 @@ from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
 from manyhands.device import sharing_sentence
-from manyhands.errors import ManyhandsError, NonFinite, Overload, UserError
+from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, Overload, UserError
 from manyhands.footprint import MOST_STATE_COPIES, cost_of, sizes_of
 from manyhands.randomness import preserved, seed_all
+from manyhands.registry import STRATEGIES
 from manyhands.run import History, Run
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import NoCheckpoint
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import Backlog
 from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
 from manyhands.training.passes import PassLosses
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training, training_class
@@ -100,12 +102,23 @@ def _open_directory(
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} cannot be resumed: {conflict}")
+        _hand_over(directory, request, config)
         done = training.resume(directory, config)
         directory.go_on_as(config)
         return directory, done
     except BaseException:
         directory.close()
         raise
+
+
+def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, Any]) -> None:
+    """Where the strategy or the number of workers changes: have what the run kept in a form that fits any."""
+    if all(directory.config.get(name) == config[name] for name in ("strategy", "workers")):
+        return
+    before = Strategy.parse(str(directory.config.get("strategy")))
+    trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
+    if trained_by is not None:
+        trained_by.hand_over(directory, request.plan, before)
 
 
 class _Session:
@@ -146,6 +159,8 @@ class _Session:
                 self._directory.tell_end(error, self._clock.seconds)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
+            if not isinstance(error, UserError):
+                self._add_how_to_go_on(error, training)
             raise
         except (KeyboardInterrupt, SystemExit) as stop:
             number = signal_of(stop)
@@ -190,26 +205,42 @@ class _Session:
         if "sentence" in event:
             _log.warning(event["sentence"])
 
+    def _add_how_to_go_on(self, error: ManyhandsError, training: Training) -> None:
+        """Let what ended the run end with the command that goes on, where a checkpoint is there to go on from."""
+        if self._directory is None or self._request.options.resume_command == "":
+            return
+        try:
+            step = training.kept_step(self._directory)
+        except CorruptCheckpoint:  # resuming will name the damage; this error says why the run ended
+            return
+        if step:
+            way = f"{self._kept(step, self._directory)}; go on with: {self._command(self._directory)}"
+            text = str(error)
+            error.args = (f"{text}\n\n{way}" if "\n" in text else f"{text}; {way}",)
+
+    def _kept(self, step: int, directory: RunDirectory) -> str:
+        return f"step {step} of {self._request.plan.steps} is kept in {directory.path}"
+
+    def _command(self, directory: RunDirectory) -> str:
+        asked = self._request.options.resume_command
+        return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
+
     def _tell_interruption(self, number: Signals, training: Training) -> None:
         """One line: what ended the run, what is kept of it, and how to go on."""
-        directory, command = self._directory, self._request.options.resume_command
+        directory = self._directory
         if directory is None:
             kept, how = "nothing was kept, because the run has no directory (out=)", ""
         else:
-            steps = self._request.plan.steps
             step = training.kept_step(directory)
-            kept = (
-                f"step {step} of {steps} is kept in {directory.path}" if step else "no checkpoint was due yet"
-            )
-            command = f"fit(…, out={str(directory.path)!r}, resume=True)" if command is None else command
-            how = f"; {'go on' if step else 'begin again'} with: {command}"
+            kept = self._kept(step, directory) if step else "no checkpoint was due yet"
+            how = f"; {'go on' if step else 'begin again'} with: {self._command(directory)}"
             event = {
                 "event": "interrupted",
                 "at_s": self._clock.seconds,
                 "sentence": f"ended by {number.name}; {kept}",
             }
             directory.append_member(event)
-        if command != "":
+        if self._request.options.resume_command != "":
             _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
 
     def _last_good(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,8 +126,12 @@ def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(row: Row,
         assert run.summary["recoveries"]
         assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
     else:
-        with pytest.raises(WorkerFailed, match=r"worker \d .*was killed by SIGKILL"):
-            mh.fit(fatal, row.text, workers=row.workers, steps=STEPS)
+        options = mh.Options(checkpoint_every=1)
+        with pytest.raises(WorkerFailed, match=r"worker \d .*was killed by SIGKILL") as caught:
+            mh.fit(fatal, row.text, workers=row.workers, steps=STEPS, out=tmp_path / "run", options=options)
+        kept = rf"step \d+ of {STEPS} is kept in {tmp_path}/run; "
+        how = re.escape(f"go on with: fit(…, out='{tmp_path}/run', resume=True)")
+        assert re.search(f"{kept}{how}$", str(caught.value)), str(caught.value)
     assert mark.exists(), "somebody was killed"
 
 

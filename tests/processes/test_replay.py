@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -83,6 +84,7 @@ def require_same_bytes(run: mh.Run, path: Path, bound: tuple[int, int]) -> None:
     assert done.same_bytes is True
     assert same(done.model, run.model)
     assert (done.steps, done.updates) == (UPDATES, UPDATES)
+    assert done.loss == done.run_loss in run.history.loss
     weights = sum(parameter.nbytes for parameter in run.model.parameters())
     assert 0 < done.extra_bytes <= 2 * workers * (weights + 64 * 4 * shards), (
         "bounded by the number of workers"
@@ -255,7 +257,13 @@ def test_the_commands_on_a_built_in_task(
     printed = capfd.readouterr()
     assert "the weights are the same bytes" in printed.out
     accuracy = json.loads((run / "summary.json").read_text())["final"]["accuracy"]
-    assert f"accuracy {accuracy:.4f}" in printed.out
+    assert f"accuracy {accuracy:.4f} (in the run {accuracy:.4f})" in printed.out
+    own = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in own if "loss" in row}
+    found = re.search(r"^loss ([\d.]+) \(in the run ([\d.]+)\)", printed.out, re.MULTILINE)
+    assert found is not None
+    assert found[1] == found[2]
+    assert found[2] in {f"{loss:.4f}" for loss in losses.values()}
     assert sum(tensor.numel() for tensor in safetensors.torch.load_file(weights).values()) > 1000
     assert run_command(monkeypatch, "replay", str(run), "--until", "99") == 2
     assert "shard 0 applied 24 batches" in capfd.readouterr().err

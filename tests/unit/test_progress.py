@@ -2,15 +2,21 @@
 
 import io
 import re
+import sys
 import threading
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from manyhands.analyse.slowness import Straggler
 from manyhands.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
-from manyhands.draw.progress import ProgressView, RunPicture, split_bar
+from manyhands.draw.progress import LivePicture, RunPicture, split_bar
+from manyhands.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
 from manyhands.draw.table import end_table, end_text
+from manyhands.errors import UserError
+from manyhands.training.request import Options
 
 
 def worker(rank: int, compute_s: float, exchange_s: float, wait_for_s: tuple[float, ...]) -> WorkerTotals:
@@ -136,7 +142,7 @@ def test_view_draws_in_the_background_and_stops() -> None:
     threads = set(threading.enumerate())
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, height=24)
-    with ProgressView(steps=500, snapshot=ask, console=console):
+    with Showing(ask, LivePicture(500, console=console), after_s=0.0, every_s=0.01):
         assert asked.wait(10), "nothing was drawn after the first picture"
     for thread in set(threading.enumerate()) - threads:
         thread.join(10)
@@ -147,22 +153,142 @@ def test_view_draws_in_the_background_and_stops() -> None:
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1, "the cursor is back"
 
 
-def test_view_says_nothing_without_a_terminal() -> None:
+def test_a_run_that_is_over_before_it_is_looked_at_shows_nothing() -> None:
     def never() -> TotalsSnapshot:
         raise AssertionError("a view that shows nothing asked for a snapshot")
 
     file = io.StringIO()
-    with ProgressView(steps=500, snapshot=never, console=Console(file=file, width=80)):
+    with Showing(never, LivePicture(500, console=Console(file=file)), after_s=60.0, every_s=60.0):
         pass
     assert file.getvalue() == ""
 
 
 def test_cursor_comes_back_after_an_interrupt() -> None:
-    file = io.StringIO()
-    view = ProgressView(steps=5, snapshot=snapshot, console=Console(file=file, force_terminal=True, width=80))
-    with pytest.raises(KeyboardInterrupt), view:
-        raise KeyboardInterrupt
+    file, drawn_once = io.StringIO(), threading.Event()
+
+    def ask() -> TotalsSnapshot:
+        drawn_once.set()
+        return snapshot()
+
+    screen = LivePicture(5, console=Console(file=file, force_terminal=True, width=80))
+
+    def interrupted() -> None:
+        with Showing(ask, screen, after_s=0.0, every_s=60.0):
+            assert drawn_once.wait(10)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert file.getvalue().count("\x1b[?25h") == 1
+
+
+# --- where a run shows itself
+
+
+NOTEBOOK = Here(notebook=True, terminal=False, unwatched=False)
+TERMINAL = Here(notebook=False, terminal=True, unwatched=False)
+REDIRECTED = Here(notebook=False, terminal=False, unwatched=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "shown"),
+    [
+        ("auto", NOTEBOOK, "notebook"),
+        ("auto", TERMINAL, "bar"),
+        ("auto", REDIRECTED, "lines"),
+        *(("auto", one._replace(unwatched=True), "none") for one in (NOTEBOOK, TERMINAL, REDIRECTED)),
+        ("bar", NOTEBOOK, "notebook"),
+        ("bar", TERMINAL._replace(unwatched=True), "bar"),
+        ("bar", REDIRECTED, "lines"),
+        *(("lines", one, "lines") for one in (NOTEBOOK, TERMINAL, REDIRECTED)),
+        *(("none", one, "none") for one in (NOTEBOOK, TERMINAL, REDIRECTED)),
+    ],
+)
+def test_what_is_shown_where(asked: str, here: Here, shown: str) -> None:
+    assert chosen(asked, here) == shown
+
+
+def test_place_is_found_without_importing_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert look_around() == REDIRECTED._replace(unwatched=True), "this is a test"
+    assert "IPython" not in sys.modules
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    assert look_around() == REDIRECTED
+    found: list[Here] = []
+    thread = threading.Thread(target=lambda: found.append(look_around()))
+    thread.start()
+    thread.join()
+    assert found == [REDIRECTED._replace(unwatched=True)], "beside the main thread"
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert look_around() == NOTEBOOK
+    del shell.kernel  # IPython in a terminal
+    assert look_around() == REDIRECTED
+
+
+def test_lines_say_what_is_new_and_how_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = iter((120, 120, 240))
+    told = threading.Event()
+
+    def ask() -> TotalsSnapshot:
+        step = next(steps, 500)
+        if step == 240:
+            told.set()
+        return snapshot(step=step)
+
+    with Showing(ask, Lines(500), after_s=0.0, every_s=0.01):
+        assert told.wait(10)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "manyhands: step 120/500  loss 0.2134  12,345 samples/s  0:32 left"
+    assert lines[1].startswith("manyhands: step 240/500"), "the second look found nothing new"
+    assert lines[-1].startswith("manyhands: step 500/500")
+
+
+def test_a_closed_stderr_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr(sys, "stderr", gone)
+    asked = threading.Event()
+
+    def ask() -> TotalsSnapshot:
+        asked.set()
+        return snapshot()
+
+    with Showing(ask, Lines(500), after_s=0.0, every_s=0.01) as view:
+        assert asked.wait(10)
+        view._thread.join(10)
+        assert not view._thread.is_alive(), "it goes on trying"
+
+
+def test_a_notebook_has_one_bar_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`display(…, display_id=True)` gives a handle, whose `update` puts another object in the same place."""
+    shown: list[str] = []
+    handle = SimpleNamespace(update=lambda panel: shown.append(panel._repr_html_()))
+
+    def display(panel: object, *, display_id: bool) -> SimpleNamespace:
+        assert display_id
+        shown.append(f"new {panel._repr_html_()}")  # type: ignore[attr-defined]
+        return handle
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    screen = Notebook(500, "<b>")
+    for step in (0, 120, 500):
+        screen.show(snapshot(step=step))
+    assert [one.startswith("new ") for one in shown] == [True, False, False]
+    root = ElementTree.fromstring(shown[1])
+    bar, words = root.find("progress"), root.find("code")
+    assert bar is not None
+    assert (bar.get("value"), bar.get("max")) == ("120", "500")
+    assert words is not None
+    assert words.text == "step 120/500  loss 0.2134  12,345 samples/s  0:32 left"
+
+
+def test_a_way_of_showing_that_is_not_there_is_refused() -> None:
+    with pytest.raises(
+        UserError, match="progress='bars': allowed: auto, bar, lines, none; did you mean 'bar'"
+    ):
+        Options(progress="bars")
 
 
 # --- the table at the end

@@ -13,6 +13,7 @@ import torch
 
 from manyhands.consistency.parse import parse_consistency
 from manyhands.server.actions import Action, SendMessage
+from manyhands.server.core import ShardCore
 from manyhands.server.live.losses import LossBook
 from manyhands.server.live.reports import Evaluated, StepComputed
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
@@ -97,6 +98,22 @@ def test_what_will_be_computed_is_known_beforehand(consistency: str, seed: int) 
     assert done <= set(shard.computed), "what is not computed again was computed before"
     rows = [{"step": batch + 1, "loss": 0.0} for batch in shard.computed]
     assert {row["step"] - 1 for row in rows if to_come.wants(row)} == done
+
+
+@pytest.mark.parametrize("consistency", ["sync", "sync:1", "bounded:1", "bounded:5", "async", "softsync:2"])
+def test_a_shard_goes_on_where_another_strategy_stopped(consistency: str) -> None:
+    policy = parse_consistency(consistency)
+    config = ShardConfig(shard=0, num_shards=1, policy=policy, steps=STEPS, slots=SLOTS)
+    state = {"shard": 0, "core": json.loads(json.dumps(ShardCore.after(config, 13).state()))}
+    assert batches_to_come(policy, [state["core"]]) == ToCome(start=13)
+    shard = Shard(consistency, state)
+    shard.finish()
+    assert sorted(set(shard.computed)) == list(range(13, STEPS))
+    parts = len(SLOTS) if policy.stepwise else 1
+    assert len(shard.computed) == parts * (STEPS - 13), "each once"
+    assert shard.replica.core.version <= STEPS
+    if not policy.chosen_by_lead:
+        assert shard.replica.core.version == STEPS, "versions count on"
 
 
 def test_a_lead_gives_out_nothing_that_another_shard_has_seen() -> None:

@@ -40,9 +40,7 @@ def replay_command(
         f"{done.updates} updates again in {time.monotonic() - began:.1f} s, {done.steps} batches at every shard, "
         f"{format_bytes(done.extra_bytes)} of copies"
     )
-    values = {} if done.loss is None else {"loss": done.loss}
-    values |= done.metrics or {}
-    print("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    print("  ".join(_beside(done)))
     if save is not None:
         write_atomically(save, encode_tensors(done.model.state_dict()))
         print(f"weights in {save}")
@@ -51,6 +49,16 @@ def replay_command(
         print(f"manyhands: {sentence}", file=sys.stderr)
         raise typer.Exit(1)
     print(sentence)
+
+
+def _beside(done: Replayed) -> list[str]:
+    """Loss and metrics, each with what the run itself had."""
+    values = ({} if done.loss is None else {"loss": done.loss}) | (done.metrics or {})
+    own = ({} if done.run_loss is None else {"loss": done.run_loss}) | done.run_metrics
+    return [
+        f"{name} {value:.4f}" + (f" (in the run {own[name]:.4f})" if name in own else "")
+        for name, value in values.items()
+    ]
 
 
 def _verdict(done: Replayed) -> tuple[str, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,6 +72,15 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "progress": (
+        Annotated[
+            str,
+            typer.Option(
+                help="bar, lines (one every few seconds) or none; auto: a bar in a terminal, lines elsewhere."
+            ),
+        ],
+        "auto",
+    ),
     "dashboard": (Dashboard, False),
     "dashboard_port": (DashboardPort, 0),
     "json_file": (
@@ -102,6 +110,7 @@ class _Common:
     allow_overload: bool
     watchdog: float
     slow: str | None
+    progress: str
     dashboard: bool
     dashboard_port: int
     json_file: Path | None
@@ -111,7 +120,6 @@ class _Common:
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending, signal_of
-    from manyhands.draw.progress import ProgressView
     from manyhands.draw.table import end_table
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import fit
@@ -123,11 +131,6 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         raise UserError("--resume needs --out, the directory of the run to go on with")
     task = entry.build(**task_options)
     steps, epochs = _length(entry, common)
-    console = Console(stderr=True)
-
-    def view(num_steps: int, snapshot: Callable[[], Any]) -> ProgressView:
-        return ProgressView(steps=num_steps, snapshot=snapshot, console=console, strategy=common.strategy)
-
     out = common.out or fresh_directory(entry.name)
     check_writable(common.json_file)
     fit_here = partial(
@@ -150,7 +153,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
             compile=common.compile_model,
-            view=view,
+            progress=common.progress,
         ),
     )
     try:

@@ -138,6 +138,7 @@ def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings)
         keep_checkpoints=1,
         allow_overload=settings.allow_overload,
         resume_command="",  # a comparison is not resumed
+        progress="none",  # it says itself how far it is
     )
     return _request(task, strategy, settings, options)
 

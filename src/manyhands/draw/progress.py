@@ -15,8 +15,6 @@ much is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -26,10 +24,10 @@ from rich.text import Text
 
 from manyhands.analyse.remarks import about_workers
 from manyhands.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
+from manyhands.draw.headline import headline, in_order
 
-__all__ = ["ProgressView", "RunPicture", "split_bar"]
+__all__ = ["LivePicture", "RunPicture", "split_bar"]
 
-_REFRESH_PER_S = 8.0
 _STYLES = ("green", "blue", "yellow")
 _BLOCKS, _ASCII_BLOCKS = "█▓░", "#=."
 _WORKER_BAR = 16
@@ -37,43 +35,28 @@ _MIN_BAR = 8
 _MIN_SENTENCE = 40
 
 
-class ProgressView:
-    """Shows the run while the body of the `with` statement trains; prints nothing where there is no terminal.
+class LivePicture:
+    """The run in its place of a terminal: a `Screen` of `showing`, on stderr or on `console`.
 
-    `snapshot` is called a few times a second from a thread of the view, as a collector's may be; `strategy`
-    (as text) lets an advice fit.
+    `strategy` (as text) lets an advice fit. What is printed meanwhile appears above it.
     """
 
-    def __init__(
-        self,
-        *,
-        steps: int,
-        snapshot: Callable[[], TotalsSnapshot],
-        console: Console | None = None,
-        strategy: str = "",
-    ) -> None:
+    def __init__(self, steps: int, strategy: str = "", console: Console | None = None) -> None:
         self._steps = steps
         self._strategy = strategy
-        self._snapshot = snapshot
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else Console(stderr=True)
         self._live: Live | None = None
 
-    def __enter__(self) -> ProgressView:
-        if self._console.is_terminal:
-            self._live = Live(
-                console=self._console,
-                get_renderable=lambda: RunPicture(self._snapshot(), self._steps, self._strategy),
-                refresh_per_second=_REFRESH_PER_S,
-            )
-            self._live.start(refresh=True)
-        return self
+    def show(self, snapshot: TotalsSnapshot) -> None:
+        """Draw it anew."""
+        picture = RunPicture(snapshot, self._steps, self._strategy)
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(picture, refresh=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the last picture, and the cursor below it."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -102,11 +85,11 @@ class RunPicture:
             yield Text(remarks[0])
 
     def _headline(self, width: int) -> Table | Text:
-        words = self._words()
+        words = headline(self._snapshot, self._steps)
         while len(words) > 1 and _MIN_BAR + sum(2 + len(word) for word in words) > width:
             words.pop()
-        # A narrow terminal keeps the first words, which matter most; in the line, speed stands before time.
-        label = "  ".join(words[:2] + words[:1:-1])
+        # A narrow terminal keeps the first words, which matter most.
+        label = in_order(words)
         bar_width = width - len(label) - 2
         if bar_width < _MIN_BAR:
             return _fitted(label, width)
@@ -114,16 +97,6 @@ class RunPicture:
         done = min(self._snapshot.step, self._steps)
         line.add_row(ProgressBar(total=max(1, self._steps), completed=done, width=bar_width), Text(label))
         return line
-
-    def _words(self) -> list[str]:
-        """What the headline says beside the bar, the most important first."""
-        snapshot = self._snapshot
-        words = [f"step {snapshot.step}/{self._steps}"]
-        words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
-        if snapshot.steps_per_s > 0:
-            words.append(f"{_clock((self._steps - snapshot.step) / snapshot.steps_per_s)} left")
-            words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
-        return words
 
 
 def split_bar(split: TimeSplit, width: int, ascii_only: bool = False) -> Text:
@@ -164,10 +137,3 @@ def _fitted(text: str, width: int) -> Text:
     line = Text(text, no_wrap=True)
     line.truncate(width, overflow="crop")
     return line
-
-
-def _clock(seconds: float) -> str:
-    """`3671` as `1:01:11`, and `71` as `1:11`."""
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -29,7 +29,8 @@ from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.booking import StepBook
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
-from manyhands.training.reporting import Reporter, Surroundings, first_bad
+from manyhands.training.diagnosis import Course, diagnose
+from manyhands.training.reporting import Reporter, Surroundings
 from manyhands.training.worker import Trained
 
 __all__ = ["HogwildTrainer"]
@@ -65,6 +66,8 @@ class HogwildTrainer:
         self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
         self._stepper: SharedStepper | None = None
         self._broken = ""
+        self._cause = ""
+        self._course = Course()
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
@@ -201,15 +204,17 @@ class HogwildTrainer:
         self._samples += mine.samples
         if not self._broken:
             loss, samples = self._since_met
+            self._course.add(mine.loss)
             self._since_met = loss + mine.loss * mine.samples, samples + mine.samples
             seconds = (end - begin) / 1e9
             self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=self._reporter.seconds)
 
     def _break(self, loop: _Loop, step: int) -> None:
         """The loss is not finite: take no step, and say so to the others."""
-        self._broken = (
-            f"worker {self.rank}, step {step + 1}: the loss is not finite; {first_bad(loop.built.model)}"
-        )
+        since = f"an update before step {step + 1}" if self._course.last is not None else ""
+        clip = not self._computer.task.clips
+        self._cause = diagnose(loop.built.model, self._course, since=since, clip=clip)
+        self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
         loop.bad.set(self.rank + 1)
 
     def _refuse(self, rank: int) -> None:
@@ -218,7 +223,7 @@ class HogwildTrainer:
         if rank == self.rank:
             raise NonFinite(
                 f"{self._broken}; this batch changed no parameter, and the other workers stopped after the batch that "
-                "they had begun; lower the learning rate or look at that batch"
+                f"they had begun; {self._cause}"
             )
 
     def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:

@@ -32,7 +32,7 @@ def audit(
     restores = sum(isinstance(row, RestoredRow) for kept in files.values() for file in kept for row in file)
     shards = {}
     for shard, kept in files.items():
-        shards[shard] = ShardAuditor(shard, policy, steps, restores=restores)
+        shards[shard] = ShardAuditor(shard, policy, range(evidence.begun, steps), restores=restores)
         shards[shard].read(tell(kept), evidence.share)
     whole = _Whole(shards, policy, steps, evidence, is_restored=restores > 0)
     whole.check()
@@ -105,16 +105,17 @@ class _Whole:
         """Every batch of the run, once; what this takes goes by the rows there are, not by the length of the run."""
         there = self._whole_steps(shard) if self._policy.stepwise else self._whole_batches(shard)
         shard.summary.batches = len(there)
-        num_absent = self._steps - len(there)
-        if not num_absent:
+        begun = self._evidence.begun
+        num_absent = self._steps - begun - len(there)
+        if num_absent <= 0:
             return
         if self._is_restored and self._evidence.versions is not None:
             # All that the run did is here: the return to a snapshot has cost the rest.
             self.lost += num_absent
             return
-        first = next(batch for batch in count() if batch not in there)
+        first = next(batch for batch in count(begun) if batch not in there)
         which = f"batch {first} is" if num_absent == 1 else f"batch {first} and {num_absent - 1} others are"
-        shard.lack(f"its log has {len(there)} of the run's {self._steps} batches; {which} not there")
+        shard.lack(f"its log has {len(there)} of the run's {self._steps - begun} batches; {which} not there")
 
     def _whole_batches(self, shard: ShardAuditor) -> set[int]:
         """Where an update is a whole batch: those that one is of; one that two are of is wrong."""
@@ -130,13 +131,15 @@ class _Whole:
                     f"clock {other[1]} was of it already"
                 )
             seen.setdefault(batch, (slot, clock))
-        return {batch for batch in seen if 0 <= batch < self._steps}
+        return {batch for batch in seen if self._evidence.begun <= batch < self._steps}
 
     def _whole_steps(self, shard: ShardAuditor) -> set[int]:
         """Where a step has the parts of one batch: those with all parts that count."""
         there = set()
         may_be_late = self._policy.chosen_by_lead or self._is_restored
-        for clock in sorted({clock for _, clock in shard.settled if 0 <= clock < self._steps}):
+        for clock in sorted(
+            {clock for _, clock in shard.settled if self._evidence.begun <= clock < self._steps}
+        ):
             slots = shard.slots_at(clock)
             fates = [shard.settled.get((slot, clock)) for slot in slots]
             here = sum(one is not None and one.fate in (Fate.APPLIED, Fate.SKIPPED) for one in fates)

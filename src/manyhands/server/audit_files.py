@@ -47,6 +47,7 @@ def audit_run(run: Path) -> AuditedRun:
         recorded=_counts(summary.get("recorded")),
         found={**logs.lengths, **computed_lengths(computed)},
         unrecorded=_sentences(summary.get("unrecorded")),
+        begun=record.begun,
     )
     found = audit(logs.files, strategy.consistency, record.steps, evidence)
     return AuditedRun(strategy=strategy, found=found, notes=logs.notes)

@@ -42,6 +42,8 @@ class ShardSummary:
 
     shard: int
     versions: int = 0
+    """The last one."""
+
     applied: int = 0
     late: int = 0
     skipped: int = 0
@@ -99,6 +101,9 @@ class Evidence:
 
     unrecorded: Sequence[str] = ()
     """A sentence for each file whose recording ended before the run did."""
+
+    begun: int = 0
+    """The first batch that is the shards' own; those before were trained under another strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

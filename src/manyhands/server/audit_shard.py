@@ -28,19 +28,22 @@ _ALL = 2**62
 
 
 class ShardAuditor:
-    """The check of one shard; `restores` is how often logs say that a shard of the run went back to a snapshot."""
+    """The check of one shard; `restores` is how often logs say that a shard of the run went back to a snapshot.
 
-    def __init__(self, shard: int, policy: Policy, steps: int, *, restores: int = 0) -> None:
-        self.summary = ShardSummary(shard=shard)
+    `batches` are the run's own: its versions count on from those that were trained before.
+    """
+
+    def __init__(self, shard: int, policy: Policy, batches: range, *, restores: int = 0) -> None:
+        self.summary = ShardSummary(shard=shard, versions=batches.start)
         self.violations: list[Violation] = []
         self.missing: list[str] = []
         self.settled: dict[tuple[int, int], Settled] = {}
         """What became of each update (slot, clock)."""
 
-        self._shard, self._policy, self._steps = shard, policy, steps
+        self._shard, self._policy, self._batches = shard, policy, batches
         self._is_restored = restores > 0
         # Every clock of a slot is of a batch, and only after a restore may batches be given out again.
-        self._most_clocks = (steps + 1) * (restores + 1)
+        self._most_clocks = (batches.stop + 1) * (restores + 1)
         self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has dealt with
         self._slots: list[SlotsRow] = []
         self._lives: list[RestoredRow] = []
@@ -124,7 +127,7 @@ class ShardAuditor:
         if row.until - row.first > self._most_clocks:
             self.say(
                 f"entry {row.sequence}: clocks {row.first} to {row.until - 1} of slot {row.slot} were lost, and the "
-                f"run has {self._steps} batches"
+                f"run has {len(self._batches)} batches"
             )
             return
         for clock in range(row.first, row.until):
@@ -172,8 +175,8 @@ class ShardAuditor:
             )
 
     def _check_batch(self, update: UpdateRow, name: str) -> None:
-        if not 0 <= update.batch < self._steps:
-            self.say(f"{name}: batch {update.batch} is none of the run's {self._steps}")
+        if update.batch not in self._batches:
+            self.say(f"{name}: batch {update.batch} is none of the run's {len(self._batches)}")
         elif not 0 <= update.part < update.parts:
             self.say(f"{name}: it is part {update.part} of {update.parts}")
         elif not self._policy.stepwise and update.parts != 1:
@@ -272,7 +275,7 @@ class ShardAuditor:
                 if slot not in after.slots and self._policy.by_clock:
                     ends[slot] = after.start
         first: Sequence[int] = self._slots[0].slots if self._slots else tuple(self._settled_at)
-        reached.update(dict.fromkeys(first, 0))
+        reached.update(dict.fromkeys(first, self._slots[0].start if self._slots else 0))
         events = sorted(
             (version, slot, clock)
             for slot, settled_at in self._settled_at.items()

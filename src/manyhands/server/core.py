@@ -74,6 +74,20 @@ class ShardCore:
         self._next_batch = 0
         self._open: set[int] = set()  # slots that were given a batch and have not settled it
 
+    @classmethod
+    def after(cls, config: ShardConfig, batches: int) -> ShardCore:
+        """A shard that goes on where others have trained the first `batches` batches, under another strategy say.
+
+        Its versions count on from there; where steps go by clock, clocks do too.
+        """
+        core = cls(config)
+        start = batches if config.policy.stepwise else 0
+        core.table = SlotTable(config.slots, start, batches)
+        core.steps = Steps(config, core.table)
+        core.steps.version, core.steps.step = batches, start
+        core._next_batch = batches
+        return core
+
     # ── what a replica asks ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property

@@ -61,6 +61,12 @@ class Replayed:
     metrics: dict[str, float] | None
     """On the evaluation data, where the task has any."""
 
+    run_loss: float | None
+    """What the run itself has in its history for the batches of `loss`."""
+
+    run_metrics: dict[str, float]
+    """What the run measured at its end; empty where it did not come there, or the replay stopped before."""
+
     first_difference: Difference | None
     same_bytes: bool | None
     """Whether the weights are those that the run ended with; None where there is nothing to compare them with."""
@@ -104,6 +110,8 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
                 updates=player.updates,
                 loss=player.loss,
                 metrics=None if difference is not None else stage.evaluate(model),
+                run_loss=_run_loss(directory, player.loss_of),
+                run_metrics=_run_metrics(directory) if whole else {},
                 first_difference=difference,
                 same_bytes=_is_same(directory, player.digests()) if whole else None,
                 extra_bytes=player.peak_bytes,
@@ -209,6 +217,25 @@ def _is_same(directory: RunDirectory, digests: list[str]) -> bool | None:
     if not recorded:
         return None
     return [recorded.get(shard) for shard in range(len(digests))] == digests
+
+
+def _run_loss(directory: RunDirectory, batches: Mapping[int, float]) -> float | None:
+    """The mean of what the history has for these batches, by their weights; None where a row is missing."""
+    wanted = {batch + 1: weight for batch, weight in batches.items()}
+    found = {
+        row["step"]: row["loss"]
+        for row in directory.metrics.read()
+        if row.get("step") in wanted and "loss" in row
+    }
+    if not wanted or found.keys() != wanted.keys() or None in found.values():
+        return None
+    return float(sum(found[step] * weight for step, weight in wanted.items()))
+
+
+def _run_metrics(directory: RunDirectory) -> dict[str, float]:
+    final = (directory.read_summary() or {}).get("final")
+    numbers = final.items() if isinstance(final, dict) else ()
+    return {name: float(value) for name, value in numbers if name != "loss" and type(value) in (int, float)}
 
 
 def _environment(record: RunRecord) -> list[str]:

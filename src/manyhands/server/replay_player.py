@@ -131,6 +131,8 @@ class Player:
         self.batches = [0 for _ in shards]
         self.updates = 0
         self.loss: float | None = None
+        self.loss_of: dict[int, float] = {}
+        """The batches that `loss` is the mean over, and what each weighs in it."""
         self.peak_bytes = 0
 
     def play(self) -> Difference | None:
@@ -264,7 +266,11 @@ class Player:
         """Take the loss of a step, and the buffers of who made its last update: those of the model, if it ends here."""
         parts = [self._computed.pop(update.name) for update in apply.row.updates]
         share = sum(part.share for part in parts)
-        self.loss = sum(part.loss * part.share for part in parts) / share if share else self.loss
+        if share:
+            self.loss = sum(part.loss * part.share for part in parts) / share
+            self.loss_of = {}
+            for update, part in zip(apply.row.updates, parts, strict=True):
+                self.loss_of[update.batch] = self.loss_of.get(update.batch, 0.0) + part.share / share
         self._process = self._order.process_of(apply.row.updates[-1])
 
     # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -54,14 +54,16 @@ class SlotRecord:
 class SlotTable:
     """All slots of a run, past and present."""
 
-    def __init__(self, slots: Sequence[int]) -> None:
+    def __init__(self, slots: Sequence[int], start: int = 0, base: int = 0) -> None:
+        """`slots` are active from clock `start` on, and share out the batches from `base` on."""
         self.generations: list[Generation] = []
         self.records: dict[int, SlotRecord] = {}
         self.floor = 0
         self.top = 0  # the highest clock that anyone here or elsewhere was seen to lack
         self._ranks: list[dict[int, int]] = []
         self._owing: dict[int, int] = {}  # how many slots that owe something stand at each clock
-        self.append(Generation(start=0, base=0, slots=tuple(sorted(slots))))
+        self.append(Generation(start=start, base=base, slots=tuple(sorted(slots))))
+        self.floor = start
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ class SlotTable:
         for generation in reversed(self.generations):
             if generation.start <= clock:
                 return generation
-        raise AssertionError("the first generation starts at clock 0")
+        raise AssertionError("nobody asks for a clock before the first generation")
 
     def rank_at(self, slot: int, clock: int) -> int | None:
         """The slot's place among those active at `clock`; None if it is not."""

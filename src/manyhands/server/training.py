@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyhands.errors import UserError
 from manyhands.server.layout import FlatLayout
+from manyhands.server.live.handover import off_shards, onto_shards
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.live.training import (
     ResumePoint,
@@ -22,16 +22,16 @@ from manyhands.server.live.training import (
 from manyhands.server.shard_state import merge
 from manyhands.server.strategy import Ps
 from manyhands.store.atomic import WriteFailed
-from manyhands.store.checkpoint import Snapshot
+from manyhands.store.checkpoint import NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
 from manyhands.task import Task
+from manyhands.training.commands import MORE_WORKERS
+from manyhands.training.computing import TrainingPlan
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
 __all__ = ["PsTraining"]
-
-_MORE_WORKERS = 16  # may be added to a run while it goes on
 
 
 class PsTraining(Training):
@@ -42,21 +42,33 @@ class PsTraining(Training):
         assert isinstance(request.strategy, Ps), "the registry leads here from ps alone"
         self._strategy = request.strategy
         self._point: ResumePoint | None = None
+        self._buffers: dict[str, Tensor] = {}
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Shards, slots and clocks only fit the run that wrote them."""
-        for name in ("strategy", "workers"):
-            if directory.config[name] != config[name]:
-                raise UserError(
-                    f"{directory.path} cannot be resumed: {name} is {config[name]!r}, but its shards were written "
-                    f"with {directory.config[name]!r}; resume with that"
-                )
+        """From its own shards, or from the checkpoint of a run with another strategy or number of workers."""
+        try:
+            start = directory.checkpoints().load()
+        except NoCheckpoint:
+            start = None
+        if start is not None:
+            names = {name for name, _ in self._model.named_buffers()}
+            self._buffers = {name: value for name, value in start.model.items() if name in names}
+        if any(directory.config[name] != config[name] for name in ("strategy", "workers")):
+            if start is not None:
+                self._require_steps_left(directory, start.step)
+            self._start = start
+            onto_shards(directory, start, self._request.plan, self._strategy, self._request.workers)
         point = self._point = resume_point(directory.path, self._strategy)
         if point is not None:
             self._require_steps_left(directory, point.batches)
         forget_after(directory.path, self._strategy, point)
         directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
         return point.batches if point is not None else None
+
+    @classmethod
+    def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:
+        """Shards fit the strategy and the number of workers that wrote them: leave a checkpoint besides."""
+        off_shards(directory, plan, strategy)
 
     def kept_step(self, directory: RunDirectory) -> int:
         """What the newest snapshots that all shards have, have seen."""
@@ -131,12 +143,14 @@ class PsTraining(Training):
             plan=request.plan,
             strategy=self._strategy,
             workers=request.workers,
-            most_workers=request.workers + (_MORE_WORKERS if options.commands is not None else 0),
+            most_workers=request.workers + (MORE_WORKERS if options.commands is not None else 0),
             timeout_s=options.timeout_s,
             watchdog_s=options.watchdog_s,
             run_path=stage.run_path,
             keep_checkpoints=options.keep_checkpoints,
             skip_nonfinite=options.skip_nonfinite,
             resume_version=self._point.version if self._point is not None else None,
+            begun=self._point.begun if self._point is not None else 0,
+            buffers=self._buffers,
             fingerprint=fingerprint(request.config(self._model)).digest,
         )

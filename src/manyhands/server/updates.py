@@ -66,6 +66,9 @@ class RunRecord:
     layout: str
     """The digest of where the parameters lie."""
 
+    begun: int = 0
+    """How many batches another strategy had trained when the shards began, or shards that were placed otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedRow:
@@ -245,6 +248,7 @@ def read_record(run_path: Path) -> RunRecord:
     if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (_FORMAT, _VERSION):
         raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
     del table["format"], table["version"]
+    table.setdefault("begun", 0)  # a record from before runs could change to ps has none
     return checked(RunRecord, table, f"{path}")
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-__all__ = ["AddWorker", "Command", "RemoveWorker"]
+__all__ = ["MORE_WORKERS", "AddWorker", "Command", "RemoveWorker"]
+
+MORE_WORKERS = 16
+"""How many may be added to a run in all; what they need is made ready when it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddWorker:
-    """One worker more, in a slot of its own."""
+    """One worker more, in a slot of its own: the next number, from the number of workers at the start on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

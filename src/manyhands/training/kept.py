@@ -24,7 +24,7 @@ class Keeping:
 
     out: Path
     resume: bool = False
-    options: Options = field(default_factory=lambda: Options(resume_command=""))
+    options: Options = field(default_factory=lambda: Options(resume_command="", progress="none"))
     """Of `fit`; its view and its ears are the workload's."""
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from manyhands.cluster.patience import check_watchdog_s
-from manyhands.errors import UserError
+from manyhands.draw.showing import PROGRESS
+from manyhands.errors import UserError, nearest
 from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping
 
@@ -65,7 +66,7 @@ class Options:
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
     resume_command: str | None = None
-    """How to go on, for the line that an interrupted run ends with (None: `fit` again); empty: no line."""
+    """How to go on, for the line that a broken or interrupted run ends with (None: `fit` again); empty: no line."""
 
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
@@ -76,8 +77,13 @@ class Options:
     on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
     """Hears rows of the history as they come, in the thread of `fit`."""
 
+    progress: str = "auto"
+    """How the run shows on stderr how far it is: `bar`, `lines` (one every few seconds) or `none`. `auto` is a bar in a
+    terminal or a notebook, lines where stderr is redirected, nothing in a test or beside the main thread; a run of a
+    second shows nothing."""
+
     view: View | None = None
-    """Shows the run while it goes on; the command line's progress bar is one."""
+    """Shows the run while it goes on, in the place of `progress`."""
 
     def __post_init__(self) -> None:
         for name in ("evaluate_every", "checkpoint_every"):
@@ -90,4 +96,6 @@ class Options:
             raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        if self.progress not in PROGRESS:
+            raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
         check_watchdog_s(self.watchdog_s)

@@ -19,7 +19,7 @@ from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import TrainingPlan
 
-__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "first_bad", "is_due"]
+__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "is_due"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -219,14 +219,3 @@ class Reporter:
 def is_due(before: int, step: int, every: int) -> bool:
     """Whether what happens after `every` steps, 0 for never, is due in the steps after `before` up to `step`."""
     return every > 0 and step // every > before // every
-
-
-def first_bad(model: nn.Module) -> str:
-    """Where the first value that is not finite is, as a part of a sentence."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f"the first parameter with a value that is not finite is {name!r}"
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            return f"the first parameter with a gradient that is not finite is {name!r}"
-    return "every parameter and gradient is finite, so the loss function itself made it"

@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +19,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from manyhands.analyse.collect import Collector
+from manyhands.draw.showing import showing
 from manyhands.errors import UserError
 from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
+from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
@@ -88,10 +90,17 @@ class Stage:
         directory = self.directory.events_path if self.directory is not None else None
         return Collector(rings, workers=workers, directory=directory)
 
-    def view(self, collector: Collector) -> AbstractContextManager[object]:
+    @contextmanager
+    def view(self, collector: Collector) -> Iterator[None]:
         """Shows the run while this is open, if somebody wants to see it."""
-        view = self.request.options.view
-        return view(self.request.plan.steps, collector.snapshot) if view is not None else nullcontext()
+        options, steps = self.request.options, self.request.plan.steps
+        if options.view is not None:
+            shown = options.view(steps, collector.snapshot)
+        else:
+            shown = showing(options.progress, steps, collector.snapshot, str(self.request.strategy))
+        with shown:
+            yield
+            collector.flush()  # the last picture is of the end
 
     def checkpoints(self) -> CheckpointStore | None:
         """Where checkpoints go, where the run is kept."""
@@ -123,6 +132,15 @@ class Training(ABC):
         self._require_steps_left(directory, self._start.step)
         directory.metrics.truncate_after(self._start.step)
         return self._start.step
+
+    @classmethod
+    def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Any) -> None:
+        """Before a run of this strategy goes on under another one, or with another number of workers.
+
+        The newest of what is kept becomes a checkpoint that any strategy can go on from, where it is none yet. `plan`
+        is of the run to come, `strategy` of the one before; UserError where what is kept fits no other.
+        """
+        del directory, plan, strategy
 
     def _require_steps_left(self, directory: RunDirectory, done: int) -> None:
         """UserError where fewer steps are asked for than are done: what is kept stays as it is."""

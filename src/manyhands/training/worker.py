@@ -22,8 +22,9 @@ from manyhands.training.agreement import Agreement
 from manyhands.training.booking import StepBook
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.training.diagnosis import Course, diagnose
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
-from manyhands.training.reporting import Reporter, Surroundings, first_bad, is_due
+from manyhands.training.reporting import Reporter, Surroundings, is_due
 
 __all__ = ["Trained", "Trainer"]
 
@@ -59,6 +60,7 @@ class Trainer:
         self._reporter = Reporter(plan, exchange, around, checkpoints, self._computer.evaluate)
         self._model: nn.Module | None = None
         self._samples = 0
+        self._course = Course()
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet
 
@@ -86,7 +88,7 @@ class Trainer:
             shared = self._step(step, called, scheduler)
             step += 1
             if shared.bad_workers:
-                self._refuse(shared, step, model)
+                self._refuse(shared, step, first, model)
                 return self._trained(model, step - 1, stopped=True)
             if not shared.settled:
                 continue  # what is done together waits until the workers are alike
@@ -165,6 +167,7 @@ class Trainer:
         if not shared.settled or shared.bad_workers:
             return
         self._reporter.loss = shared.loss
+        self._course.add(shared.loss)
         rows, self._unsettled = self._unsettled, []
         if self._exchange.rank == 0:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
@@ -179,15 +182,15 @@ class Trainer:
             model, rank=exchange.rank, world=exchange.world, total=exchange.total, agreed_step=first
         )
 
-    def _refuse(self, shared: SharedStep, step: int, model: nn.Module) -> None:
+    def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
         """Stop every worker at this step; the first whose loss broke is the one that tells."""
         self._reporter.send(now=True)
         if shared.bad_workers[0] != self._exchange.rank:
             return
-        raise NonFinite(
-            f"worker {shared.bad_workers[0]}, step {step}: the loss is not finite; {first_bad(model)}; "
-            f"{self._exchange.when_broken}; lower the learning rate or look at that batch"
-        )
+        task, since = self._computer.task, "" if step == first + 1 else f"the update of step {step - 1}"
+        cause = diagnose(model, self._course, since=since, clip=not task.clips)
+        where = f"worker {shared.bad_workers[0]}, step {step}"
+        raise NonFinite(f"{where}: the loss is not finite; {self._exchange.when_broken}; {cause}")
 
     def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
         return Trained(

@@ -86,7 +86,7 @@ def train_glove(
     task = work.for_strategy(chosen, workers)
     per_step = work.batch_size if task.compiled else options.batch
     heard = _Heard(work.num_records, per_step, after_pass)
-    asked = keep.options if keep is not None else Options(resume_command="")
+    asked = keep.options if keep is not None else Options(resume_command="", progress="none")
     if bars is not None:
         phase = bars.phase("training", work.num_records * options.passes, "records")
         asked = replace(asked, view=partial(bar_view, phase, heard.records_after))

@@ -179,7 +179,7 @@ def _train(
 ) -> GloveResult:
     """Train on the shuffled records, which stay as long as a run may want to go on with them."""
     (resume, options), shuffled = kept, out / "shuffled.bin"
-    options = replace(options or Options(resume_command=""), own_files=OWN_FILES)
+    options = replace(options or Options(resume_command="", progress="none"), own_files=OWN_FILES)
     try:
         result = train_glove(
             shuffled,

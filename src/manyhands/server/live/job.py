@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.handshake import Credentials
@@ -65,6 +67,9 @@ class Job:
     keep_checkpoints: int
     resume_version: int | None
     """Go on from the shards' snapshots of this version."""
+
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """What workers' models begin with, by name, where the run goes on."""
 
     skip_nonfinite: bool = False
     """Leave out an update whose gradient is not finite, instead of ending the run."""

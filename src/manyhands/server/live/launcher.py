@@ -218,9 +218,8 @@ class Launcher:
         except UserError as error:
             command.done.set_exception(error)
             return
-        slots = [action.slot for action in actions if isinstance(action, StartWorker | Assign)]
         if isinstance(command.change, AddWorker):
-            self._highest_slot = max([self._highest_slot, *slots])
+            self._highest_slot += 1  # the membership counts them in the same way
             command.done.set_result(self._highest_slot)
         else:
             command.done.set_result(command.change.slot)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manyhands.cluster.local import threads_per_role
 from manyhands.memory.segment import Segment
@@ -25,8 +25,10 @@ from manyhands.server.live.launcher import Launcher, LaunchOutcome, RunFiles, ne
 from manyhands.server.live.losses import LossBook
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
+from manyhands.server.messages import LEAD
 from manyhands.server.resume import ToCome, batches_to_come
 from manyhands.server.shard_state import merge
+from manyhands.server.slots import SlotTable
 from manyhands.server.strategy import Ps
 from manyhands.server.updates import RunRecord, clear_records, write_record
 from manyhands.store.atomic import WriteFailed
@@ -57,6 +59,8 @@ class ResumePoint:
     """How many batches the lead shard has applied."""
 
     to_come: ToCome
+    begun: int
+    """How many of the batches were trained before there were these shards."""
 
 
 def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
@@ -69,6 +73,7 @@ def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
         version=snapshots[0].version,
         batches=snapshots[0].state.batches,
         to_come=batches_to_come(strategy.consistency, cores),
+        begun=SlotTable.from_state(cores[LEAD]["table"]).generations[0].base,
     )
 
 
@@ -99,6 +104,12 @@ class TrainingRequest:
     run_path: Path | None
     keep_checkpoints: int
     resume_version: int | None
+    begun: int
+    """How many batches had been trained when its shards began."""
+
+    buffers: Mapping[str, Tensor]
+    """The buffers of the model that the run goes on from, by name; empty where it begins, or the model has none."""
+
     skip_nonfinite: bool
     fingerprint: str
 
@@ -160,6 +171,7 @@ class ServerTraining:
             run_path=request.run_path,
             keep_checkpoints=request.keep_checkpoints,
             resume_version=request.resume_version,
+            buffers=request.buffers,
             skip_nonfinite=request.skip_nonfinite,
         )
         files = RunFiles(
@@ -207,6 +219,7 @@ class ServerTraining:
             device=job.plan.device,
             autocast=job.plan.autocast,
             layout=layout_digest(self._layout),
+            begun=self._request.begun,
         )
         try:
             write_record(run_path, record)

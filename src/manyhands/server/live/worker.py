@@ -391,9 +391,9 @@ class _Turn:
         if not body.tables.exist:  # else what was read before is over already
             begun += done.input_ns
         computed = time.monotonic_ns()
-        bad = self._complaint(work, done)
+        bad = body.complaint(done, f"worker {self._core.slot}, step {work.batch + 1}")
         if bad is not None and not self._job.skip_nonfinite:
-            raise NonFinite(f"{bad}; lower the learning rate or look at that batch")
+            raise NonFinite(f"{bad}; {body.cause(done)}")
         body.samples += done.samples
         book = StepBook(ring.record, work.batch, begin)
         book.go_on_at(ready)
@@ -489,14 +489,6 @@ class _Turn:
                 EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=work.batch - 1, count=samples
             )
             self._report(Evaluated(step=work.batch, metrics=metrics))
-
-    def _complaint(self, work: Work, done: Computed) -> str | None:
-        finite = done.samples == 0 or done.loss - done.loss == 0
-        if finite and self._body.model.is_finite(self._body.area.gradients) and self._body.tables.is_finite():
-            return None
-        what = "the gradient" if finite else "the loss"
-        where = f"worker {self._core.slot}, step {work.batch + 1}"
-        return f"{where}: {what} is not finite; nothing of it was applied"
 
 
 def _computed(work: Work, done: Computed, seconds: float) -> StepComputed:

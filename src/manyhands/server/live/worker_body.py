@@ -16,6 +16,8 @@ from manyhands.server.live.reports import ORDERS, PlaceGiven
 from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.updates import Recorder
+from manyhands.training.computing import Computed
+from manyhands.training.diagnosis import Course, diagnose
 
 __all__ = ["WorkerBody"]
 
@@ -30,6 +32,7 @@ class WorkerBody:
         self._leave_buffers = resources.leave_buffers
         self.job = job
         self.computer, built, self.layout = job.build(slot)
+        built.model.load_state_dict(dict(job.buffers), strict=False)
         self.home = job.home(resources.final, self.layout)
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
@@ -42,6 +45,7 @@ class WorkerBody:
         self.model.model.train()
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
         self.recorder = Recorder(job.run_path, context.rank)
+        self.course = Course()
         self.messages_sent = 0
         self.bytes_sent = 0
         self.samples = 0
@@ -79,6 +83,21 @@ class WorkerBody:
             state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
             self._leave_buffers(state)
 
+    def complaint(self, done: Computed, where: str) -> str | None:
+        """What of a loss or its gradient is not finite, `where`; None, and the loss is kept in mind, if all is."""
+        finite = _is_finite(done)
+        if finite and self.model.is_finite(self.area.gradients) and self.tables.is_finite():
+            if done.samples:
+                self.course.add(done.loss)
+            return None
+        return f"{where}: {'the gradient' if finite else 'the loss'} is not finite; nothing of it was applied"
+
+    def cause(self, done: Computed) -> str:
+        """What that came from, as far as this worker sees, and what to try."""
+        what = "gradient" if _is_finite(done) else "loss"
+        since = "an update before this" if self.course.last is not None else ""
+        return diagnose(self.model.model, self.course, what=what, since=since)
+
     def totals(self) -> dict[str, Any]:
         """What the launcher adds up."""
         return {
@@ -95,3 +114,7 @@ class WorkerBody:
         self.area.close()
         if self.home is not None:
             self.home.close()
+
+
+def _is_finite(done: Computed) -> bool:
+    return done.samples == 0 or done.loss - done.loss == 0

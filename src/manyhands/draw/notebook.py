@@ -1,0 +1,105 @@
+"""A run that has ended as a notebook and a terminal show it: a short table with the curve of its loss, or one line.
+
+The curve is a picture in itself (`<img>`), so that neither the notebook's style nor ours changes the other's.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from manyhands.analyse.totals import WorkerTotals
+from manyhands.draw.charts import STYLE, Series, line_chart, short_number
+
+__all__ = ["facts_of", "loss_curve", "run_html", "run_line", "table_html"]
+
+_WIDTH = 480
+_LEAST_WAITING = 0.005  # of a worker's time; less rounds to nothing
+
+
+def facts_of(
+    summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None
+) -> list[tuple[str, str]]:
+    """What there is to say of a run, as names and values; `steps` are its rows that have a loss."""
+    facts = [(name, str(summary[name])) for name in ("task", "strategy", "workers") if name in summary]
+    if "steps" in summary:
+        facts.append(("steps", _steps(summary)))
+    if steps:
+        first, last = (short_number(_number(row["loss"])) for row in (steps[0], steps[-1]))
+        facts.append(("loss", f"{first} → {last}"))
+    measured = [one for one in summary.get("final", {}).items() if one[0] != "loss"]
+    facts += [(name, short_number(_number(value))) for name, value in measured]
+    if "seconds" in summary:
+        facts.append(("time", f"{summary['seconds']:.1f} s"))
+    if summary.get("samples_per_s"):
+        facts.append(("speed", f"{summary['samples_per_s']:,.0f} samples/s"))
+    facts.append(
+        ("waiting", _waiting([WorkerTotals.from_dict(row) for row in summary.get("per_worker", ())]))
+    )
+    if path is not None:
+        facts.append(("directory", str(path)))
+    return [(name, value) for name, value in facts if value]
+
+
+def run_line(facts: Iterable[tuple[str, str]]) -> str:
+    """The facts in one line."""
+    plain = ("task", "strategy", "time", "speed", "directory")  # they say themselves what they are
+    return " · ".join(
+        value if name in plain else f"{value} {name}" if name in ("workers", "steps") else f"{name} {value}"
+        for name, value in facts
+    )
+
+
+def table_html(facts: Iterable[tuple[str, str]]) -> str:
+    """The facts, a row each."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
+def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The loss over the steps, as an image that holds its data itself; empty where there is no step."""
+    if not steps:
+        return ""
+    losses = [_number(row["loss"]) for row in steps]
+    curve = Series(name="loss", xs=[float(row["step"]) for row in steps], ys=losses)
+    figure = line_chart([curve], title="Loss", x_label="step", y_label="loss")
+    svg = figure[figure.index("<svg") : figure.rindex("</svg>") + len("</svg>")]
+    opening, _, drawn = svg.partition(">")
+    style = f"<style>{STYLE} svg.chart {{ background: var(--card); }}</style>"
+    picture = base64.b64encode(f"{opening}>{style}{drawn}".encode(errors="backslashreplace")).decode()
+    first, last = short_number(losses[0]), short_number(losses[-1])
+    return (
+        f'<img width="{_WIDTH}" alt="loss over steps, from {escape(first)} to {escape(last)}" '
+        f'src="data:image/svg+xml;base64,{picture}"/>'
+    )
+
+
+def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None) -> str:
+    """The table and the curve."""
+    html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
+    return html.encode(errors="backslashreplace").decode()  # what a task says may be no text
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    done, asked = summary["steps"], summary.get("steps_asked")
+    return f"{done} of {asked}" if asked not in (None, done) else str(done)
+
+
+def _number(value: Any) -> float:
+    """A number of the history, in which what is not finite may be None."""
+    return float("nan") if value is None else float(value)
+
+
+def _waiting(workers: Sequence[WorkerTotals]) -> str:
+    """Who waited most, for how much of its time, and for whom."""
+    if len(workers) < 2:
+        return ""
+    most = max(workers, key=lambda worker: worker.split().wait)
+    if most.split().wait < _LEAST_WAITING:
+        return "none"
+    peer = most.waits_mostly_for()
+    whom = f", mostly for {peer}" if peer is not None else ""
+    return f"worker {most.worker} {100 * most.split().wait:.0f} % of its time{whom}"
