@@ -18,6 +18,7 @@ from manyhands.version import __version__
 
 if TYPE_CHECKING:
     from manyhands.allreduce.strategy import AllReduce, Mirrored
+    from manyhands.callbacks import Callback
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
     from manyhands.errors import ManyhandsError, UserError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllReduce",
+    "Callback",
     "Central",
     "EarlyStopping",
     "History",
@@ -64,6 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "callbacks",
     "EarlyStopping": "stopping",
     "History": "run",
     "KernelTask": "kernel",

@@ -52,6 +52,9 @@ class Strategy(ABC):
     cannot_stop_early: ClassVar[str] = ""
     """A sentence on why an evaluation cannot end a run; empty where it can."""
 
+    cannot_stop: ClassVar[str] = ""
+    """A sentence on why nobody outside can have all workers end after one step; empty where that can be."""
+
     can_change_workers: ClassVar[bool] = False
     """Whether workers may be added and removed while it runs."""
 

@@ -36,6 +36,9 @@ class Ps(Strategy):
     cannot_clip: ClassVar[str] = (
         "the servers of ps add up and apply their shards of a gradient apart, and nobody has the whole of it to clip"
     )
+    cannot_stop: ClassVar[str] = (
+        "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
+    )
     can_change_workers: ClassVar[bool] = True
     logs_updates: ClassVar[bool] = True
 

@@ -19,7 +19,7 @@ from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.training.computing import TrainingPlan
 
-__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "first_bad", "is_due"]
+__all__ = ["NOTES", "Peers", "Reporter", "Saved", "Surroundings", "WorkerNote", "first_bad", "is_due"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -30,10 +30,19 @@ Evaluate = Callable[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNote:
-    """What a worker tells the launcher: rows of the run's history, and a remark for its user."""
+    """What a worker tells the launcher: rows of the run's history, a checkpoint, and a remark for its user."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
+    saved: Saved | None = None
     remark: str | None = None
 
 
@@ -195,7 +204,8 @@ class Reporter:
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )
         try:
-            checkpoints.save(snapshot)
+            path = checkpoints.save(snapshot)
+            self._around.note(WorkerNote(saved=Saved(step=step, path=str(path))))
             self._failed_to_save = False
         except WriteFailed as error:  # a full disk costs the checkpoint and not the run
             if not self._failed_to_save:

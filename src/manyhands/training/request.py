@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from manyhands.analyse.totals import TotalsSnapshot
+from manyhands.callbacks import Callback
 from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError, nearest
@@ -83,6 +84,9 @@ class Options:
     own_files: frozenset[str] = frozenset()
     """Names of files in `out` that are the caller's, and may be there before the run is."""
 
+    callbacks: Sequence[Callback] = ()
+    """Hear of steps, evaluations, checkpoints and the end, in the thread of `fit`, and may ask to stop."""
+
     on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
     """Hears rows of the history as they come, in the thread of `fit`."""
 
@@ -101,6 +105,11 @@ class Options:
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
         check_watchdog_s(self.watchdog_s)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks has {callback!r}; each must be an instance of a subclass of manyhands.Callback"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
