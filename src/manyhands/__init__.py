@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from manyhands.fitting import Options, fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.kernel import KernelTask
+    from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
     from manyhands.registry import Home
     from manyhands.run import History, Run
@@ -41,12 +42,14 @@ __all__ = [
     "AllReduce",
     "Callback",
     "Central",
+    "CsvLogger",
     "EarlyStopping",
     "History",
     "Hogwild",
     "KernelTask",
     "ManyhandsError",
     "Mirrored",
+    "MlflowLogger",
     "Options",
     "Ps",
     "Replayed",
@@ -57,6 +60,7 @@ __all__ = [
     "Strategy",
     "Task",
     "UserError",
+    "WandbLogger",
     "__version__",
     "fit",
     "join",
@@ -67,10 +71,12 @@ __all__ = [
 
 _HOMES = {
     "Callback": "callbacks",
+    "CsvLogger": "loggers",
     "EarlyStopping": "stopping",
     "History": "run",
     "KernelTask": "kernel",
     "ManyhandsError": "errors",
+    "MlflowLogger": "loggers",
     "Options": "fitting",
     "Replayed": "server.replay",
     "Run": "run",
@@ -79,6 +85,7 @@ _HOMES = {
     "Strategy": "strategy",
     "Task": "task",
     "UserError": "errors",
+    "WandbLogger": "loggers",
     "fit": "fitting",
     "join": "loop.join",
     "replay": "server.replay",
