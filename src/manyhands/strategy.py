@@ -49,6 +49,9 @@ class Strategy(ABC):
     cannot_clip: ClassVar[str] = ""
     """A sentence on why gradients cannot be clipped; empty where they can."""
 
+    moves_rows: ClassVar[bool] = False
+    """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
+
     cannot_stop_early: ClassVar[str] = ""
     """A sentence on why an evaluation cannot end a run; empty where it can."""
 

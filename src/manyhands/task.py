@@ -75,6 +75,9 @@ class Task:
     and `hogwild` each worker its own."""
     clip_value: float | None = None
     """Clamp every item of that gradient to ± this; one of the two may be given."""
+    microbatches: int = 1
+    """Compute a worker's share of a batch in so many pieces, one after another, whose gradients add up to that of the
+    whole share: less memory, the same step."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
@@ -122,8 +125,9 @@ class Task:
             raise UserError(
                 f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
             )
-        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
-            raise UserError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
+        for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise UserError(f"{name} is {count!r}; it must be a whole number of at least 1")
         self._check_clipping()
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")

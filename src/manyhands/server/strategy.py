@@ -29,6 +29,7 @@ class Ps(Strategy):
     word: ClassVar[str] = "ps"
     about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
     truth: ClassVar[Truth] = Truth.SERVERS
+    moves_rows: ClassVar[bool] = True
     can_skip_updates: ClassVar[bool] = True
     cannot_stop_early: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"

@@ -7,20 +7,19 @@ replay computes the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
+from manyhands.data.shares import IndexedShares
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
@@ -87,8 +86,9 @@ class Computer:
         self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self._task = task = plan.task
-        self._source = BatchSource(task.data, task.collate)
-        self._batches = BatchPlan(len(self._source), task.batch_size, plan.seed)
+        source = BatchSource(task.data, task.collate)
+        batches = BatchPlan(len(source), task.batch_size, plan.seed)
+        self._shares = IndexedShares(source, batches, task.microbatches)
         self._reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0) -> Built:
@@ -110,12 +110,7 @@ class Computer:
 
     def batch_samples(self, step: int) -> int:
         """The number of samples in global batch `step`."""
-        return self._batches.size(step)
-
-    def batch(self, step: int, part: int, parts: int) -> Any:
-        """Part `part` of `parts` of global batch `step`, collated and on the device; None where it is empty."""
-        indices = self._batches.share(step, part, parts)
-        return self._fetch(self._source, indices) if len(indices) else None
+        return self._shares.batch_samples(step)
 
     def compute(
         self,
@@ -125,36 +120,37 @@ class Computer:
         parts: int,
         backward: Callable[[Tensor, float], None],
         prepare: Callable[[Any], None] | None = None,
+        accumulate: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Computed:
         """Forward and backward of part `part` of `parts` of batch `step`; `backward` gets the loss and its share.
 
-        `prepare` gets the batch before the model does, unless it is empty; it draws no random numbers.
+        `prepare` gets the batch before the model does, unless it is empty; it draws no random numbers. Where a part is
+        computed in several pieces, `prepare` gets the first, and all backwards but the last are run inside
+        `accumulate()`.
         """
         begin = time.monotonic()
         seed_all(mix(self.plan.seed, step, part))
-        indices = self._batches.share(step, part, parts)
-        share = len(indices) / self._batches.size(step)
+        share = self._shares.share(step, part, parts)
         value, input_ns = 0.0, 0
-        if len(indices):
+        for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
-            batch = self._fetch(self._source, indices)
-            input_ns = time.monotonic_ns() - asked_ns
-            if prepare is not None:
+            batch = self._on_device(piece.fetch())
+            input_ns += time.monotonic_ns() - asked_ns
+            if prepare is not None and number == 1:
                 prepare(batch)
                 begin = time.monotonic()
-            with self._precision():
-                loss = self._task.loss(model, batch)
-            require_loss(loss)
-            answer = self._reader.ask(loss)
-            backward(loss, share)
-            value = answer()
+            with nullcontext() if number == len(share.pieces) else accumulate():
+                loss = self._loss(model, batch)
+                answer = self._reader.ask(loss)
+                backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
+            value += answer() * piece.weight
         slow = self.plan.slow
         if slow is not None:
             spent_s = time.monotonic() - begin
             time.sleep(
                 slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
             )
-        return Computed(loss=value, share=share, samples=len(indices), input_ns=input_ns)
+        return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
     def evaluate(
         self,
@@ -179,7 +175,7 @@ class Computer:
                 if number % parts != part:
                     continue
                 indices = range(first, min(first + task.batch_size, len(source)))
-                batch = self._fetch(source, indices)
+                batch = self._on_device(source.fetch(indices))
                 for column, function in enumerate(functions.values()):
                     totals[column] += float(function(model, batch)) * len(indices)
                 totals[-1] += len(indices)
@@ -188,8 +184,14 @@ class Computer:
         means = (totals[:-1] / totals[-1]).tolist()
         return dict(zip(functions, means, strict=True)), int(totals[-1])
 
-    def _fetch(self, source: BatchSource, indices: Sequence[int] | NDArray[np.int64]) -> Any:
-        batch = source.fetch(indices)
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over some samples."""
+        with self._precision():
+            loss = self._task.loss(model, batch)
+        require_loss(loss)
+        return loss
+
+    def _on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def _precision(self) -> AbstractContextManager[object]:

@@ -23,6 +23,7 @@ from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
+from manyhands.task import Task
 from manyhands.training.clipping import check_clipping
 from manyhands.training.commands import Command
 from manyhands.training.computing import TrainingPlan
@@ -139,6 +140,7 @@ class Request:
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
+        _check_microbatches(task, strategy)
         _check_stopping(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
@@ -192,6 +194,14 @@ class Request:
                 "python": platform.python_version(),
             },
         }
+
+
+def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
+    if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.moves_rows:
+        raise UserError(
+            f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
+            "whole batch; leave one of the two out"
+        )
 
 
 def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:

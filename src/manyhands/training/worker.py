@@ -110,7 +110,9 @@ class Trainer:
         around.mark(step + 1, State.COMPUTING)
         before = exchange.traffic()
         begin = time.monotonic_ns()
-        mine = self._computer.compute(model, step, exchange.rank, exchange.world, exchange.backward)
+        mine = self._computer.compute(
+            model, step, exchange.rank, exchange.world, exchange.backward, accumulate=exchange.accumulate
+        )
         local = LocalStep(
             loss=mine.loss,
             share=mine.share,
