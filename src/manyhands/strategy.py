@@ -52,8 +52,8 @@ class Strategy(ABC):
     moves_rows: ClassVar[bool] = False
     """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
 
-    cannot_stop_early: ClassVar[str] = ""
-    """A sentence on why an evaluation cannot end a run; empty where it can."""
+    cannot_heed_evaluations: ClassVar[str] = ""
+    """A sentence on why an evaluation can neither end a run nor set its learning rate; empty where it can."""
 
     cannot_stop: ClassVar[str] = ""
     """A sentence on why nobody outside can have all workers end after one step; empty where that can be."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.batches import BatchSource
-from manyhands.errors import UserError
+from manyhands.errors import UserError, nearest
 from manyhands.strategy import Strategy
 
 __all__ = ["Metric", "Passes", "RowsOf", "Task"]
@@ -69,7 +69,10 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch from a list of samples, in place of torch's default_collate."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """Builds the learning rate's schedule, which advances once per global batch."""
+    """Builds the learning rate's schedule, which advances once per global batch, or as `scheduler_metric` says."""
+    scheduler_metric: str | None = None
+    """Advance the schedule after each evaluation instead, by `step(value of this metric)`, as `ReduceLROnPlateau` wants
+    it: the name of a metric, or `evaluation_loss`."""
     clip_norm: float | None = None
     """Scale the gradient of a global batch down to this norm, as `torch.nn.utils.clip_grad_norm_` does; under `local`
     and `hogwild` each worker its own."""
@@ -136,6 +139,7 @@ class Task:
         if self.evaluation is not None:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
+        self._check_scheduler_metric()
         self._check_sparse()
 
     @property
@@ -171,6 +175,21 @@ class Task:
                 f"metrics are {', '.join(self.metrics)}, but evaluation is None; metrics are measured on "
                 "evaluation data, so give evaluation= as well"
             )
+
+    def _check_scheduler_metric(self) -> None:
+        metric = self.scheduler_metric
+        if metric is None:
+            return
+        if self.scheduler is None:
+            raise UserError(f"scheduler_metric is {metric!r}, but scheduler is None; give scheduler= as well")
+        if self.evaluation is None:
+            raise UserError(
+                f"scheduler_metric is {metric!r}, but evaluation is None; metrics are measured on evaluation data, so "
+                "give evaluation= as well"
+            )
+        names = ["evaluation_loss", *self.metrics]
+        if metric not in names:
+            raise UserError(f"scheduler_metric is {metric!r}; {nearest(str(metric), names)}")
 
     def _check_sparse(self) -> None:
         if not isinstance(self.sparse, Mapping):

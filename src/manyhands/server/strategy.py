@@ -31,7 +31,7 @@ class Ps(Strategy):
     truth: ClassVar[Truth] = Truth.SERVERS
     moves_rows: ClassVar[bool] = True
     can_skip_updates: ClassVar[bool] = True
-    cannot_stop_early: ClassVar[str] = (
+    cannot_heed_evaluations: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )
     cannot_clip: ClassVar[str] = (

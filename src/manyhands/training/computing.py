@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
@@ -63,7 +63,11 @@ class Built:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    scheduler: LRScheduler | None = None
+    """Advances with each global batch."""
+
+    metric_scheduler: LRScheduler | None = None
+    """Advances with the task's `scheduler_metric` after each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +100,26 @@ class Computer:
         seed_all(self.plan.seed)
         model = self._task.model().to(self.device)
         optimizer = self._task.optimizer(model.parameters())
-        scheduler = self._task.scheduler(optimizer) if self._task.scheduler else None
-        if scheduler is not None:
+        built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
+        if built.scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
             for _ in range(first_step):
-                scheduler.step()
-        return Built(model=model, optimizer=optimizer, scheduler=scheduler)
+                built.scheduler.step()
+        return built
+
+    def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
+        """The schedule under the name of what advances it, if the task has one."""
+        if self._task.scheduler is None:
+            return {}
+        scheduler = self._task.scheduler(optimizer)
+        if self._task.scheduler_metric is not None:
+            return {"metric_scheduler": scheduler}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UserError(
+                "task.scheduler is a ReduceLROnPlateau, which advances with a metric; name it: "
+                "scheduler_metric='evaluation_loss'"
+            )
+        return {"scheduler": scheduler}
 
     @property
     def task(self) -> Task:

@@ -141,6 +141,7 @@ class Request:
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
         _check_microbatches(task, strategy)
+        _check_schedule(task, strategy)
         _check_stopping(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
@@ -204,12 +205,20 @@ def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
         )
 
 
+def _check_schedule(task: AnyTask, strategy: Strategy) -> None:
+    if isinstance(task, Task) and task.scheduler_metric is not None and strategy.cannot_heed_evaluations:
+        raise UserError(
+            f"task.scheduler_metric={task.scheduler_metric}: {strategy.cannot_heed_evaluations}; use another strategy, "
+            "or a schedule by steps"
+        )
+
+
 def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
     if stopping is None:
         return
-    if strategy.cannot_stop_early:
+    if strategy.cannot_heed_evaluations:
         raise UserError(
-            f"early_stopping: {strategy.cannot_stop_early}; use another strategy, or leave it out"
+            f"early_stopping: {strategy.cannot_heed_evaluations}; use another strategy, or leave it out"
         )
     if task.evaluation is None:
         raise UserError(
