@@ -52,6 +52,9 @@ class Strategy(ABC):
     moves_rows: ClassVar[bool] = False
     """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
 
+    cannot_stream: ClassVar[str] = ""
+    """A sentence on why samples that can only be iterated cannot be trained on; empty where they can."""
+
     cannot_heed_evaluations: ClassVar[str] = ""
     """A sentence on why an evaluation can neither end a run nor set its learning rate; empty where it can."""
 

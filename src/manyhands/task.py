@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
 
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError, nearest
@@ -57,7 +58,8 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) -> scalar to minimise, the mean over the batch."""
     data: Any
-    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them."""
+    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them; or an `IterableDataset`,
+    which every worker draws in the same order."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters."""
     batch_size: int = 64
@@ -100,8 +102,13 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Of one epoch."""
-        return len(BatchSource(self.data, self.collate))
+        """Of one epoch; 0 where nobody knows."""
+        return 0 if self.streams else len(BatchSource(self.data, self.collate))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the data can only be iterated."""
+        return isinstance(self.data, IterableDataset)
 
     def checkpoint_every(self, steps: int) -> int:
         """How many steps between checkpoints, unless told: ten times a run."""
@@ -135,7 +142,8 @@ class Task:
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
         # a source looks at types and lengths only: cheap, and better here than in every worker
-        BatchSource(self.data, self.collate, field="data")
+        if not self.streams:
+            BatchSource(self.data, self.collate, field="data")
         if self.evaluation is not None:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()

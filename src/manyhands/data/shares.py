@@ -6,15 +6,20 @@ gradients of their mean losses, with these weights, has the gradient of the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
+
+from torch.utils.data import default_collate
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan, split
+from manyhands.errors import UserError
 
-__all__ = ["IndexedShares", "Microbatch", "Share"]
+__all__ = ["BatchShares", "IndexedShares", "Microbatch", "Share", "StreamShares"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +46,19 @@ class Share:
     """None where there is nothing to compute."""
 
 
-class IndexedShares:
+class BatchShares(ABC):
+    """The shares of every global batch; `batch_samples` is asked about the batch that was shared out last."""
+
+    @abstractmethod
+    def batch_samples(self, step: int) -> int:
+        """The number of samples in global batch `step`."""
+
+    @abstractmethod
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """Part `part` of `parts` of global batch `step`."""
+
+
+class IndexedShares(BatchShares):
     """Shares of batches whose samples are looked up by number, each in at most `microbatches` pieces."""
 
     def __init__(self, source: BatchSource, plan: BatchPlan, microbatches: int = 1) -> None:
@@ -50,22 +67,95 @@ class IndexedShares:
         self._microbatches = microbatches
 
     def batch_samples(self, step: int) -> int:
-        """The number of samples in global batch `step`."""
+        """As the plan has it."""
         return self._plan.size(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """Part `part` of `parts` of global batch `step`."""
+        """By number."""
         indices = self._plan.share(step, part, parts)
-        pieces = [
-            Microbatch(
-                samples=len(piece),
-                weight=len(piece) / len(indices),
-                fetch=partial(self._source.fetch, indices[piece.start : piece.stop]),
-            )
-            for piece in cut(len(indices), self._microbatches)
-        ]
-        weight = len(indices) / self._plan.size(step)
-        return Share(samples=len(indices), weight=weight, pieces=tuple(pieces))
+        return _share(indices, self._plan.size(step), self._microbatches, self._source.fetch)
+
+
+class StreamShares(BatchShares):
+    """Shares of batches of samples that can only be iterated.
+
+    Everybody draws the whole stream, batch after batch, and keeps its own part of each. Batches are those of a
+    `DataLoader` of the stream which is gone through again and again, so the last one of a pass may be short. Before a
+    batch is drawn `seeded(step)` is called: what the stream draws by chance is the same for all. Whoever wants a batch
+    later than the next, as after a resume, draws those between; an earlier one, the stream from its beginning.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int], None],
+    ) -> None:
+        self._stream = stream
+        self._collate = default_collate if collate is None else collate
+        self._batch_size = batch_size
+        self._microbatches = microbatches
+        self._seeded = seeded
+        self._begin()
+
+    def batch_samples(self, step: int) -> int:
+        """Of the batch at hand."""
+        return len(self._batch(step))
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """By its place in the batch."""
+        batch = self._batch(step)
+        mine = split(len(batch), part, parts)
+        return _share(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+
+    def _begin(self) -> None:
+        self._passes, self._next = 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._drawn: list[Any] = []
+
+    def _batch(self, step: int) -> list[Any]:
+        if step < self._next - 1:
+            self._begin()
+        while self._next <= step:
+            self._seeded(self._next)
+            self._drawn = self._draw() or self._draw_again()
+            self._next += 1
+        return self._drawn
+
+    def _draw(self) -> list[Any]:
+        if self._iterator is None:
+            if hasattr(self._stream, "set_epoch"):  # of those that draw every pass in another order
+                self._stream.set_epoch(self._passes)
+            self._iterator = iter(self._stream)
+        return list(islice(self._iterator, self._batch_size))
+
+    def _draw_again(self) -> list[Any]:
+        """A pass is over: the first batch of the next."""
+        self._passes, self._iterator = self._passes + 1, None
+        drawn = self._draw()
+        if drawn:
+            return drawn
+        name = type(self._stream).__name__
+        if not self._next:
+            raise UserError(f"data, a {name}, gave no sample; give at least one")
+        raise UserError(
+            f"data, a {name}, gave no sample in pass {self._passes + 1}; it must begin anew each time it is iterated"
+        )
+
+
+def _share(mine: Any, count: int, microbatches: int, fetch: Callable[[Any], Any]) -> Share:
+    """Of a batch of `count` samples; `fetch` makes a batch of some of them."""
+    pieces = [
+        Microbatch(
+            samples=len(piece),
+            weight=len(piece) / len(mine),
+            fetch=partial(fetch, mine[piece.start : piece.stop]),
+        )
+        for piece in cut(len(mine), microbatches)
+    ]
+    return Share(samples=len(mine), weight=len(mine) / count, pieces=tuple(pieces))
 
 
 def cut(count: int, most: int) -> list[range]:

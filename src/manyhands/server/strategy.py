@@ -31,6 +31,9 @@ class Ps(Strategy):
     truth: ClassVar[Truth] = Truth.SERVERS
     moves_rows: ClassVar[bool] = True
     can_skip_updates: ClassVar[bool] = True
+    cannot_stream: ClassVar[str] = (
+        "a batch of ps may be computed again, by a worker that takes over or a replay, and a stream only goes forward"
+    )
     cannot_heed_evaluations: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )

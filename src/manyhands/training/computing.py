@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
-from manyhands.data.shares import IndexedShares
+from manyhands.data.shares import BatchShares, IndexedShares, StreamShares
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
@@ -90,9 +90,7 @@ class Computer:
         self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self._task = task = plan.task
-        source = BatchSource(task.data, task.collate)
-        batches = BatchPlan(len(source), task.batch_size, plan.seed)
-        self._shares = IndexedShares(source, batches, task.microbatches)
+        self._shares = _shares_of(task, plan.seed)
         self._reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0) -> Built:
@@ -147,9 +145,10 @@ class Computer:
         `accumulate()`.
         """
         begin = time.monotonic()
-        seed_all(mix(self.plan.seed, step, part))
+        asked_ns = time.monotonic_ns()
         share = self._shares.share(step, part, parts)
-        value, input_ns = 0.0, 0
+        value, input_ns = 0.0, time.monotonic_ns() - asked_ns
+        seed_all(mix(self.plan.seed, step, part))
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
             batch = self._on_device(piece.fetch())
@@ -216,6 +215,20 @@ class Computer:
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def _shares_of(task: Task, seed: int) -> BatchShares:
+    """Who computes what, of samples that are looked up or of a stream."""
+    if task.streams:
+        return StreamShares(
+            task.data,
+            task.collate,
+            task.batch_size,
+            task.microbatches,
+            seeded=lambda step: seed_all(mix(seed, step)),
+        )
+    source = BatchSource(task.data, task.collate)
+    return IndexedShares(source, BatchPlan(len(source), task.batch_size, seed), task.microbatches)
 
 
 def require_loss(loss: object) -> None:
