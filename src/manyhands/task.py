@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.shares import sample_weights
 from manyhands.errors import UserError, nearest
 from manyhands.strategy import Strategy
 
@@ -64,6 +65,9 @@ class Task:
     """Builds the optimizer from the model's parameters."""
     batch_size: int = 64
     """Samples in a global batch, which the workers of a synchronous strategy split among them."""
+    weights: Any | None = None
+    """What each sample of `data` weighs: a number of at least 0 for each. `loss` then gives one loss per sample instead
+    of their mean, and what is trained is their mean by weight over the global batch."""
     evaluation: Any | None = None
     """Evaluation data, in the same forms as `data`."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -143,7 +147,14 @@ class Task:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
         # a source looks at types and lengths only: cheap, and better here than in every worker
         if not self.streams:
-            BatchSource(self.data, self.collate, field="data")
+            samples = len(BatchSource(self.data, self.collate, field="data"))
+            if self.weights is not None:
+                sample_weights(self.weights, samples)
+        elif self.weights is not None:
+            raise UserError(
+                "weights are looked up by the number of a sample, and data is an IterableDataset, which has none; give "
+                "data that can be looked up"
+            )
         if self.evaluation is not None:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()

@@ -13,13 +13,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan, split
 from manyhands.errors import UserError
 
-__all__ = ["BatchShares", "IndexedShares", "Microbatch", "Share", "StreamShares"]
+__all__ = ["BatchShares", "IndexedShares", "Microbatch", "Share", "StreamShares", "sample_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +35,9 @@ class Microbatch:
 
     fetch: Callable[[], Any]
     """Gives them collated."""
+
+    sample_weights: NDArray[np.float64] | None = None
+    """Of each sample in the piece, of which the sum is 1; None: all weigh the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,12 +65,23 @@ class BatchShares(ABC):
 
 
 class IndexedShares(BatchShares):
-    """Shares of batches whose samples are looked up by number, each in at most `microbatches` pieces."""
+    """Shares of batches whose samples are looked up by number, each in at most `microbatches` pieces.
 
-    def __init__(self, source: BatchSource, plan: BatchPlan, microbatches: int = 1) -> None:
+    With `weights`, one for each sample of the source, shares and pieces weigh what their samples do, and those that
+    weigh nothing are not computed.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        plan: BatchPlan,
+        microbatches: int = 1,
+        weights: NDArray[np.float64] | None = None,
+    ) -> None:
         self._source = source
         self._plan = plan
         self._microbatches = microbatches
+        self._weights = weights
 
     def batch_samples(self, step: int) -> int:
         """As the plan has it."""
@@ -73,7 +90,31 @@ class IndexedShares(BatchShares):
     def share(self, step: int, part: int, parts: int) -> Share:
         """By number."""
         indices = self._plan.share(step, part, parts)
-        return _share(indices, self._plan.size(step), self._microbatches, self._source.fetch)
+        if self._weights is None:
+            return _share(indices, self._plan.size(step), self._microbatches, self._source.fetch)
+        whole = float(self._weights[self._plan.indices(step)].sum())
+        if not whole > 0:
+            raise UserError(
+                f"weights: no sample of batch {step} weighs more than 0, so it has no mean; leave such samples "
+                "out of data"
+            )
+        mine = self._weights[indices]
+        total = float(mine.sum())
+        pieces = []
+        for piece in cut(len(indices), self._microbatches):
+            weights = mine[piece.start : piece.stop]
+            weight = float(weights.sum())
+            if weight > 0:
+                fetch = partial(self._source.fetch, indices[piece.start : piece.stop])
+                pieces.append(
+                    Microbatch(
+                        samples=len(piece),
+                        weight=weight / total,
+                        fetch=fetch,
+                        sample_weights=weights / weight,
+                    )
+                )
+        return Share(samples=len(indices), weight=total / whole, pieces=tuple(pieces))
 
 
 class StreamShares(BatchShares):
@@ -156,6 +197,23 @@ def _share(mine: Any, count: int, microbatches: int, fetch: Callable[[Any], Any]
         for piece in cut(len(mine), microbatches)
     ]
     return Share(samples=len(mine), weight=len(mine) / count, pieces=tuple(pieces))
+
+
+def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
+    """One number of at least 0 for each sample, some of them above; a UserError says what they are instead."""
+    allowed = f"weights must be one number of at least 0 for each of the {samples} samples of data"
+    try:
+        found = torch.as_tensor(weights).detach().cpu().to(torch.float64).numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"weights is a {type(weights).__name__}; {allowed}") from error
+    if found.shape != (samples,):
+        raise UserError(f"weights has the shape {found.shape}; {allowed}")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        wrong = int(np.argmin(np.isfinite(found) & (found >= 0)))
+        raise UserError(f"weights[{wrong}] is {found[wrong]:g}; {allowed}")
+    if not found.any():
+        raise UserError("weights are all 0; some samples must weigh more")
+    return found
 
 
 def cut(count: int, most: int) -> list[range]:

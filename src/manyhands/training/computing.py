@@ -19,14 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
-from manyhands.data.shares import BatchShares, IndexedShares, StreamShares
+from manyhands.data.shares import BatchShares, IndexedShares, Microbatch, StreamShares, sample_weights
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
 from manyhands.randomness import mix, seed_all
 from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping
-from manyhands.task import Task
+from manyhands.task import Metric, Task
 
 __all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
 
@@ -157,7 +157,7 @@ class Computer:
                 prepare(batch)
                 begin = time.monotonic()
             with nullcontext() if number == len(share.pieces) else accumulate():
-                loss = self._loss(model, batch)
+                loss = self._loss(model, batch, piece)
                 answer = self._reader.ask(loss)
                 backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
             value += answer() * piece.weight
@@ -184,7 +184,7 @@ class Computer:
         if task.evaluation is None:
             return None
         source = BatchSource(task.evaluation, task.collate)
-        functions = {"evaluation_loss": task.loss, **task.metrics}
+        functions: dict[str, Metric] = {"evaluation_loss": self._mean_loss, **task.metrics}
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
         model.eval()
         with torch.no_grad(), self._precision():
@@ -201,12 +201,21 @@ class Computer:
         means = (totals[:-1] / totals[-1]).tolist()
         return dict(zip(functions, means, strict=True)), int(totals[-1])
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over some samples."""
+    def _loss(self, model: nn.Module, batch: Any, piece: Microbatch) -> Tensor:
+        """The mean over the samples of a piece, by their weights."""
         with self._precision():
             loss = self._task.loss(model, batch)
-        require_loss(loss)
-        return loss
+        if piece.sample_weights is None:
+            require_loss(loss)
+            return loss
+        require_losses(loss, piece.samples)
+        weights = torch.as_tensor(piece.sample_weights, dtype=loss.dtype, device=loss.device)
+        return (loss.reshape(-1) * weights).sum()
+
+    def _mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Of evaluation data, whose samples all weigh the same."""
+        loss = self._task.loss(model, batch)
+        return loss if self._task.weights is None else loss.mean()
 
     def _on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
@@ -228,7 +237,8 @@ def _shares_of(task: Task, seed: int) -> BatchShares:
             seeded=lambda step: seed_all(mix(seed, step)),
         )
     source = BatchSource(task.data, task.collate)
-    return IndexedShares(source, BatchPlan(len(source), task.batch_size, seed), task.microbatches)
+    weights = sample_weights(task.weights, len(source)) if task.weights is not None else None
+    return IndexedShares(source, BatchPlan(len(source), task.batch_size, seed), task.microbatches, weights)
 
 
 def require_loss(loss: object) -> None:
@@ -241,6 +251,23 @@ def require_loss(loss: object) -> None:
         raise UserError(
             f"task.loss returned a tensor of shape {tuple(loss.shape)}; return one number, as .mean() gives"
         )
+    _require_graph(loss)
+
+
+def require_losses(losses: object, samples: int) -> None:
+    """UserError where this is not one number for each sample, that depends on the model."""
+    if not isinstance(losses, Tensor) or losses.numel() != samples or not losses.dim():
+        what = (
+            f"tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        )
+        raise UserError(
+            f"task.loss returned a {what}; with task.weights return one loss for each of the {samples} samples, as "
+            "reduction='none' gives"
+        )
+    _require_graph(losses)
+
+
+def _require_graph(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise UserError(
             "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
