@@ -13,11 +13,19 @@ from typing import Any
 
 from torch import nn
 
+from manyhands.callbacks import Beginning, Listeners
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
 from manyhands.device import sharing_sentence
-from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, Overload, UserError
+from manyhands.errors import (
+    Aborted,
+    CorruptCheckpoint,
+    ManyhandsError,
+    NonFinite,
+    Overload,
+    UserError,
+)
 from manyhands.footprint import MOST_STATE_COPIES, cost_of, sizes_of
 from manyhands.randomness import preserved, seed_all
 from manyhands.registry import STRATEGIES
@@ -49,7 +57,16 @@ def run_session(request: Request, out: str | Path | None, resume: bool) -> Run:
         directory, done = _open_directory(training, request, model, out, resume)
         if directory is not None:
             stack.callback(_close, directory)
-        return _Session(request, directory, done).train(training)
+        session = _Session(request, directory, done)
+        return session.run(
+            training,
+            Beginning(
+                config=request.config(model),
+                history=session.history,
+                resumed=resume,
+                path=directory.path if directory is not None else None,
+            ),
+        )
 
 
 def _close(directory: RunDirectory) -> None:
@@ -128,18 +145,30 @@ class _Session:
         self._request = request
         self._directory = directory
         self._resumed_from = done
-        self._history = History(directory.metrics.read() if directory is not None else ())
+        self.history = History(directory.metrics.read() if directory is not None else ())
         passes = request.plan.task.passes
-        self._passes = PassLosses(passes, self._history) if passes is not None else None
+        self._passes = PassLosses(passes, self.history) if passes is not None else None
         self._notes: list[str] = []
         self._clock = _TrainingClock()
+        self._listeners = Listeners(request.options.callbacks)
         if directory is not None:
             self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
             self._members: Backlog[Mapping[str, Any]] = Backlog(
                 lambda events: directory.append_member(*events)
             )
 
-    def train(self, training: Training) -> Run:
+    def run(self, training: Training, beginning: Beginning) -> Run:
+        """Train, and tell the callbacks how it begins and ends."""
+        try:
+            self._listeners.begin(beginning)
+            run = self._train(training)
+        except BaseException as error:
+            self._listeners.end(None, error)
+            raise
+        self._listeners.end(run, None)
+        return run
+
+    def _train(self, training: Training) -> Run:
         """Run the training and put everything in its place."""
         began = time.monotonic()
         sharing = sharing_sentence(self._request.plan.device, self._request.workers)
@@ -147,10 +176,12 @@ class _Session:
         stage = Stage(
             request=self._request,
             directory=self._directory,
-            history=self._history,
+            history=self.history,
             take_rows=self._take_rows,
             take_event=self._take_event,
+            take_checkpoint=self._take_checkpoint,
             say=self._say,
+            stop_wanted=lambda: self._listeners.wish is not None,
         )
         try:
             result = training.run(stage)
@@ -167,7 +198,17 @@ class _Session:
             if number is not None:
                 self._tell_interruption(number, training)
             raise
+        except Exception as error:
+            if self._directory is not None and self._listeners.broken is not None:
+                name = type(self._listeners.broken).__name__
+                told = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
+                self._directory.tell_end(told, self._clock.seconds)
+            raise
         self._notes += result.notes
+        if self._listeners.wish is not None and result.stopped_early:
+            self._notes.append(
+                f"stopped after step {result.steps_done}: {self._listeners.wish.name} asked for it"
+            )
         summary = self._summarise(result, time.monotonic() - began)
         if self._directory is not None:
             try:
@@ -175,7 +216,7 @@ class _Session:
             except WriteFailed as error:
                 self._say(str(error))  # the notes of the summary at hand have it
         path = self._directory.path if self._directory is not None else None
-        return Run(model=result.model, history=self._history, summary=summary, path=path)
+        return Run(model=result.model, history=self.history, summary=summary, path=path)
 
     def _say(self, sentence: str) -> None:
         """Tell the user now, and again in the summary."""
@@ -186,11 +227,28 @@ class _Session:
         self._clock.heard(rows)
         if self._passes is not None:
             rows = self._passes.add(rows)
-        self._history.extend(rows)
+        self.history.extend(rows)
         if self._directory is not None:
             self._keep(self._metrics, *rows)
         if self._request.options.on_rows is not None:
             self._request.options.on_rows(rows)
+        self._listeners.rows(rows)
+        self._require_stoppable()
+
+    def _take_checkpoint(self, step: int, path: Path) -> None:
+        self._listeners.saved(step, path)
+        self._require_stoppable()
+
+    def _require_stoppable(self) -> None:
+        """Where a strategy cannot end all workers after one step, a callback that asks for a stop ends the run."""
+        wish, reason = self._listeners.wish, self._request.strategy.cannot_stop
+        if reason and wish is not None and wish.step < self._request.plan.steps:
+            how = (
+                "resume it from its directory"
+                if self._directory is not None
+                else "nothing was kept without out="
+            )
+            raise Aborted(f"{wish.name} asked to stop after step {wish.step}: {reason}; {how}")
 
     def _keep(self, log: Backlog[Any], *records: Any) -> None:
         sentence = log.add(*records)
@@ -254,9 +312,9 @@ class _Session:
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request = self._request
-        final = {"loss": self._history.loss[-1]} if self._history.loss else {}
-        if self._history.evaluations:
-            final |= self._history.evaluations[-1]["metrics"]
+        final = {"loss": self.history.loss[-1]} if self.history.loss else {}
+        if self.history.evaluations:
+            final |= self.history.evaluations[-1]["metrics"]
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
         return {
             "task": request.plan.task.name,

@@ -133,7 +133,7 @@ class PsTraining(Training):
             stage.say("the last checkpoint is missing: not every server could write its part of it")
             return
         try:
-            checkpoints.save(snapshot)
+            stage.take_checkpoint(snapshot.step, checkpoints.save(snapshot))
         except WriteFailed as error:
             stage.say(str(error))
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from manyhands.callbacks import Callback
 from manyhands.cluster.patience import check_watchdog_s
 from manyhands.draw.showing import PROGRESS
 from manyhands.errors import UserError, nearest
@@ -74,6 +75,9 @@ class Options:
     own_files: frozenset[str] = frozenset()
     """Names of files in `out` that are the caller's, and may be there before the run is."""
 
+    callbacks: Sequence[Callback] = ()
+    """Hear of steps, evaluations, checkpoints and the end, in the thread of `fit`, and may ask to stop."""
+
     on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
     """Hears rows of the history as they come, in the thread of `fit`."""
 
@@ -99,3 +103,8 @@ class Options:
         if self.progress not in PROGRESS:
             raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
         check_watchdog_s(self.watchdog_s)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks has {callback!r}; each must be an instance of a subclass of manyhands.Callback"
+                )

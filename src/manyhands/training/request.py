@@ -16,6 +16,7 @@ from manyhands.kernel import AnyTask
 from manyhands.stopping import EarlyStopping
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
+from manyhands.task import Task
 from manyhands.training.clipping import check_clipping
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.options import Options
@@ -51,6 +52,8 @@ class Request:
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
+        _check_microbatches(task, strategy)
+        _check_schedule(task, strategy)
         _check_stopping(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
@@ -59,20 +62,23 @@ class Request:
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
             )
         samples = task.samples
-        batches = BatchPlan(samples, task.batch_size, seed)
-        smallest = min(task.batch_size, samples)
+        smallest = min(task.batch_size, samples) if samples else task.batch_size
         if workers > smallest and strategy.splits_batches and not task.compiled:
             warnings.warn(
                 f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
                 "to do in each step",
                 stacklevel=3,
             )
-        steps = _number_of_steps(length, batches.batches_per_epoch, task.epochs)
+        if isinstance(task, Task) and task.streams:
+            steps = per_epoch = _steps_of_stream(length, strategy)
+        else:
+            per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
+            steps = _number_of_steps(length, per_epoch, task.epochs)
         plan = TrainingPlan(
             task=task,
             steps=steps,
             seed=seed,
-            evaluate_every=options.evaluate_every or batches.batches_per_epoch,
+            evaluate_every=options.evaluate_every or per_epoch,
             checkpoint_every=options.checkpoint_every or task.checkpoint_every(steps),
             stopping=options.early_stopping,
             slow=options.slow,
@@ -106,12 +112,28 @@ class Request:
         }
 
 
+def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
+    if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.moves_rows:
+        raise UserError(
+            f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
+            "whole batch; leave one of the two out"
+        )
+
+
+def _check_schedule(task: AnyTask, strategy: Strategy) -> None:
+    if isinstance(task, Task) and task.scheduler_metric is not None and strategy.cannot_heed_evaluations:
+        raise UserError(
+            f"task.scheduler_metric={task.scheduler_metric}: {strategy.cannot_heed_evaluations}; use another strategy, "
+            "or a schedule by steps"
+        )
+
+
 def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
     if stopping is None:
         return
-    if strategy.cannot_stop_early:
+    if strategy.cannot_heed_evaluations:
         raise UserError(
-            f"early_stopping: {strategy.cannot_stop_early}; use another strategy, or leave it out"
+            f"early_stopping: {strategy.cannot_heed_evaluations}; use another strategy, or leave it out"
         )
     if task.evaluation is None:
         raise UserError(
@@ -122,6 +144,21 @@ def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping |
         raise UserError(
             f"early_stopping: the task has no metric {stopping.metric!r}; {nearest(stopping.metric, names)}"
         )
+
+
+def _steps_of_stream(length: tuple[int | None, int | None], strategy: Strategy) -> int:
+    steps, epochs = length
+    if strategy.cannot_stream:
+        raise UserError(
+            f"data is an IterableDataset: {strategy.cannot_stream}; use another strategy, or samples that can be "
+            "looked up"
+        )
+    if steps is None or epochs is not None:
+        raise UserError(
+            "data is an IterableDataset, of which nobody knows how long an epoch is; give steps=, the number of global "
+            "batches, and not epochs="
+        )
+    return _number_of_steps(length, steps, 1)
 
 
 def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int, usual_epochs: int) -> int:
