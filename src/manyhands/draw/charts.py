@@ -80,7 +80,7 @@ def line_chart(
         ys, y_ticks = logarithmic(upward, _HEIGHT - _BOTTOM, _TOP)
     else:
         ys, y_ticks = linear([0.0, *upward] if from_zero else upward, _HEIGHT - _BOTTOM, _TOP, 5)
-    drawn = [*_frame(xs, x_ticks, ys, y_ticks, x_label, y_label)]
+    drawn = [*_frame(xs, x_ticks, ys, y_ticks, x_label, f"{y_label}, log scale" if log_y else y_label)]
     groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
     for index, (name, runs) in enumerate(shown):
         drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))
@@ -101,8 +101,7 @@ def line_chart(
 def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str = "Nothing yet.") -> str:
     """Losses, by the one rule of all pages: a logarithmic axis where they span a power of ten, else a linear one."""
     log_y = spans_powers(value for one in series for value in one.ys)
-    y_label = "loss, log scale" if log_y else "loss"
-    return line_chart(series, title=title, x_label=x_label, y_label=y_label, log_y=log_y, empty=empty)
+    return line_chart(series, title=title, x_label=x_label, y_label="loss", log_y=log_y, empty=empty)
 
 
 def bar_chart(
