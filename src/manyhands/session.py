@@ -23,10 +23,9 @@ from manyhands.errors import (
     CorruptCheckpoint,
     ManyhandsError,
     NonFinite,
-    Overload,
     UserError,
 )
-from manyhands.footprint import MOST_STATE_COPIES, cost_of, sizes_of
+from manyhands.footprint import cost_of, sizes_of
 from manyhands.randomness import preserved, seed_all
 from manyhands.registry import STRATEGIES
 from manyhands.run import History, Run
@@ -81,18 +80,10 @@ def require_room_for(request: Request, model: nn.Module) -> None:
     """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
     if request.options.allow_overload or request.strategy.most_workers == 1:
         return
-    task, threads = request.plan.task, threads_per_role(request.workers)
-
-    def require(state_copies: int | None) -> None:
-        on_host = request.plan.device == "cpu"
-        sizes = sizes_of(task, model, on_host=on_host, state_copies=state_copies)
-        cost = cost_of(request.strategy, sizes, threads=threads, compiled=task.compiled)
-        require_room(cost, request.workers)
-
-    try:
-        require(MOST_STATE_COPIES)
-    except Overload:  # the optimizer may keep less: asking it takes a second, and is seldom needed
-        require(None)
+    task, on_host = request.plan.task, request.plan.device == "cpu"
+    sizes = sizes_of(task, model, on_host=on_host)
+    threads = threads_per_role(request.workers)
+    require_room(cost_of(request.strategy, sizes, threads=threads, compiled=task.compiled), request.workers)
 
 
 def _advise(request: Request, model: nn.Module) -> None:

@@ -132,6 +132,28 @@ assert torch._dynamo is real and not dynamo.is_deferred()
 """
 
 
+_MADE_TO_BE_LOOKED_AT = """
+import torch
+import manyhands as mh
+
+task = mh.Task(
+    model=lambda: torch.nn.Linear(3, 1),
+    loss=lambda model, batch: model(batch).sum(),
+    data=torch.ones(4, 3),
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+)
+model = task.model()
+optimizer = dynamo.optimizer_of(task, model)
+assert len(optimizer.param_groups[0]["params"]) == 2
+assert "torch._dynamo" not in sys.modules
+assert not hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, "__dynamo_disable"), "torch is as it was"
+optimizer.step()
+assert "torch._dynamo.convert_frame" in sys.modules
+"""
+
+
 @pytest.mark.timeout(180)
 def test_who_asks_for_more_gets_the_real_one_once() -> None:
-    _tell(_COMPILES, *(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY)
+    _tell(
+        _COMPILES, *(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT
+    )

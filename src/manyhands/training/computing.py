@@ -27,6 +27,7 @@ from manyhands.randomness import mix, seed_all
 from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping
 from manyhands.task import Metric, Task
+from manyhands.training.dynamo import optimizer_of
 
 __all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
 
@@ -97,7 +98,7 @@ class Computer:
         """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained."""
         seed_all(self.plan.seed)
         model = self._task.model().to(self.device)
-        optimizer = self._task.optimizer(model.parameters())
+        optimizer = optimizer_of(self._task, model)
         built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
         if built.scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first

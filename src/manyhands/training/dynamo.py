@@ -5,7 +5,8 @@ nothing there: `graph_break`, and `disable`, which keeps the compiler away from 
 from puts a stand-in in its place that has these two. Whatever else is asked of it (`torch.compile`, a submodule, a
 setting) imports the real module first, and the stand-in is gone for good.
 
-Only processes of ours are treated so; the caller's own is left as it is.
+Only processes of ours are treated so; the caller's own is left as it is. There an optimizer may be made to be looked at
+and not stepped: `optimizer_of` does that without the import.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-__all__ = ["defer", "is_deferred"]
+from manyhands.task import Task
+
+__all__ = ["defer", "is_deferred", "optimizer_of"]
 
 _NAME: Final = "torch._dynamo"
+_DISABLED: Final = "__dynamo_disable"  # what torch keeps a function under that its compiler is to leave alone
 
 
 def defer() -> None:
@@ -38,6 +44,18 @@ def defer() -> None:
     sys.meta_path.insert(0, _SubmoduleFinder(stand_in))
     sys.modules[_NAME] = stand_in
     vars(torch)["_dynamo"] = stand_in
+
+
+def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
+    """The task's optimizer for a model, which imports nothing that only stepping it would need."""
+    plain = getattr(Optimizer.add_param_group, "__wrapped__", None)
+    if plain is None or _NAME in sys.modules or hasattr(plain, _DISABLED):
+        return task.optimizer(model.parameters())
+    setattr(plain, _DISABLED, plain)
+    try:
+        return task.optimizer(model.parameters())
+    finally:
+        delattr(plain, _DISABLED)
 
 
 def is_deferred() -> bool:
