@@ -82,14 +82,14 @@ def picture_run(driver: Any, folder: Path) -> None:
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             driver.get(dashboard.url)
-            _await(driver, f"return document.querySelector('progress').value > {0.7 * STEPS}")
+            _await(driver, f"return document.querySelector('progress')?.value > {0.7 * STEPS}")
             picture(driver, "page-live.png", LAPTOP)
             if training.wait(600):
                 raise SystemExit("the run failed")
         finally:
             training.kill()
             training.wait()
-        _await(driver, "return document.querySelector('dd').textContent === 'ended'")
+        _await(driver, "return document.querySelector('dd')?.textContent === 'ended'")
         picture(driver, "page-dark.png", LAPTOP, dark=True, height=1000)
         picture(driver, "page-phone.png", PHONE, height=1700)
         picture(driver, "page-phone-dark.png", PHONE, dark=True, height=1700)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from compared import measured
 from manyhands.analyse.view import Phase, RunView, Staleness
 from manyhands.serve.dashboard import Dashboard
 from views import run_view, starting_view
@@ -412,3 +413,23 @@ def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, t
     browser.get(path.as_uri())
     assert "120 of 400" in text_of(browser, "now")
     assert complaints(browser) == []
+
+
+def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
+    from manyhands.compare.figures import figures
+    from manyhands.compare.narrate import Conditions, paragraph
+    from manyhands.compare.plan import parse_strategies
+    from manyhands.compare.report import Made, report
+
+    strategies = parse_strategies(
+        "mirrored; allreduce algorithm=hierarchical; ps servers=2 consistency=bounded:16"
+    )
+    runs = [measured(place, repeat) for place in range(3) for repeat in range(2)]
+    found = figures([(strategy, 2) for strategy in strategies], runs, None, 5)
+    made = Made(title="digits under 3 strategies", command="manyhands compare digits", facts={"cores": "2"})
+    path = tmp_path / "report.html"
+    path.write_text(report(found, paragraph(found, Conditions()), made))
+    sized(browser, 390, 844)
+    browser.get(path.as_uri())
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    assert browser.execute_script(CUT) == []

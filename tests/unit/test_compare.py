@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from compared import measured
 from manyhands.allreduce.strategy import AllReduce
 from manyhands.compare.bandwidth import Rate, shaped_command, why_not
 from manyhands.compare.figures import FailedTrial, Figures, Measured, Point, Spread, figures
@@ -24,31 +25,6 @@ from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
 
 TWO = parse_strategies("allreduce; ps consistency=async")
-
-
-def measured(
-    place: int = 0, repeat: int = 0, *, step_s: float = 0.1, final: float = 0.9, **changes: object
-) -> Measured:
-    """A run of 20 steps, evaluated every 5: accuracy grows evenly to its final value."""
-    values = {
-        "place": place,
-        "repeat": repeat,
-        "steps": 20,
-        "samples": 200,
-        "seconds": 20 * step_s,
-        "losses": tuple(Point(step=n, at_s=n * step_s, values={"loss": 1 / n}) for n in range(1, 21)),
-        "evaluations": tuple(
-            Point(step=n, at_s=n * step_s, values={"evaluation_loss": 2 / n, "accuracy": final * n / 20})
-            for n in (5, 10, 15, 20)
-        ),
-        "accounted_s": 4.0,
-        "waited_s": 0.0,
-        "waited_for_s": {},
-        "messages": 40,
-        "num_bytes": 4000,
-        "busiest_bytes": 3000,
-    }
-    return Measured(**{**values, **changes})
 
 
 def found(*runs: Measured | FailedTrial, target: Target | None = None, strategies=TWO) -> Figures:
@@ -337,6 +313,7 @@ def test_the_report_is_well_formed_and_has_every_strategy() -> None:
     text = "".join(root.itertext())
     for expected in (*map(str, strategies), "<no> & never", "manyhands compare 'a' & b", "cores 2", "a note"):
         assert expected in text, expected
+    assert "allreduce and ps consistency=async lie on one another." in text, "no curve hides another"
     assert len(root.findall(".//figure")) == 5, (
         "loss and metric against steps and seconds, and the shares of time"
     )

@@ -1,17 +1,21 @@
 """Explanations of runs whose cause of slowness was put in: it is the one that is named, in the right numbers."""
 
+import io
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from manyhands.analyse.explain import Explanation, explain
+from manyhands.analyse.explain import Explanation, Parts, WorkerPath, explain
 from manyhands.analyse.narrate import paragraph
 from manyhands.cli.main import app
+from manyhands.draw.explained import workers_table
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, RECORD, EventKind
 from manyhands.record.files import EventFileWriter
@@ -275,6 +279,62 @@ def test_without_a_barrier_every_worker_has_its_own_path() -> None:
     assert slow.ratio == pytest.approx(4.0)
     assert slow.step_before_ms is None
     assert "Every worker goes at its own pace" in paragraph(found)
+
+
+# ---- in a terminal ----
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_at_eighty_columns_no_heading_and_no_number_is_cut(synchronous: bool, scale: float) -> None:
+    fields = ("compute_ms", "exchange_ms", "wait_ms", "apply_ms", "input_ms", "other_ms")
+    long = Parts(
+        **dict(zip(fields, (scale * n for n in (1024.1, 211.15, 925.65, 111.3, 10.15, 10.06)), strict=True))
+    )
+    short = Parts(**dict.fromkeys(fields, 0.0))
+    beside = {"evaluate_ms": 0.0, "checkpoint_ms": 0.0, "steps": 100_000}
+    workers = tuple(
+        WorkerPath(worker=10 + n, name=f"worker {10 + n}", parts=part, last_share=1.0 - n, **beside)
+        for n, part in enumerate((long, short))
+    )
+    found = Explanation(
+        synchronous=synchronous, parts=long, ideal_ms=1.0, speedup=2.0, workers=workers, slow=(), **beside
+    )
+    said = printed(found, 80)
+    headings = [
+        "worker",
+        "steps",
+        "step, ms",
+        "compute",
+        "exchange",
+        "waiting",
+        "applying",
+        "input",
+        "other",
+        "last",
+    ]
+    for heading in headings[: 10 if synchronous else 9]:
+        assert re.search(rf"\b{heading}\b", said), heading
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    lines = [line for line in said.splitlines() if line.strip().startswith("10 ")]
+    assert len(lines) == 1, "one line for each worker"
+    assert len(lines[0].split()) == (11 if synchronous else 9)
+    assert ("came" in said) is synchronous
+
+
+def test_what_no_worker_spent_time_on_has_no_column() -> None:
+    found = explain(barrier_run(lambda worker, step: 10.0, 2, 20), synchronous=True)
+    said = printed(found, 80)
+    assert "compute" in said
+    assert "applying" not in said
+    assert "input" not in said
+
+
+def printed(found: Explanation, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(workers_table(found, console))
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # ---- through the command ----

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from manyhands.cli.commands import check_writable, write_json
 
@@ -16,15 +15,6 @@ if TYPE_CHECKING:
     from manyhands.analyse.explain import Explanation
 
 __all__ = ["explain_command"]
-
-_COLUMNS = {
-    "compute": "compute_ms",
-    "exchange": "exchange_ms",
-    "waiting": "wait_ms",
-    "applying": "apply_ms",
-    "input": "input_ms",
-    "other": "other_ms",
-}
 
 
 def explain_command(
@@ -53,34 +43,12 @@ def explain_command(
 
 
 def _print(found: Explanation, title: str, words: str) -> None:
-    from manyhands.analyse.narrate import PART_WORDS
+    from manyhands.draw.explained import parts_table, workers_table
 
     out = Console(highlight=False)
-    of_whom = "the critical path" if found.synchronous else "the mean worker"
     out.print(f"{title} · {len(found.workers)} workers · {found.steps} steps", soft_wrap=True)
-    split = Table(box=None, pad_edge=False)
-    split.add_column(f"median step of {of_whom}")
-    split.add_column("ms", justify="right")
-    split.add_column("share", justify="right")
-    whole = found.parts.step_ms
-    for field, word in PART_WORDS.items():
-        part = getattr(found.parts, field)
-        split.add_row(word, f"{part:.2f}", f"{100 * part / whole if whole else 0:.0f} %")
-    split.add_row("in all", f"{whole:.2f}", "")
-    split.add_row("ideal", f"{found.ideal_ms:.2f}", "")
-    split.add_row("evaluation, per step", f"{found.evaluate_ms:.2f}", "")
-    split.add_row("checkpoints, per step", f"{found.checkpoint_ms:.2f}", "")
-    out.print(split)
-    workers = Table(box=None, pad_edge=False)
-    columns = ("worker", "steps", "step, ms", *_COLUMNS, "came last")
-    for column in columns:
-        workers.add_column(column, justify="right")
-    for path in found.workers:
-        parts = path.parts
-        times = (parts.step_ms, *(getattr(parts, field) for field in _COLUMNS.values()))
-        last = f"{100 * path.last_share:.0f} %" if found.synchronous else ""
-        workers.add_row(str(path.worker), str(path.steps), *(f"{time:.2f}" for time in times), last)
+    out.print(parts_table(found))
     out.print()
-    out.print(workers)
+    out.print(workers_table(found, out))
     out.print()
     out.print(words)

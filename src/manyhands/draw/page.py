@@ -47,8 +47,9 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 .still #members .fill { max-height: 17rem; } .live #members .fill { flex: 1 1 0px; min-height: 8.5rem; }
 @media print { .fill, #members .fill { flex: none !important; max-height: none !important; } }
 .live figcaption { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-.live #wrong { height: 5.9rem; } .live #workers .fill, .live #servers .fill { max-height: 24rem; }
+.live #wrong { height: 6.3rem; } .live #workers .fill, .live #servers .fill { max-height: 24rem; }
 .live #waits .fill { max-height: 19rem; } .live #traffic .fill { flex: 1 1 0px; min-height: 5.6rem; }
+@media (max-width: 60rem) { .live #wrong { height: 7.7rem; } }
 @media (max-width: 36rem) { .tiles { grid-template-columns: 1fr 1fr; } .tiles .long { grid-column: 1 / -1; order: -1; }
   .live #wrong { height: 10.4rem; } .live #workers .fill, .live #servers .fill { max-height: 36rem; }
   .live #members .fill { min-height: 13rem; } }
@@ -56,6 +57,7 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 )
 
 _TILE_LETTERS = 14
+_MAX_NARROW_WAITS = 6  # workers whose waits one column of the page has room for
 _PARTS = ("compute", "input", "exchange", "waiting")
 _PART_COLOURS = (2, 3, 0, 1)
 
@@ -212,7 +214,7 @@ def _waits(view: RunView) -> tuple[str, str]:
         show=lambda seconds: f"{seconds:.2f}",
         scrolls=False,
     )
-    return "waits", section("waits", heading, _fill(heading, table))
+    return "waits", section("waits", heading, _fill(heading, table), "broad" if _is_large(view) else "")
 
 
 def _servers(view: RunView) -> tuple[str, str]:
@@ -263,7 +265,7 @@ def _staleness(view: RunView) -> tuple[str, str]:
 
 def _traffic(view: RunView) -> tuple[str, str]:
     heading = "Traffic by link and codec"
-    kind = "broad" if _on_servers(view) else ""
+    kind = "roomy" if _on_servers(view) and not _is_large(view) else ""
     if not view.traffic:
         return "traffic", section("traffic", heading, _fill(heading, quiet("Nothing was sent.")), kind)
     rows = [(one.wire, one.codec, format_bytes(one.num_bytes), f"{one.messages:,}") for one in view.traffic]
@@ -276,7 +278,7 @@ def _traffic(view: RunView) -> tuple[str, str]:
 
 def _members(view: RunView) -> tuple[str, str]:
     heading = "Members, faults and recoveries"
-    kind = "broad" if _on_servers(view) else ""
+    kind = "broad" if _on_servers(view) else "wide" if _is_large(view) else ""
     if not view.happenings:
         nobody = _fill(heading, quiet("Nobody has come or gone."))
         return "members", section("members", heading, nobody, kind)
@@ -301,6 +303,11 @@ def _notes(view: RunView) -> tuple[str, str]:
     heading = "What is missing here"
     body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
     return "notes", section("notes", heading, body, "wide slim")
+
+
+def _is_large(view: RunView) -> bool:
+    """Whether who waits for whom needs two columns of the page."""
+    return len(view.waits) > _MAX_NARROW_WAITS
 
 
 def _on_servers(view: RunView) -> bool:

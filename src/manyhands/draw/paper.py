@@ -38,6 +38,7 @@ main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); 
   border-radius: .5rem; display: flex; flex-direction: column; }
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
 @media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
+@media (min-width: 66rem) { main > section.roomy { grid-column: span 2; } }
 main > section.absent { display: none; }
 main > section.slim { flex-flow: row wrap; align-items: baseline; gap: .1rem .9rem; padding: .55rem .85rem; }
 .slim h2, .slim p { margin: 0; }
@@ -131,8 +132,8 @@ def document(
 def section(key: str, heading: str, body: str, kind: str = "") -> str:
     """A part of a page with its heading.
 
-    `kind` is "wide" for all columns, "broad" for two, "" for one, "absent" for none. One that is wide and "slim" is a
-    line with its heading at the left.
+    `kind` is "wide" for all columns, "broad" for two, "roomy" for two of three, "" for one, "absent" for none. One that
+    is wide and "slim" is a line with its heading at the left.
     """
     return (
         f'<section id="{escape(key)}" class="{escape(kind)}" aria-labelledby="{escape(key)}-name">\n'

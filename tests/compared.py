@@ -1,0 +1,28 @@
+"""Runs of a comparison that were never run, for tests of what is made of them."""
+
+from manyhands.compare.figures import Measured, Point
+
+
+def measured(
+    place: int = 0, repeat: int = 0, *, step_s: float = 0.1, final: float = 0.9, **changes: object
+) -> Measured:
+    """A run of 20 steps, evaluated every 5: accuracy grows evenly to its final value."""
+    values = {
+        "place": place,
+        "repeat": repeat,
+        "steps": 20,
+        "samples": 200,
+        "seconds": 20 * step_s,
+        "losses": tuple(Point(step=n, at_s=n * step_s, values={"loss": 1 / n}) for n in range(1, 21)),
+        "evaluations": tuple(
+            Point(step=n, at_s=n * step_s, values={"evaluation_loss": 2 / n, "accuracy": final * n / 20})
+            for n in (5, 10, 15, 20)
+        ),
+        "accounted_s": 4.0,
+        "waited_s": 0.0,
+        "waited_for_s": {},
+        "messages": 40,
+        "num_bytes": 4000,
+        "busiest_bytes": 3000,
+    }
+    return Measured(**{**values, **changes})
