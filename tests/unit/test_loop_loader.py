@@ -48,11 +48,11 @@ class Worker:
 
     def worker_0s_draws(self) -> Draws:
         if self._told is None:
-            return Draws.now()
+            return Draws()
         if self.rank == 0:
-            self._told.append(Draws.now().content)
+            self._told.append(Draws().content())
         self._readings += 1
-        return Draws(self._told[self._readings - 1].clone())
+        return Draws.from_content(self._told[self._readings - 1])
 
     def require_one_batch(self, mark: int) -> None:
         self.first_mark = mark
@@ -305,11 +305,32 @@ def test_draws_are_lent_and_given_back() -> None:
     seeded()
     random.gauss()
     np.random.randn()
-    draws = Draws(Draws.now().content.clone())
+    draws = Draws.from_content(Draws().content())
     wanted = [numbers(), numbers()]
-    own = Draws.now()
+    own = Draws().content()
     with draws.lent():
         assert numbers() == wanted[0]
-    assert torch.equal(Draws.now().content, own.content)
+    assert torch.equal(Draws().content(), own)
+    draws.leave_out_unused()
+    seeded()
+    random.gauss()
+    np.random.randn()
+    torch.rand(())  # the process itself has drawn from this one
     draws.keep()
-    assert numbers() == wanted[1]
+    assert numbers()[1:] == wanted[1][1:]
+
+
+def test_draws_that_nobody_used_are_left_alone() -> None:
+    seeded()
+    draws = Draws()
+    with draws.lent():
+        random.random()
+    draws.leave_out_unused()
+    before = np.random.get_state()[2]
+    with draws.lent():
+        lent = random.random()
+        np.random.random()  # not lent any more: the process's own
+    assert np.random.get_state()[2] != before
+    seeded()
+    random.random()
+    assert random.random() == lent

@@ -162,9 +162,9 @@ class Rounds:
     def worker_0s_draws(self) -> Draws:
         """Collective: worker 0's random generators, as they are now."""
         self.words.meet(Call.EPOCH)
-        draws = Draws.now()
-        self.words.broadcast(draws.content)
-        return draws
+        content = Draws().content()
+        self.words.broadcast(content)
+        return Draws.from_content(content)
 
     def require_one_batch(self, mark: int) -> None:
         """Collective: UserError unless the batch that all workers have read is the same."""

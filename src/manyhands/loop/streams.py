@@ -28,7 +28,7 @@ __all__ = ["OwnStreamLoader", "SharedCollate", "SharedStreamLoader", "mark_of", 
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 
 
-class Portion(NamedTuple):
+class BatchShare(NamedTuple):
     """What one worker has of a batch; a tuple, so that a DataLoader pins the memory of what is inside."""
 
     batch: Any
@@ -41,7 +41,7 @@ class SharedCollate:
     def __init__(self, collate: Any, rank: int, world: int) -> None:
         self._collate, self._rank, self._world = collate, rank, world
 
-    def __call__(self, samples: list[Any]) -> Portion:
+    def __call__(self, samples: list[Any]) -> BatchShare:
         """Collate this worker's part."""
         span = split(len(samples), self._rank, self._world)
         mine = samples[span.start : span.stop] if span else samples[:FILLERS]
@@ -50,7 +50,7 @@ class SharedCollate:
             samples=len(span),
             mark=mark_of((len(samples), samples[0], samples[-1])),
         )
-        return Portion(self._collate(mine), part)
+        return BatchShare(self._collate(mine), part)
 
 
 class SharedStreamLoader:
@@ -91,6 +91,8 @@ class SharedStreamLoader:
                 with draws.lent() if draws is not None else nullcontext():
                     batches = iter(self._inner)
                 found = self._read(batches, draws)
+                if draws is not None:
+                    draws.leave_out_unused()
                 reader.require_one_batch(0 if found is None else found.part.mark)
                 while found is not None:
                     readings.begin(reading, found.part)
@@ -102,7 +104,7 @@ class SharedStreamLoader:
                 if draws is not None and reader.rank == 0:
                     draws.keep()  # the next reading goes on where this one ended
 
-    def _read(self, batches: Iterator[Any], draws: Draws | None) -> Portion | None:
+    def _read(self, batches: Iterator[Any], draws: Draws | None) -> BatchShare | None:
         lends = draws is not None and self._draws_here
         with draws.lent() if draws is not None and lends else nullcontext():
             batch = self._reader.readings.read(batches)
@@ -110,15 +112,15 @@ class SharedStreamLoader:
             return None
         return batch if self._collates else self._cut(batch)
 
-    def _cut(self, batch: Any) -> Portion:
+    def _cut(self, batch: Any) -> BatchShare:
         """This worker's rows of a batch, or all of it where it has none."""
         mark, rows = mark_of(batch), rows_of(batch)
         if not rows:
             self._warn(batch)
-            return Portion(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
+            return BatchShare(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
         span = split(rows, self._reader.rank, self._reader.world)
         part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark)
-        return Portion(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
+        return BatchShare(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
 
     def _warn(self, batch: Any) -> None:
         if not self._has_warned:
