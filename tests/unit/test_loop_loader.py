@@ -14,12 +14,14 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     SequentialSampler,
     TensorDataset,
     get_worker_info,
 )
 
+from manyhands.errors import UserError
 from manyhands.loop.draws import Draws
 from manyhands.loop.loader import SplitLoader, prepare_loader
 from manyhands.loop.readings import LoaderPart, Readings
@@ -174,6 +176,16 @@ def test_a_stream_of_ones_own_tells_its_last_batch_ahead() -> None:
             (number, LoaderPart(share=0.25, last=last))
             for number, last in ((0, False), (1, False), (2, True))
         ]
+
+
+def test_a_loader_that_the_script_has_split_keeps_its_distributed_sampler() -> None:
+    sampler = DistributedSampler(NUMBERS, num_replicas=2, rank=1, shuffle=False)
+    loader = DataLoader(NUMBERS, batch_size=5, sampler=sampler)
+    with pytest.raises(UserError, match=r"leave it out.*or keep it, with prepare\(loader, split=False\)"):
+        prepare_loader(loader, Worker(1, 2), as_it_is)
+    prepared = prepare_loader(loader, Worker(1, 2), as_it_is, to_split=False)
+    assert prepared.sampler is sampler
+    assert [batch[0].tolist() for batch in prepared] == [[1, 3, 5, 7, 9], [11, 13, 15, 17, 19], [21, 0]]
 
 
 class Stream(IterableDataset[tuple[int, int]]):
