@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from equality import distance, same_bits
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.loop.group import WorkerGroup
-from own_loop import mlp, on_workers, regression, shuffled, weights
+from own_loop import Nobody, mlp, on_workers, regression, shuffled, weights
 
 
 @pytest.fixture(autouse=True)
@@ -218,11 +218,50 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return ((x[row], y[row]) for row in self._range)
 
 
+def test_a_stream_that_all_read_gives_the_weights_of_the_plain_loop() -> None:
+    """45 rows in batches of 7: the last is of 3, and whole batches of 9 rows in between; in eval, too."""
+
+    def loop(group: Any) -> tuple[dict[str, torch.Tensor], float]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x, y = regression().tensors
+        streams = [
+            DataLoader(Stream(0, 45), batch_size=7),
+            [(x[at : at + 9], y[at : at + 9]) for at in (0, 40)],
+        ]
+        model, optimizer, *streams = group.prepare(model, optimizer, *streams)
+        for _ in range(2):
+            for stream in streams:
+                for batch in stream:
+                    step(model, optimizer, batch)
+        with torch.no_grad():
+            losses = [group.mean((model(a) - b).square().mean()) for a, b in streams[0]]
+        return weights(model), float(torch.stack(losses).sum())
+
+    reference, loss = loop(Nobody())
+    for world in (2, 5):
+        for found, seen in on_workers(world, loop):
+            assert distance(found, reference) < 1e-9
+            assert abs(seen - loss) < 1e-9
+
+
+def test_data_that_the_script_has_split_is_refused_with_the_word_that_is_missing() -> None:
+    def loop(group: WorkerGroup) -> None:
+        for _ in group.prepare(DataLoader(Stream(9 * group.rank, 45), batch_size=4)):
+            pass
+
+    for error in on_workers(2, loop, errors=True):
+        assert isinstance(error, UserError)
+        assert "worker 1 reads another batch than worker 0" in str(error)
+        assert "group.prepare(loader, split=False)" in str(error)
+
+
 def test_streams_end_together_with_the_shortest_and_every_batch_weighs_the_same() -> None:
     ends = [(0, 12), (12, 20), (20, 36)]  # 3, 2 and 4 batches of 4 rows
 
     def loop(group: WorkerGroup) -> tuple[int, dict[str, torch.Tensor]]:
-        model, optimizer, loader = prepared(group, DataLoader(Stream(*ends[group.rank]), batch_size=4))
+        model, optimizer = prepared(group)
+        loader = group.prepare(DataLoader(Stream(*ends[group.rank]), batch_size=4), split=False)
         steps = 0
         for _ in range(2):
             for batch in loader:
@@ -243,7 +282,8 @@ def test_streams_end_together_with_the_shortest_and_every_batch_weighs_the_same(
 
 def test_an_empty_stream_ends_the_loops_of_all() -> None:
     def loop(group: WorkerGroup) -> int:
-        return sum(1 for _ in group.prepare(DataLoader(Stream(0, 4 * group.rank), batch_size=2)))
+        loader = group.prepare(DataLoader(Stream(0, 4 * group.rank), batch_size=2), split=False)
+        return sum(1 for _ in loader)
 
     assert on_workers(3, loop) == [0, 0, 0]
 

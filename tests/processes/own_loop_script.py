@@ -5,13 +5,27 @@ own_loop_script.py WEIGHTS    writes what it ends with
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import manyhands as mh
+
+
+class Shuffled(IterableDataset):
+    """Rows that can only be iterated, in an order that is drawn as they are read."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        rows = list(self._x)
+        while rows:
+            row = rows.pop(int(torch.randint(len(rows), ())))
+            yield row, row.sum(0, keepdim=True)
 
 
 def main(path: str) -> None:
@@ -37,6 +51,12 @@ def main(path: str) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                     scheduler.step()
+        stream = group.prepare(DataLoader(Shuffled(x[:11]), batch_size=4))
+        for _ in range(2):
+            for a, b in stream:
+                nn.functional.mse_loss(model(a), b).backward()
+                optimizer.step()
+                optimizer.zero_grad()
         means = group.gather(statistics.running_mean[None])
         assert len(means) == group.world
         assert all(torch.equal(mean, means[0]) for mean in means), "batch norm's statistics drifted apart"

@@ -67,12 +67,12 @@ def test_launched_workers_end_with_the_weights_of_one_process(
     assert done.stdout == f"{said} on 3\n"
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
     table = [line.split() for line in done.stderr.splitlines() if re.match(r" +[012] ", line)]
-    assert [row[:2] for row in table] == [["0", "6"], ["1", "6"], ["2", "6"]], done.stderr
+    assert [row[:2] for row in table] == [["0", "12"], ["1", "12"], ["2", "12"]], done.stderr
     kept = read_run_events(tmp_path / "run" / "events").roles
-    assert [len(role.of(EventKind.STEP)) for role in kept] == [6, 6, 6]
+    assert [len(role.of(EventKind.STEP)) for role in kept] == [12, 12, 12]
     summary = RunDirectory.open(tmp_path / "run", lock=False).read_summary()
     assert summary is not None
-    assert (summary["task"], summary["strategy"], summary["steps"]) == (SCRIPT.name, said, 6)
+    assert (summary["task"], summary["strategy"], summary["steps"]) == (SCRIPT.name, said, 12)
 
 
 def test_torchrun_workers_end_with_the_weights_of_one_process(
@@ -120,7 +120,7 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
     assert said[0][0].strip() == "allreduce algorithm=hierarchical group=2 on 4"
     assert said[1][0].strip() == ""
     kept = read_run_events(tmp_path / "run" / "events").roles
-    assert [len(role.of(EventKind.STEP)) for role in kept] == [6, 6, 6, 6]
+    assert [len(role.of(EventKind.STEP)) for role in kept] == [12, 12, 12, 12]
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
 
 

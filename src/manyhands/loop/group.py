@@ -82,11 +82,13 @@ class WorkerGroup:
         """Whether all workers have agreed to stop."""
         return self._rounds.is_stopped
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, split: bool = True) -> Any:
         """Collective: make models, optimizers and loaders those of the group; returned in the same order.
 
         Models and optimizers stay what they are, all of them in one call: every worker gets worker 0's weights, and
-        gradients are exchanged from here on. Loaders, in this or any later call, become loaders of each worker's share.
+        gradients are exchanged from here on. Loaders, in this or any later call, become loaders of each worker's share;
+        with `split=False` those of this call are streams of each worker's own, which the script has split itself: every
+        batch weighs 1/world, and all leave the loop when the shortest stream ends.
         A GradScaler comes back as one that all workers obey; it must be prepared under `central`, and may be elsewhere.
         Where the group was joined with a GPU, models and batches are moved there.
         """
@@ -102,7 +104,9 @@ class WorkerGroup:
                 )
         if models or optimizers:
             self._attach(models, optimizers)
-        prepared: dict[int, Any] = {id(one): prepare_loader(one, self._rounds, self._move) for one in loaders}
+        prepared: dict[int, Any] = {
+            id(one): prepare_loader(one, self._rounds, self._move, to_split=split) for one in loaders
+        }
         if self._rounds.exchange.steps_itself:
             prepared |= {
                 id(one): PartsScaler(one, self._rounds.unscale) for one in scalers if one.is_enabled()

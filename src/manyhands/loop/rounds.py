@@ -13,7 +13,7 @@ own, as clipping and unscaling are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,8 +25,9 @@ from manyhands.errors import UserError
 from manyhands.loop.agreement import Call, Word, Words, require_same
 from manyhands.loop.buffers import BufferKeeper
 from manyhands.loop.clock import RoundClock
-from manyhands.loop.loader import Readings
+from manyhands.loop.draws import Draws
 from manyhands.loop.parts import GradientWatch, unscale
+from manyhands.loop.readings import Readings
 from manyhands.loop.scaler import require_prepared_scaler, telling_of_scalers
 from manyhands.training.agreement import Agreement
 from manyhands.training.exchange import Exchange, LocalStep
@@ -158,6 +159,18 @@ class Rounds:
         """Collective: whether every worker's stream has one."""
         return all(word.value for word in self.words.meet(Call.EPOCH, float(mine)))
 
+    def worker_0s_draws(self) -> Draws:
+        """Collective: worker 0's random generators, as they are now."""
+        self.words.meet(Call.EPOCH)
+        content = Draws().content()
+        self.words.broadcast(content)
+        return Draws.from_content(content)
+
+    def require_one_batch(self, mark: int) -> None:
+        """Collective: UserError unless the batch that all workers have read is the same."""
+        marks = [int(word.value) for word in self.words.meet(Call.EPOCH, mark)]
+        _require_one_batch(dict(enumerate(marks)))
+
     def leave(self) -> None:
         """Collective: leave together. Who comes early brings nothing to the rounds of the others until they come.
 
@@ -287,15 +300,15 @@ class Rounds:
         allowed = {Call.BACKWARD} if self.exchange.steps_itself else {Call.BACKWARD, Call.LEAVE}
         if any(word.call not in allowed for word in words):
             require_same(words)
-        _require_one_batch(words)
+        _require_one_batch({rank: word.mark for rank, word in enumerate(words) if word.call is Call.BACKWARD})
 
 
-def _require_one_batch(words: Sequence[Word]) -> None:
-    marks = {rank: word.mark for rank, word in enumerate(words) if word.call is Call.BACKWARD}
+def _require_one_batch(marks: Mapping[int, int]) -> None:
     first, *rest = marks
     odd = next((rank for rank in rest if marks[rank] != marks[first]), None)
     if odd is not None:
         raise UserError(
             f"worker {odd} reads another batch than worker {first}: the order of the samples must be the same on "
-            "all; let the sampler draw from torch's generators, which are kept alike, or seed its own on every worker"
+            "all; let the sampler or dataset draw from torch's generators, which are kept alike, or seed its own on "
+            "every worker. Where each worker reads data of its own, say group.prepare(loader, split=False)"
         )
