@@ -289,7 +289,8 @@ class _Session:
                 "sentence": f"ended by {number.name}; {kept}",
             }
             directory.append_member(event)
-        if self._request.options.resume_command != "":
+        options = self._request.options
+        if options.tells_interruption and options.resume_command != "":
             _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
 
     def _last_good(self) -> str:

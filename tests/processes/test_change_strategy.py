@@ -16,15 +16,22 @@ from manyhands.server.audit_files import audit_run
 pytestmark = pytest.mark.timeout(240)
 
 CHAINS = {
-    "adamw": [
-        ("mirrored", 2),
-        ("ps servers=2", 2),
+    "adamw": [("mirrored", 2), ("ps servers=2", 2), ("central", 2), ("ps servers=3", 1), ("mirrored", 2)],
+    "momentum": [
         ("central", 2),
-        ("ps servers=3", 1),
+        ("mirrored", 3),
+        ("ps servers=2 replicas=1", 2),
         ("hogwild order=turns", 2),
+        ("ps servers=2", 3),
+        ("single", 1),
+        ("ps", 1),
     ],
-    "momentum": [("mirrored", 2), ("ps servers=2 replicas=1", 2), ("mirrored", 3)],
-    "sgd": [("local steps=1", 2), ("ps servers=2 link=tcp", 3), ("allreduce algorithm=ring", 2)],
+    "sgd": [
+        ("local steps=1", 2),
+        ("ps servers=2 link=tcp", 3),
+        ("allreduce algorithm=ring", 2),
+        ("local steps=1", 2),
+    ],
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from equality import OPTIMIZERS, make_task
+from equality import OPTIMIZERS, distance, make_task, train_plainly
 from manyhands.server.audit import Verdict
 from manyhands.server.audit_files import audit_run
 
@@ -56,6 +56,9 @@ def test_the_history_of_a_resumed_run_has_every_step_once(consistency: str, tmp_
     out, strategy = tmp_path / "run", f"ps servers=2 consistency={consistency}"
     task = interrupted(out, strategy, lambda: (out / "shards/1/step-00000010").exists())
     options = mh.Options(checkpoint_every=10, evaluate_every=10)
+    if consistency != "sync":
+        with pytest.raises(mh.UserError, match=f"in the middle of consistency={consistency}.*workers=3"):
+            mh.fit(task, "mirrored", workers=2, steps=STEPS, out=out, resume=True)
     run = mh.fit(task, strategy, workers=3, steps=STEPS, out=out, resume=True, options=options)
     assert run.summary["resumed_from_step"] is not None
     assert rows(out, "loss") == list(range(1, STEPS + 1))
@@ -63,6 +66,17 @@ def test_the_history_of_a_resumed_run_has_every_step_once(consistency: str, tmp_
     assert len(run.history.loss) == STEPS
     found = audit_run(out).found
     assert found.verdict is Verdict.RESTORED, (found.violations, found.missing)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("other", ["mirrored", "ps servers=3"])
+def test_a_run_in_step_goes_on_under_another_strategy_from_its_middle(other: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    task = interrupted(out, "ps servers=2", lambda: (out / "shards/1/step-00000010").exists())
+    run = mh.fit(task, other, workers=2, steps=STEPS, out=out, resume=True)
+    assert run.summary["resumed_from_step"] % 10 == 0
+    assert rows(out, "loss") == list(range(1, STEPS + 1))
+    assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
 
 
 def test_a_run_that_had_no_snapshot_begins_again_with_clean_records(tmp_path: Path) -> None:

@@ -215,6 +215,12 @@ def test_place_is_found_without_importing_ipython(monkeypatch: pytest.MonkeyPatc
     assert "IPython" not in sys.modules
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     assert look_around() == REDIRECTED
+    closed = io.StringIO()
+    closed.close()
+    for gone in (None, closed):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", gone)
+            assert look_around().unwatched, "there is nowhere to show anything"
     found: list[Here] = []
     thread = threading.Thread(target=lambda: found.append(look_around()))
     thread.start()

@@ -191,8 +191,14 @@ def _train(asked: _TrainGlove) -> None:
     check_writable(asked.json_file)
     out = asked.out or fresh_directory("glove")
     corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
-    options = Options(checkpoint_every=asked.checkpoint_every, watchdog_s=asked.watchdog, resume_command="")
-    go_on = f"go on with: {command_to_resume(sys.argv, out)}"
+    resume_command = command_to_resume(sys.argv, out)
+    options = Options(
+        checkpoint_every=asked.checkpoint_every,
+        watchdog_s=asked.watchdog,
+        resume_command=resume_command,
+        tells_interruption=False,  # which also says what there is of vectors
+    )
+    go_on = f"go on with: {resume_command}"
     page = live_page(asked.dashboard, out, "glove", asked.strategy, asked.dashboard_port)
     try:
         with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:

@@ -306,7 +306,8 @@ def _keeping(asked: _TrainLogreg, out: Path) -> Keeping:
     options = Options(
         checkpoint_every=asked.checkpoint_every,
         watchdog_s=asked.watchdog,
-        resume_command="",
+        resume_command=command_to_resume(sys.argv, out),
+        tells_interruption=False,  # which also says what there is of a model
         own_files=own_files,
     )
     return Keeping(out=out, resume=asked.resume, options=options)

@@ -46,16 +46,15 @@ def facts_of(
 
 def run_line(facts: Iterable[tuple[str, str]]) -> str:
     """The facts in one line."""
-    plain = ("task", "strategy", "time", "speed", "directory")  # they say themselves what they are
-    return " · ".join(
-        value if name in plain else f"{value} {name}" if name in ("workers", "steps") else f"{name} {value}"
-        for name, value in facts
-    )
+    return " · ".join(_in_words(name, value) for name, value in facts)
 
 
 def table_html(facts: Iterable[tuple[str, str]]) -> str:
     """The facts, a row each."""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
+    left = 'style="text-align: left"'  # a notebook would have it otherwise
+    rows = "".join(
+        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>" for name, value in facts
+    )
     return f"<table><tbody>{rows}</tbody></table>"
 
 
@@ -81,6 +80,15 @@ def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], pat
     """The table and the curve."""
     html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
     return html.encode(errors="backslashreplace").decode()  # what a task says may be no text
+
+
+def _in_words(name: str, value: str) -> str:
+    match name:
+        case "task" | "strategy" | "time" | "speed" | "directory":  # they say themselves what they are
+            return value
+        case "workers" | "steps":
+            return f"{value} {name.removesuffix('s') if value == '1' else name}"
+    return f"{name} {value}"
 
 
 def _steps(summary: Mapping[str, Any]) -> str:

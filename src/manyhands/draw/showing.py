@@ -64,12 +64,13 @@ class Here(NamedTuple):
 def look_around() -> Here:
     """The place where this is called."""
     stream = sys.stderr
-    is_terminal = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    is_gone = stream is None or getattr(stream, "closed", False)
+    is_terminal = not is_gone and stream.isatty() and os.environ.get("TERM") != "dumb"
     in_main = threading.current_thread() is threading.main_thread()
     return Here(
         notebook=_in_notebook(),
         terminal=is_terminal,
-        unwatched="PYTEST_CURRENT_TEST" in os.environ or not in_main or stream is None,
+        unwatched="PYTEST_CURRENT_TEST" in os.environ or not in_main or is_gone,
     )
 
 

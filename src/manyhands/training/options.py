@@ -69,6 +69,9 @@ class Options:
     resume_command: str | None = None
     """How to go on, for the line that a broken or interrupted run ends with (None: `fit` again); empty: no line."""
 
+    tells_interruption: bool = True
+    """Whether `fit` says what an interruption left; a caller who says more turns it off."""
+
     commands: queue.SimpleQueue[Command] | None = None
     """Where changes of the workers come from while the run goes on; `start` makes one."""
 
