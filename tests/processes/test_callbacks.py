@@ -22,7 +22,7 @@ pytestmark = [
 
 ONES = torch.ones(16, 1, dtype=torch.float64)
 STRATEGIES = [("single", 1), ("mirrored", 2), ("local steps=2", 2), ("hogwild order=turns", 2)]
-MANY = 50_000  # more than anybody waits for
+MANY = 1_000_000  # more than anybody waits for
 
 
 class Slope(nn.Module):
@@ -158,7 +158,7 @@ def test_whoever_started_a_run_in_the_background_may_stop_it(strategy: str, work
             return None
 
     options = mh.Options(callbacks=[Begun()])
-    with mh.start(task(), strategy, workers=workers, steps=100 * MANY, options=options) as running:
+    with mh.start(task(), strategy, workers=workers, steps=MANY, options=options) as running:
         assert begun.wait(60)
         running.stop()
         run = running.result()
