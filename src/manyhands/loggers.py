@@ -142,6 +142,9 @@ class WandbLogger(Callback):
             self._run = self._wandb.init(project=self._project, config=config, **self._settings)
         else:
             self._run.config.update(config, allow_val_change=True)
+        # Its own count of steps only goes forward, and drops what comes behind it: steps of ps, and of a resumed run.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def on_step(self, row: Mapping[str, Any]) -> bool | None:
         """Loss and seconds."""
@@ -166,7 +169,7 @@ class WandbLogger(Callback):
 
     def _log(self, row: Mapping[str, Any]) -> None:
         assert self._run is not None, "a run begins before it has rows"
-        self._run.log(_values(row), step=row["step"])
+        self._run.log({"step": row["step"], **_values(row)})
 
 
 class MlflowLogger(Callback):

@@ -142,6 +142,7 @@ class _Session:
         self._notes: list[str] = []
         self._clock = _TrainingClock()
         self._listeners = Listeners(request.options.callbacks)
+        self._who_stops = ""
         if directory is not None:
             self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
             self._members: Backlog[Mapping[str, Any]] = Backlog(
@@ -172,7 +173,7 @@ class _Session:
             take_event=self._take_event,
             take_checkpoint=self._take_checkpoint,
             say=self._say,
-            stop_wanted=lambda: self._listeners.wish is not None,
+            stop_wanted=self._stop_wanted,
         )
         try:
             result = training.run(stage)
@@ -196,10 +197,8 @@ class _Session:
                 self._directory.tell_end(told, self._clock.seconds)
             raise
         self._notes += result.notes
-        if self._listeners.wish is not None and result.stopped_early:
-            self._notes.append(
-                f"stopped after step {result.steps_done}: {self._listeners.wish.name} asked for it"
-            )
+        if self._who_stops and result.stopped_early:
+            self._notes.append(f"stopped after step {result.steps_done}: {self._who_stops} asked for it")
         summary = self._summarise(result, time.monotonic() - began)
         if self._directory is not None:
             try:
@@ -229,6 +228,19 @@ class _Session:
     def _take_checkpoint(self, step: int, path: Path) -> None:
         self._listeners.saved(step, path)
         self._require_stoppable()
+
+    def _stop_wanted(self) -> bool:
+        """Whether a callback wants the run to end, or whoever started it in the background."""
+        wish, commands = self._listeners.wish, self._request.options.commands
+        if wish is not None:
+            self._who_stops = self._who_stops or wish.name
+        if (
+            commands is not None and not self._request.strategy.can_change_workers
+        ):  # else the training obeys them
+            while not commands.empty():
+                commands.get().done.set_result(-1)
+                self._who_stops = self._who_stops or "Running.stop"
+        return bool(self._who_stops)
 
     def _require_stoppable(self) -> None:
         """Where a strategy cannot end all workers after one step, a callback that asks for a stop ends the run."""

@@ -85,6 +85,42 @@ def test_no_piece_is_larger_than_it_must_be_and_the_history_has_the_mean_of_the_
     assert run.summary["samples"] == whole.summary["samples"] == 45
 
 
+class Saved:
+    """A tensor that autograd keeps for backward, counted while it lives."""
+
+    alive = peak = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.size = tensor, tensor.nbytes
+        Saved.alive += self.size
+        Saved.peak = max(Saved.peak, Saved.alive)
+
+    def __del__(self) -> None:
+        Saved.alive -= self.size
+
+
+def test_what_autograd_keeps_is_that_of_one_piece() -> None:
+    def peak(task: mh.Task) -> int:
+        Saved.alive = Saved.peak = 0
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            mh.fit(task, "single", steps=2)
+        assert Saved.alive == 0
+        return Saved.peak
+
+    x = torch.randn(256, 8)
+    wide = mh.Task(
+        model=lambda: nn.Sequential(
+            nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        ),
+        loss=lambda model, batch: model(batch).square().mean(),
+        data=x,
+        optimizer=OPTIMIZERS["sgd"],
+        batch_size=256,
+    )
+    weights = 64 * 64 * 4 * 2  # which are kept for backward, too, however few samples there are
+    assert peak(dataclasses.replace(wide, microbatches=8)) - weights < peak(wide) / 6
+
+
 @pytest.mark.parametrize("way", ["mirrored", "central"])
 def test_what_is_sent_is_sent_once_a_step(way: str) -> None:
     def traffic(task: mh.Task) -> list[tuple[int, int]]:

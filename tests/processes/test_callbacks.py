@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ pytestmark = [
 
 ONES = torch.ones(16, 1, dtype=torch.float64)
 STRATEGIES = [("single", 1), ("mirrored", 2), ("local steps=2", 2), ("hogwild order=turns", 2)]
-MANY = 50_000  # more than anybody waits for
+MANY = 1_000_000  # more than anybody waits for
 
 
 class Slope(nn.Module):
@@ -144,3 +145,24 @@ def test_ps_hears_everything_and_a_stop_ends_it_at_once(tmp_path: Path) -> None:
             out=tmp_path / "b",
             options=mh.Options(callbacks=[Watcher(step=2)]),
         )
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("mirrored", 2)])
+def test_whoever_started_a_run_in_the_background_may_stop_it(strategy: str, workers: int) -> None:
+    begun = threading.Event()
+
+    class Begun(mh.Callback):
+        def on_step(self, row: Mapping[str, Any]) -> bool | None:
+            del row
+            begun.set()
+            return None
+
+    options = mh.Options(callbacks=[Begun()])
+    with mh.start(task(), strategy, workers=workers, steps=MANY, options=options) as running:
+        assert begun.wait(60)
+        running.stop()
+        run = running.result()
+    assert run.summary["stopped_early"]
+    end = run.summary["steps"]
+    assert f"stopped after step {end}: Running.stop asked for it" in run.summary["notes"]
+    assert abs(run.model.state_dict()["weight"].item() - weight_after(end)) < 1e-9

@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit statuses, one-line errors, files written."""
 
+import csv
 import gzip
 import json
 import re
@@ -25,13 +26,16 @@ def test_train_writes_the_summary_and_prints_table_and_directory(
     monkeypatch.chdir(tmp_path)
     status = run_command(
         monkeypatch, "train", "digits", "--workers", "2", "--steps", "20", "--json", "s.json",
-        "--slow", "worker=1,factor=20",
+        "--slow", "worker=1,factor=20", "--csv", "s.csv",
     )  # fmt: skip
     printed = capfd.readouterr()
     assert status == 0, printed.err
     summary = json.loads((tmp_path / "s.json").read_text())
     assert (summary["strategy"], summary["workers"], summary["steps"]) == ("mirrored", 2, 20)
     assert set(summary["final"]) == {"loss", "evaluation_loss", "accuracy"}
+    lines = list(csv.DictReader((tmp_path / "s.csv").read_text().splitlines()))
+    assert [line["step"] for line in lines if line["loss"]] == [str(step) for step in range(1, 21)]
+    assert float(lines[-1]["accuracy"]) == summary["final"]["accuracy"]
     slowed, other = summary["per_worker"][1], summary["per_worker"][0]
     assert slowed["compute_s"] > other["compute_s"]
     assert other["wait_s"] > slowed["wait_s"]

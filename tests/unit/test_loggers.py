@@ -169,9 +169,10 @@ def test_wandb_gets_what_its_own_loop_would_log() -> None:
     module = Calls(init=board)
     hear(mh.WandbLogger("project", wandb=module, every=2, tags=["a"]), ENDED, None)
     assert module.calls == [("init", (), {"project": "project", "config": CONFIG, "tags": ["a"]})]
+    assert board.of("define_metric") == [(("step",), {}), (("*",), {"step_metric": "step"})]
     assert board.of("log") == [
-        (({"loss": 0.5, "seconds": 0.5},), {"step": 2}),
-        (({"evaluation_loss": 0.25, "accuracy": 0.5},), {"step": 2}),
+        (({"step": 2, "loss": 0.5, "seconds": 0.5},), {}),
+        (({"step": 2, "evaluation_loss": 0.25, "accuracy": 0.5},), {}),
     ]
     assert board.summary.calls == [("update", ({"final/loss": 0.25},), {})]
     assert board.of("finish") == [((), {"exit_code": 0})]
