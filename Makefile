@@ -20,26 +20,20 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(READY)
 
-# numba's cache knows when a file changed, but not the files that its compiled code calls.
-KERNELS := $(shell grep -rl "@njit" src)
-$(VENV)/.kernels: $(KERNELS) | $(READY)
-	find src -name '*.nbi' -delete -o -name '*.nbc' -delete
-	touch $@
-
 run: setup
 	$(BIN)/manyhands train digits --workers 2
 
 check: setup
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks docs examples
+	$(BIN)/ruff check src tests benchmarks docs examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check $(VENV)/.kernels
+test: check
 	$(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
 	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile tests/processes
 
-bench: setup $(VENV)/.kernels
+bench: setup
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json
 	$(BIN)/manyhands bench allreduce --workers 4 --json benchmarks/results/allreduce-4.json
 	$(BIN)/manyhands bench backend --workers 2 --json benchmarks/results/backend-2.json
@@ -54,7 +48,7 @@ bench: setup $(VENV)/.kernels
 	$(BIN)/python benchmarks/desync.py
 	$(BIN)/python benchmarks/startup.py
 
-soak: setup $(VENV)/.kernels
+soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 1800
 
 clean:

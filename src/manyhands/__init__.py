@@ -11,6 +11,7 @@ Names are loaded when they are first used, so that `manyhands --help` and a star
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -95,13 +96,24 @@ _HOMES = {
 }
 
 
+_STARTING = ("fit", "join", "start", "warm")
+
+
 def __getattr__(name: str) -> object:
+    if name in _STARTING:
+        _compile_before()
     if name in _HOMES:
         return getattr(import_module(f"manyhands.{_HOMES[name]}"), name)
     found = _strategies().get(name)
     if found is None:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     return found.load_value()
+
+
+def _compile_before() -> None:
+    """Compile what is missing in several processes, before modules are imported that would compile it in this one."""
+    if "manyhands.memory.waiting" not in sys.modules:
+        import_module("manyhands.compiled.warming").prepare("fit")
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,8 @@ from enum import Enum
 
 import torch
 
+from manyhands.compiled.place import cache_folder
+from manyhands.compiled.warming import JOBS, missing_jobs
 from manyhands.errors import format_bytes
 from manyhands.memory.segment import available_bytes
 
@@ -40,7 +42,17 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at cores, memory, accelerators and engines."""
-    return [_python(), _cores(), _memory(), _shared_memory(), _gpus(), *_engines(), _numba(), *_extras()]
+    return [
+        _python(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _gpus(),
+        *_engines(),
+        _numba(),
+        _kernels(),
+        *_extras(),
+    ]
 
 
 def _python() -> Finding:
@@ -131,6 +143,26 @@ def _numba() -> Finding:
         subject="numba",
         verdict=DoctorVerdict.GOOD,
         found=importlib.metadata.version("numba"),
+    )
+
+
+def _kernels() -> Finding:
+    place = cache_folder()
+    if place is None:
+        return Finding(
+            subject="kernels",
+            verdict=DoctorVerdict.NOTE,
+            found="no folder to keep compiled code in",
+            advice="every run compiles again; set NUMBA_CACHE_DIR to a folder of your own",
+        )
+    missing = missing_jobs("all")
+    return Finding(
+        subject="kernels",
+        verdict=DoctorVerdict.NOTE if missing else DoctorVerdict.GOOD,
+        found=f"{len(JOBS) - len(missing)} of {len(JOBS)} groups compiled, in {place}",
+        advice="the others are compiled when they are needed, or now with manyhands doctor --warm"
+        if missing
+        else "",
     )
 
 

@@ -66,6 +66,7 @@ class Run:
     """The final weights, on the CPU."""
 
     history: History
+    """One row for every step and evaluation."""
     summary: dict[str, Any]
     """What `--json` writes: strategy, workers, steps, seconds, samples_per_s, final, traffic, time per worker."""
 

@@ -22,9 +22,13 @@ class Slowdown:
     """Worker `worker` takes `factor` times as long to compute, at each step from `from_step` on with `probability`."""
 
     worker: int
+    """Which one, from 0."""
     factor: float
+    """How many times as long it computes."""
     probability: float = 1.0
+    """How likely each step is to be slow."""
     from_step: int = 0
+    """The first step that may be."""
 
     def __post_init__(self) -> None:
         if self.worker < 0:

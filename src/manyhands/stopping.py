@@ -20,6 +20,7 @@ class EarlyStopping:
     """The name of a metric of the task, or `evaluation_loss`."""
 
     patience: int = 3
+    """How many evaluations in a row without a better one end the run."""
     min_delta: float = 0.0
     """What counts as better is better by more than this."""
 

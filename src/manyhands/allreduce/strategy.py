@@ -58,8 +58,10 @@ class AllReduce(Strategy):
     crosses_hosts: ClassVar[bool] = True
 
     algorithm: str = setting("direct", str)
+    """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
     buckets: int = buckets_setting()
     group: int = setting(0, whole_number)
+    """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     codec: str = codec_setting()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from numba import int64, njit
+from numba import int64
 
 from manyhands.c10d.layout import ABORT_OFFSET, ARRIVED, DONE
 from manyhands.c10d.rounds import (
@@ -37,6 +37,7 @@ from manyhands.c10d.rounds import (
     reduce,
     wait_for_all,
 )
+from manyhands.compiled.decorators import njit
 from manyhands.group.kernels import ALL
 from manyhands.memory.atomics import array_at, load_u32
 from manyhands.memory.segment import CACHE_LINE
@@ -55,14 +56,14 @@ def all_reduce_words(head: Sequence[int], items: int, block_items: int, world: i
     return [*head, 0, items, block_items, *(0,) * world]
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def _cut(num_bytes: int, rank: int, world: int) -> int:
     """Where the slice of `rank` begins in a block: on a cache line, slices as even as they divide."""
     lines = (num_bytes + CACHE_LINE - 1) // CACHE_LINE
     return min(lines * rank // world * CACHE_LINE, num_bytes)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _block(call: Any, step: int) -> Any:
     """Address and size in bytes of the block of one step."""
     size = call[_BLOCK_ITEMS] * call[ITEM_BYTES]
@@ -70,7 +71,7 @@ def _block(call: Any, step: int) -> Any:
     return call[ADDRESS] + first, min(size, call[_COUNT] * call[ITEM_BYTES] - first)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> None:
     """Copy what other ranks reduce into this rank's half, or their results `out` of it."""
     address, size = _block(call, step)
@@ -85,7 +86,7 @@ def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> No
         copy(staged + end, address + end, size - end)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _reduce_block(stage: Any, call: Any, call_address: int, number: int) -> None:
     """Combine this rank's slice of the block, its own part in the caller's tensor."""
     address, size = _block(call, call[STEP])
@@ -99,7 +100,7 @@ def _reduce_block(stage: Any, call: Any, call_address: int, number: int) -> None
     reduce(stage, call, parts_address, (end - first) // call[ITEM_BYTES], ALL)
 
 
-@njit("int64(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64)", nogil=True, cache=True)
 def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
     """Take part in an all-reduce, from where it stands to its end: REACHED, or why not."""
     stage = array_at(stage_address, STAGE_WORDS, int64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from numba import int64, njit
+from numba import int64
 
 from manyhands.c10d.calls import EXTENT_WORD
 from manyhands.c10d.layout import ABORT_OFFSET, ARRIVED, TABLES
@@ -41,6 +41,7 @@ from manyhands.c10d.rounds import (
     region,
     wait_for_all,
 )
+from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import array_at, load_u32
 from manyhands.memory.waiting import ABORTED, REACHED
 
@@ -76,14 +77,14 @@ def most_words(world: int) -> int:
     return _TABLE + (_LANE_WORDS + _READ_WORDS + 1) * world
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def _brought(stage: Any, rank: int, number: int) -> Any:
     """What `rank` brings for each rank, then what it expects from each, in bytes."""
     size = 2 * stage[WORLD]
     return array_at(region(stage, rank) + TABLES + (number & 1) * 8 * size, size, int64)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _tables_agree(stage: Any, number: int) -> bool:
     world = stage[WORLD]
     for sender in range(world):
@@ -94,7 +95,7 @@ def _tables_agree(stage: Any, number: int) -> bool:
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _publish_table(stage: Any, call: Any, number: int) -> None:
     world, rank = stage[WORLD], stage[RANK]
     table = _brought(stage, rank, number)
@@ -107,7 +108,7 @@ def _publish_table(stage: Any, call: Any, number: int) -> None:
     table[world + rank] = table[rank]  # what a rank keeps for itself does not travel
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _lay_out(stage: Any, call: Any, number: int) -> None:
     """Copy this step's window of each lane into this rank's half."""
     room = call[_LANE_BYTES]
@@ -120,7 +121,7 @@ def _lay_out(stage: Any, call: Any, number: int) -> None:
             copy(target + lane * room, call[at] + first, size)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _read(stage: Any, call: Any, number: int) -> None:
     """Copy this step's window of each lane that this rank reads."""
     room = call[_LANE_BYTES]
@@ -132,7 +133,7 @@ def _read(stage: Any, call: Any, number: int) -> None:
             copy(call[at + 2] + first, half(stage, call[at], number) + call[at + 1] * room, size)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _combine(stage: Any, call: Any, parts_address: int, number: int) -> None:
     """Combine this step's window of the lane that this rank reads from all others with its own, in rank order."""
     room = call[_LANE_BYTES]
@@ -147,7 +148,7 @@ def _combine(stage: Any, call: Any, parts_address: int, number: int) -> None:
     reduce(stage, call, parts_address, min(room, call[at + 3] - first) // call[ITEM_BYTES], stage[RANK])
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _steps(stage: Any, call: Any, number: int) -> int:
     """How many rounds the longest lane of any rank takes."""
     longest = 0
@@ -156,7 +157,7 @@ def _steps(stage: Any, call: Any, number: int) -> int:
     return (longest + call[_LANE_BYTES] - 1) // call[_LANE_BYTES]  # type: ignore[no-any-return]
 
 
-@njit("int64(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64)", nogil=True, cache=True)
 def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
     """Take part in an exchange, from where it stands to its end: REACHED, or why not."""
     stage = array_at(stage_address, STAGE_WORDS, int64)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
-from numba import int64, njit, types, uint32
+from numba import int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -27,6 +27,7 @@ from manyhands.c10d.layout import (
     REGIONS,
     MemoryLayout,
 )
+from manyhands.compiled.decorators import njit
 from manyhands.group.kernels import SCRATCH_BYTES, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake
 from manyhands.memory.waiting import (
@@ -136,25 +137,25 @@ def copy(_typing: Any, target: Any, source: Any, num_bytes: Any) -> Any:  # noqa
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def region(stage: Any, rank: int) -> int:
     """Where the lines of `rank` begin."""
     return stage[CONTROL] + REGIONS + rank * stage[_REGION_BYTES]  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def half(stage: Any, rank: int, number: int) -> int:
     """Where `rank` stages round `number`."""
     return stage[_AREAS] + (2 * rank + (number & 1)) * stage[_HALF_BYTES]  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def record(stage: Any, rank: int, number: int) -> Any:
     """The record of the call that `rank` began in round `number`."""
     return array_at(region(stage, rank) + RECORDS + (number & 1) * RECORD_BYTES, RECORD_WORDS, int64)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _part_from(stage: Any, word: int) -> None:
     """Leave this core if the rank that writes `word` runs here too, unless that was tried just now."""
     now_ns = clock_ns()
@@ -163,7 +164,7 @@ def _part_from(stage: Any, word: int) -> None:
         stage[_PART_NS] = now_ns + _PART_EVERY_NS
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
     """Wait until every rank's word `which` (ARRIVED or DONE) has come to `number`: REACHED, or why not."""
     for rank in range(stage[WORLD]):
@@ -178,26 +179,26 @@ def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
     return REACHED
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def next_round(stage: Any) -> int:
     """The number of the round that comes after the last this rank has arrived at."""
     return stage[_ROUND] + 1  # type: ignore[no-any-return]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def arrive(stage: Any, number: int) -> None:
     """Say that this rank's data of round `number` is laid out."""
     stage[_ROUND] = number
     announce(region(stage, stage[RANK]) + ARRIVED, number)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def leave(stage: Any, number: int) -> None:
     """Say that this rank is done with round `number`."""
     announce(region(stage, stage[RANK]) + DONE, number)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def begin(stage: Any, call: Any) -> int:
     """Lay the record of a call out for its first round, whose number is returned."""
     number = next_round(stage)
@@ -208,7 +209,7 @@ def begin(stage: Any, call: Any) -> int:
     return number  # type: ignore[no-any-return]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def all_agree(stage: Any, call: Any, number: int) -> bool:
     """Whether all ranks have begun the same call in round `number`, at which all have arrived."""
     for rank in range(stage[WORLD]):
@@ -219,20 +220,20 @@ def all_agree(stage: Any, call: Any, number: int) -> bool:
     return True
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def reduce(stage: Any, call: Any, parts: int, count: int, target: int) -> None:
     """Combine `count` items at each of the addresses that lie at `parts`, one for each rank; see `call_reducer`."""
     call_reducer(call[REDUCER], parts, stage[WORLD], count, call[_OPERATION], target, stage[_SCRATCH])
 
 
-@njit("void(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64)", nogil=True, cache=True)
 def leave_round(stage_address: int) -> None:
     """Say that this rank is done with the round it has arrived at, having read nothing."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
     leave(stage, stage[_ROUND])
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def abort(stage_address: int, word: int) -> None:
     """Store `word` (not 0) as the reason to stop, unless there is one, and wake everyone."""
     stage = array_at(stage_address, STAGE_WORDS, int64)

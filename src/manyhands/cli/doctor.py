@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from manyhands.compiled.warming import prepare
 from manyhands.doctor import DoctorVerdict, examine
 
 __all__ = ["doctor_command"]
 
 
-def doctor_command() -> None:
+def doctor_command(
+    warm: Annotated[
+        bool, typer.Option("--warm", help="First compile all kernels, so that no later run has to.")
+    ] = False,
+) -> None:
     """What this machine has for training, what is missing, and how to get it."""
+    if warm:
+        prepare("all")
     signs = {
         DoctorVerdict.GOOD: "[green]✓[/]",
         DoctorVerdict.NOTE: "[yellow]·[/]",

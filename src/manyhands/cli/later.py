@@ -54,8 +54,8 @@ def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             if args and args[0] in commands:
                 command = commands[args[0]]
-                if command.trains and forks_workers(args[1:]):
-                    _prepare()
+                if command.trains and len(args) > 1 and "--help" not in args:
+                    _prepare(args[1:])
                 self.add_command(_made(args[0], command), args[0])
             return super().resolve_command(ctx, args)
 
@@ -81,8 +81,13 @@ def _listed() -> None:
     """In the place of a command until it is asked for."""
 
 
-def _prepare() -> None:
-    import_module("manyhands.cluster.template").warm()
+def _prepare(words: Sequence[str]) -> None:
+    """Before anything else is imported: kernels, if any are missing, and then what workers are forked from."""
+    forks = forks_workers(words)
+    own = [words[0]] if words[0] in _COMPILED else []
+    import_module("manyhands.compiled.warming").prepare(*own, *(["fit"] if forks or not own else []))
+    if forks:
+        import_module("manyhands.cluster.template").warm()
 
 
 def _made(name: str, command: Later) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -71,7 +72,6 @@ COMMANDS = {
 app = typer.Typer(
     name="manyhands",
     cls=group_of(COMMANDS),
-    help="Many machines train one model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -83,6 +83,24 @@ add_later(app, COMMANDS)
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True, metavar=""
+        ),
+    ] = False,
+) -> None:
+    """Many machines train one model."""
 
 
 def main() -> None:

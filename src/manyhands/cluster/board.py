@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 from types import TracebackType
 
-from numba import njit
-
+from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import clock_ns, load_i64, store_i64
 
 __all__ = ["HEARTBEAT_OFFSET", "NOBODY", "SIGN_OFFSET", "Board", "Line", "State", "pack_mark", "unpack_mark"]
@@ -175,18 +174,18 @@ def unpack_mark(mark: int) -> tuple[int, State, int]:
     return mark >> 24, State(mark >> 16 & 0xFF), (mark & 0xFFFF) - 1
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def _write_pid(line, pid):  # type: ignore[no-untyped-def]
     store_i64(line + _PID_OFFSET, pid)
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def _write_mark(line, mark):  # type: ignore[no-untyped-def]
     store_i64(line + _MARK_OFFSET, mark)
     store_i64(line + _MARKED_OFFSET, clock_ns())
 
 
-@njit("UniTuple(int64, 6)(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+@njit("UniTuple(int64, 6)(int64)", nogil=True, cache=True)
 def _read_line(line):  # type: ignore[no-untyped-def]
     return (
         load_i64(line + _PID_OFFSET),

@@ -22,10 +22,11 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from manyhands.cluster.board import HEARTBEAT_OFFSET, Board
 from manyhands.cluster.parent import die_with_parent
+from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import clock_ns, load_u32, store_i64
 
 __all__ = ["BEAT_S", "start_sentinel"]
@@ -57,7 +58,7 @@ def start_sentinel(board: Board, rank: int, *, lifeline: int, parent_pid: int) -
     die_with_parent(parent_pid, signal.SIGCONT)
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
 def _guard(heartbeat, watched, parent):  # type: ignore[no-untyped-def]
     """Beat; kill the process group when the launcher is gone.
 

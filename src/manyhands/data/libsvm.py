@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from manyhands.compiled.decorators import helper, njit
 from manyhands.data.parse_kernels import (
     BAD_LABEL,
     BAD_VALUE,
@@ -53,8 +53,8 @@ def most_entries(text: Any) -> int:
     return int(np.count_nonzero(text == _COLON))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _index(text: Any, at: int) -> Any:
+@helper()
+def _index(text: int, at: int) -> Any:
     """A whole number at `at` and where it ends."""
     value = np.int64(0)
     while has_digit(byte(text, at)):
@@ -64,35 +64,36 @@ def _index(text: Any, at: int) -> Any:
     return value, at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _second_of_two(text: Any, at: int, end: int) -> int:
+@helper()
+def _second_of_two(text: int, at: int, end: int) -> int:
     """Where a feature of the good line at `at` comes for the second time; -1 where none does."""
-    pairs = 0
+    pairs, bits = 0, 1
     for place in range(at, end):
         pairs += byte(text, place) == _COLON
-    keys, places = np.empty(pairs, np.int64), np.empty(pairs, np.int64)
-    found = 0
+    while 1 << bits < 2 * pairs:
+        bits += 1
+    keys = np.empty(1 << bits, np.int64)  # a hash table of those that have come, -1 where there is none
+    for place in range(keys.size):
+        keys[place] = -1
     while at < end and byte(text, at) != _HASH:
         start = at
         while not ends_token(byte(text, at)) and byte(text, at) != _HASH:
             if byte(text, at) == _COLON:
-                keys[found], _ = _index(text, start)
-                places[found] = start
-                found += 1
+                key, _ = _index(text, start)
+                place = place_of(key, 64 - bits)
+                while keys[place] >= 0:
+                    if keys[place] == key:
+                        return start
+                    place = (place + 1) & (keys.size - 1)
+                keys[place] = key
             at += 1
         while is_blank(byte(text, at)):
             at += 1
-    order = np.argsort(keys[:found], kind="mergesort")
-    second = -1
-    for i in range(1, found):
-        if keys[order[i]] == keys[order[i - 1]]:
-            place = places[order[i]]
-            second = place if second < 0 else min(second, place)
-    return second
+    return -1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _features(text: Any, at: int, entry: int, shift: int, indices: Any, values: Any) -> Any:
+@helper()
+def _features(text: int, at: int, entry: int, shift: int, indices: Any, values: Any) -> Any:
     """Read features up to the end of the line: where that is, the next entry, the largest index, what is wrong.
 
     A line that is wrong ends where that was found. In `ascends`, whether the indices do.
@@ -136,14 +137,15 @@ def _features(text: Any, at: int, entry: int, shift: int, indices: Any, values: 
         entry += 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def parse(
-    text: Any, shift: int, starts: Any, indices: Any, values: Any, labels: Any, weights: Any, report: Any
+    letters: Any, shift: int, starts: Any, indices: Any, values: Any, labels: Any, weights: Any, report: Any
 ) -> None:
-    """Read the lines of `text`, which ends with a line feed, into the arrays of a `Rows`; see `report`."""
-    at, line, row, entry, largest = 0, 0, 0, 0, np.int64(-1)
+    """Read the lines of `letters`, which end with a line feed, into the arrays of a `Rows`; see `report`."""
+    text, at, row = letters.ctypes.data, 0, 0
+    line, entry, largest = np.int64(0), np.int64(0), np.int64(-1)
     starts[0] = 0
-    while at < text.size:
+    while at < letters.size:
         while is_blank(byte(text, at)):
             at += 1
         if byte(text, at) != _LINE_FEED and byte(text, at) != _HASH:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import int64, njit, types, uint64
+from numba import int64, types, uint64
 from numba.extending import intrinsic
+
+from manyhands.compiled.decorators import helper, inlined
 
 __all__ = [
     "BAD_LABEL",
@@ -67,25 +69,32 @@ _MOST_DIGITS = 18  # of a mantissa in 63 bits
 _LINE_FEED, _SPACE, _PLUS, _MINUS, _POINT = 10, 32, 43, 45, 46
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def byte(text: Any, at: int) -> Any:
-    """The byte at `at`, which is not negative: by an unsigned index, as a signed one would be tested for its sign."""
-    return text[uint64(at)]
+@intrinsic  # type: ignore[untyped-decorator]
+def byte(_typing: Any, _text: Any, _at: Any) -> Any:
+    """The byte at `at` of the text that begins at the address `text`.
+
+    Kernels pass addresses of text: an array would be unpacked and its references counted by every function.
+    """
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(builder.add(args[0], args[1]), ir.IntType(8).as_pointer()))
+
+    return types.uint8(types.int64, types.int64), codegen
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def has_digit(letter: int) -> Any:
     """Whether a byte is one of 0 to 9: one comparison, as bytes wrap round."""
     return np.uint8(letter - np.uint8(48)) < np.uint8(10)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def is_blank(letter: int) -> bool:
     """Whether a byte stands between two tokens of a line: space, tab, return (and any other control)."""
     return letter <= _SPACE and letter != _LINE_FEED
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def ends_token(letter: int) -> bool:
     """Whether a byte is blank or ends the line."""
     return letter <= _SPACE
@@ -113,7 +122,7 @@ def _trailing_zeros(_typing: Any, _value: Any) -> Any:
     return types.uint64(types.uint64), codegen
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _digits(address: int) -> Any:
     """The number that the digits at an address make, at most eight of them, and how many they are.
 
@@ -132,16 +141,16 @@ def _digits(address: int) -> Any:
     return int64(word), int64(count)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def end_of_line(text: Any, at: int) -> int:
+@helper()
+def end_of_line(text: int, at: int) -> int:
     """Where the line that `at` is in ends: the place of its line feed."""
     while byte(text, at) != _LINE_FEED:
         at += 1
     return at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _long_mantissa(text: Any, at: int) -> Any:
+@helper()
+def _long_mantissa(text: int, at: int) -> Any:
     """The first digits at `at`, as many as fit, and the power of ten that they leave out; a point may be among them."""
     mantissa, exponent, room, fraction = np.int64(0), 0, _MOST_DIGITS, 0
     while has_digit(byte(text, at)) or (byte(text, at) == _POINT and not fraction):
@@ -157,8 +166,8 @@ def _long_mantissa(text: Any, at: int) -> Any:
     return mantissa, exponent
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _exponent(text: Any, at: int) -> Any:
+@inlined()
+def _exponent(text: int, at: int) -> Any:
     """The exponent at `at`, after its e, and where it ends: at `at` itself where there is none."""
     mark = at
     below = byte(text, mark) == _MINUS
@@ -171,8 +180,8 @@ def _exponent(text: Any, at: int) -> Any:
     return -power if below else power, (end if end > mark else at)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def number(text: Any, at: int) -> Any:
+@helper()
+def number(text: int, at: int) -> Any:
     """A decimal number at `at`: its value and where it ends, which is `at` itself where there is none.
 
     The value is the nearest double as long as there are at most 15 digits and the exponent is within ±22, and at
@@ -192,7 +201,7 @@ def number(text: Any, at: int) -> Any:
     if byte(text, at) == _POINT:
         at += 1
         point = at
-        fraction, found = _digits(text.ctypes.data + at)
+        fraction, found = _digits(text + at)
         mantissa = mantissa * _WHOLE_POWERS[found] + fraction
         at += found
         while has_digit(byte(text, at)):
@@ -220,7 +229,7 @@ def number(text: Any, at: int) -> Any:
     return -value if negative else value, at
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@helper(error_model="numpy")
 def _scaled(value: float, exponent: int) -> Any:
     """Value times a power of ten, without leaving the range of a double on the way."""
     while exponent > 22 and value != 0.0 and value < np.inf:
@@ -234,7 +243,7 @@ def _scaled(value: float, exponent: int) -> Any:
     return value * _POWERS[exponent] if exponent > 0 else value / _POWERS[-exponent]
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def place_of(key: int, shift: int) -> Any:
     """The row of the table that holds a feature: its own number, or the upper bits of a product where hashed.
 
@@ -245,7 +254,7 @@ def place_of(key: int, shift: int) -> Any:
     return np.int64((uint64(key) * uint64(GOLDEN)) >> uint64(shift))
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def keep_bad(report: Any, line: int, at: int, code: int) -> None:
     """Count a line that is wrong, and keep the place of the first."""
     if report[BAD_LINES] == 0:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.compiled.warming import prepare
 from manyhands.data import libsvm, vowpal
 from manyhands.data.parse_kernels import (
     BAD_LINES,
@@ -41,7 +42,16 @@ from manyhands.data.parse_kernels import (
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError, format_bytes, nearest
 
-__all__ = ["FORMATS", "HASHES", "MOST_BITS", "MOST_LINE_BYTES", "Reading", "RowFile"]
+__all__ = [
+    "FORMATS",
+    "HASHES",
+    "MOST_BITS",
+    "MOST_LINE_BYTES",
+    "Reading",
+    "RowFile",
+    "warm_libsvm",
+    "warm_vowpal",
+]
 
 FORMATS = ("auto", "libsvm", "vw")
 HASHES = ("numbers", "all")
@@ -224,10 +234,21 @@ class RowFile:
             yield b"".join((*kept, b"\n", _PADDING))
 
 
+def warm_libsvm() -> None:
+    """Compile what reads LIBSVM's format, by reading a line of it."""
+    _parse(libsvm, Reading(), b"1 1:1\n" + _PADDING)
+
+
+def warm_vowpal() -> None:
+    """Compile what reads Vowpal Wabbit's format, likewise."""
+    _parse(vowpal, Reading(), b"1 | 1:1\n" + _PADDING)
+
+
 def _parser(reading: Reading, first: bytes) -> Callable[[bytes], _Block]:
     """The parser of the file's format, which its first line shows."""
     line = first.lstrip().partition(b"\n")[0]
     is_vowpal = reading.format == "vw" or (reading.format == "auto" and b"|" in line)
+    prepare("vowpal" if is_vowpal else "libsvm")
     return partial(_parse, vowpal if is_vowpal else libsvm, reading)
 
 

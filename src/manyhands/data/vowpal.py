@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
+from manyhands.compiled.decorators import helper, inlined, njit
 from manyhands.data.parse_kernels import (
     BAD_LABEL,
     BAD_VALUE,
@@ -72,8 +73,8 @@ def most_entries(text: Any) -> int:
     return int(np.count_nonzero(text <= 32))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _name(text: Any, at: int, state: int) -> Any:
+@helper()
+def _name(text: int, at: int, state: int) -> Any:
     """The hash of a name, which goes on from `state`, and where the name ends."""
     state = uint64(state)
     while not ends_token(byte(text, at)) and byte(text, at) != _COLON and byte(text, at) != _BAR:
@@ -82,8 +83,8 @@ def _name(text: Any, at: int, state: int) -> Any:
     return state, at
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _scale(text: Any, at: int) -> Any:
+@inlined()
+def _scale(text: int, at: int) -> Any:
     """The number after a colon, or 1 without a colon, and where it ends; -1 where there is no finite number."""
     if byte(text, at) != _COLON:
         return 1.0, at
@@ -94,8 +95,8 @@ def _scale(text: Any, at: int) -> Any:
     return value, end
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _has_bar(text: Any, at: int) -> bool:
+@helper()
+def _has_bar(text: int, at: int) -> bool:
     """Whether there is a bar between `at` and the end of its line."""
     while byte(text, at) != _LINE_FEED:
         if byte(text, at) == _BAR:
@@ -104,8 +105,8 @@ def _has_bar(text: Any, at: int) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _header(text: Any, at: int) -> Any:
+@helper()
+def _header(text: int, at: int) -> Any:
     """What stands before the first bar: label, importance, where the bar is, and what is wrong."""
     label, importance, numbers, begin = np.nan, 1.0, 0, at
     while byte(text, at) != _BAR:
@@ -135,8 +136,8 @@ def _header(text: Any, at: int) -> Any:
     return label, importance, at, 0
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _feature(text: Any, at: int, space: int, shift: int, hashes: int) -> Any:
+@inlined()
+def _feature(text: int, at: int, space: int, shift: int, hashes: int) -> Any:
     """A feature's name: its key, where it ends, whether it is a number that stands for itself, and what is wrong."""
     begin, key = at, np.int64(0)
     while has_digit(byte(text, at)) and at - begin <= _MOST_DIGITS:
@@ -154,9 +155,9 @@ def _feature(text: Any, at: int, space: int, shift: int, hashes: int) -> Any:
     return key, at, False, NEEDS_BITS if shift == 0 else 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _features(
-    text: Any, at: int, entry: int, shift: int, hashes: int, numbered: Any, indices: Any, values: Any
+    text: int, at: int, entry: int, shift: int, hashes: int, numbered: Any, indices: Any, values: Any
 ) -> Any:
     """Read from the first bar to the end of the line: where that is, the next entry, the largest index, what is wrong.
 
@@ -180,7 +181,7 @@ def _features(
         if is_number:
             if has_numbers and numbers_in != space:
                 wrong = TWO_SPACES
-            has_numbers, numbers_in = True, space
+            has_numbers, numbers_in = np.int64(1), space
         if wrong != 0:
             return begin, entry, largest, wrong, (has_numbers, numbers_in)
         if byte(text, at) == _COLON and has_digit(byte(text, at + 1)) and ends_token(byte(text, at + 2)):
@@ -200,9 +201,9 @@ def _features(
     return at, entry, largest, 0, (has_numbers, numbers_in)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def parse(
-    text: Any,
+    letters: Any,
     shift: int,
     hashes: int,
     starts: Any,
@@ -212,11 +213,12 @@ def parse(
     weights: Any,
     report: Any,
 ) -> None:
-    """Read the lines of `text`, which ends with a line feed, into the arrays of a `Rows`; see `report`."""
-    at, line, row, entry, largest = 0, 0, 0, 0, np.int64(-1)
-    numbered = (False, np.int64(0))
+    """Read the lines of `letters`, which end with a line feed, into the arrays of a `Rows`; see `report`."""
+    text, at, row = letters.ctypes.data, 0, 0
+    line, entry, largest = np.int64(0), np.int64(0), np.int64(-1)
+    numbered = (np.int64(0), np.int64(0))
     starts[0] = 0
-    while at < text.size:
+    while at < letters.size:
         while is_blank(byte(text, at)):
             at += 1
         if byte(text, at) != _LINE_FEED:

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from manyhands.analyse.totals import TotalsSnapshot
+if TYPE_CHECKING:
+    from manyhands.analyse.totals import TotalsSnapshot
 
 __all__ = ["BarPhase", "Bars", "bar_view", "following", "show_rate"]
 

@@ -8,18 +8,20 @@ are the same gate for compiled ones, which go through it too often for Python.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from manyhands.compiled.decorators import helper
 from manyhands.errors import Aborted, PeerTimeout
-from manyhands.group.shared import SharedGroup
 from manyhands.memory.atomics import add_u32, clock_ns
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, Segment
 from manyhands.memory.sign import LongWait
 from manyhands.memory.waiting import ABORTED, REACHED, announce, spins_for, wait_until
+
+if TYPE_CHECKING:
+    from manyhands.group.shared import SharedGroup
 
 __all__ = ["FREE", "LOCKED", "TURNS", "Gate", "Turn", "enter", "leave", "require_turn"]
 
@@ -124,14 +126,14 @@ def require_turn(status: int, turn: Turn) -> None:
         )
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def enter(turn: Any, number: int) -> Any:
     """Wait for one's turn: its number, which is `number` where turns are agreed on, and how the wait ended."""
     mine = np.int64(add_u32(turn[2], np.uint32(1))) if turn[0] == LOCKED else np.int64(number)
     return mine, wait_until(turn[1], mine, turn[3], clock_ns() + turn[4], turn[5])
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def leave(turn: Any, number: int) -> None:
     """Let the next number through."""
     announce(turn[1], number + 1)

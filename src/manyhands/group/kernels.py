@@ -27,10 +27,11 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, float32, float64, int64, njit, types, uint8, uint16, uint32
+from numba import float32, float64, int64, types, uint8, uint16, uint32
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from manyhands.compiled.decorators import cfunc, helper
 from manyhands.memory.atomics import array_at
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "SUM",
     "call_reducer",
     "reducer_address",
+    "warm",
+    "warm_double",
 ]
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 0, 1, 2, 3
@@ -83,17 +86,17 @@ _truncate_to_half = _converter(
 )
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _same(value: float) -> float:
     return value
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _widen_bfloat(bits: int) -> float:
     return _float_of(uint32(bits) << uint32(16))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _narrow_bfloat(value: float) -> int:
     bits = _bits_of(value)
     odd = uint32(uint32(bits >> uint32(16)) & uint32(1))
@@ -102,7 +105,7 @@ def _narrow_bfloat(value: float) -> int:
     return uint16(rounded if value == value else quiet)  # type: ignore[no-any-return]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _widen_half_by_bits(bits: int) -> float:
     """The float16 in `bits`: re-bias the exponent; a float subtraction normalises a subnormal."""
     sign = (uint32(bits) & uint32(0x8000)) << uint32(16)
@@ -115,7 +118,7 @@ def _widen_half_by_bits(bits: int) -> float:
     return _float_of(uint32(magnitude | sign))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _narrow_half_by_bits(value: float) -> int:
     """The float16 nearest to `value`; adding one half makes the float unit itself round a subnormal."""
     sign = _bits_of(value) & uint32(0x80000000)
@@ -140,7 +143,7 @@ else:
     _widen_half, _narrow_half = _widen_half_by_bits, _narrow_half_by_bits
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _combine(one: float, other: float, largest: bool) -> float:
     """The larger of the two or their sum: computing both and selecting is free beside the memory's pace."""
     larger = one if (one > other) | (one != one) else other
@@ -148,7 +151,7 @@ def _combine(one: float, other: float, largest: bool) -> float:
 
 
 def _compiled_for(name: str) -> Callable[[Any], Any]:
-    """njit for a function that is made once for each type, with `name` in its own.
+    """`helper` for a function that is made once for each type, with `name` in its own.
 
     Compiled code in the cache finds what it calls by name and by a number that each process counts anew. Code that two
     processes have compiled would otherwise share names, and the sum of one type would run the loop of another.
@@ -156,7 +159,7 @@ def _compiled_for(name: str) -> Callable[[Any], Any]:
 
     def compiled(function: Any) -> Any:
         function.__qualname__ = f"{function.__qualname__}_{name}"
-        return njit(nogil=True)(function)
+        return helper()(function)
 
     return compiled
 
@@ -248,7 +251,7 @@ def _reducer(name: str, item: Any, wide: Any, widen: Any, narrow: Any) -> Any:
     return reduce
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _spread(parts: Any, source: int, shift: int, num_bytes: int) -> None:
     """Copy `num_bytes` from `shift` bytes into part `source` to the same place in all other parts."""
     block = _bytes_at(parts[source] + shift, num_bytes)
@@ -265,7 +268,7 @@ _reduce_bfloat = _reducer("bfloat16", uint16, float32, _widen_bfloat, _narrow_bf
 _reduce_half = _reducer("float16", uint16, float32, _widen_half, _narrow_half)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _settled(parts: Any, num_bytes: int, operation: int) -> bool:
     """Do what needs no arithmetic; whether that was all."""
     if parts.size == 1 or num_bytes == 0:
@@ -307,7 +310,7 @@ _SIGNATURE = types.void(int64, int64, int64, int64, int64, int64)
 
 @cache
 def _compiled(kind: int) -> Any:
-    return cfunc(_SIGNATURE, nopython=True, cache=True)(_ENTRIES[kind])
+    return cfunc(_SIGNATURE)(_ENTRIES[kind])
 
 
 def reducer_address(kind: int) -> int:
@@ -317,6 +320,16 @@ def reducer_address(kind: int) -> int:
     """
     address: int = _compiled(kind).address
     return address
+
+
+def warm() -> None:
+    """Compile for the type that most models have."""
+    reducer_address(FLOAT32)
+
+
+def warm_double() -> None:
+    """Compile for the type that metrics are averaged in."""
+    reducer_address(FLOAT64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

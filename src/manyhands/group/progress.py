@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import int64, njit, uint32
+from numba import int64, uint32
 
+from manyhands.compiled.decorators import helper, inlined, njit
 from manyhands.group.kernels import ALL, call_reducer
 from manyhands.memory.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
 from manyhands.memory.segment import CACHE_LINE
@@ -109,23 +110,25 @@ SCATTER = 1 << 32  # added to an operation: the result of a rank's slice goes to
 ) = range(6)
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
 def word_offset(rank: int, phase: int) -> int:
     """Where in the control segment `rank` says how far it has come in `phase` (ARRIVED or DONE)."""
     return _FIRST_RANK_OFFSET + (2 * rank + phase) * CACHE_LINE
 
 
-@njit("boolean(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+_word_offset = inlined()(word_offset)  # for compiled code; Python calls the function as it stands
+
+
+@njit("boolean(int64, int64, int64)", nogil=True, cache=True)
 def abort_group(control: int, world: int, word: int) -> bool:
     """Store `word` (not 0) as the reason to stop, unless there is one, and wake everyone; whether it was first."""
     first = compare_swap_u32(control + ABORT_OFFSET, uint32(0), uint32(word))
     for rank in range(world):
         for phase in range(2):
-            futex_wake(control + word_offset(rank, phase))
+            futex_wake(control + _word_offset(rank, phase))
     return first  # type: ignore[no-any-return]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _launch(group: Any, bucket_address: int, operation: int) -> bool:
     """Put a bucket at the end of the list and announce this rank's arrival, unless it is still under way."""
     bucket = array_at(bucket_address, BUCKET_TABLE, int64)
@@ -141,19 +144,19 @@ def _launch(group: Any, bucket_address: int, operation: int) -> bool:
     else:
         array_at(group[GROUP_NEWEST], BUCKET_TABLE, int64)[_BUCKET_NEXT] = bucket_address
     group[GROUP_NEWEST] = bucket_address
-    announce(group[GROUP_CONTROL] + word_offset(group[GROUP_RANK], ARRIVED), number)
+    announce(group[GROUP_CONTROL] + _word_offset(group[GROUP_RANK], ARRIVED), number)
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _all_arrived(group: Any, number: int) -> bool:
-    for rank in range(group[GROUP_WORLD]):  # noqa: SIM110 - numba compiles no generator expressions
-        if not reached(group[GROUP_CONTROL] + word_offset(rank, ARRIVED), number):
+    for rank in range(group[GROUP_WORLD]):
+        if not reached(group[GROUP_CONTROL] + _word_offset(rank, ARRIVED), number):
             return False
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _reduce(group: Any, bucket: Any, table: int) -> None:
     operation, target = bucket[_BUCKET_OPERATION], ALL
     if operation >= SCATTER:
@@ -169,7 +172,7 @@ def _reduce(group: Any, bucket: Any, table: int) -> None:
     )
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _reduce_ready(group: Any) -> None:
     """Reduce this rank's slice of every operation at which all ranks have arrived, oldest first."""
     reduced = 0
@@ -184,24 +187,24 @@ def _reduce_ready(group: Any) -> None:
             group[GROUP_REDUCING_NS] += clock_ns() - began_ns
         group[GROUP_OLDEST] = bucket[_BUCKET_NEXT]
     if reduced != 0:
-        announce(group[GROUP_CONTROL] + word_offset(group[GROUP_RANK], DONE), reduced)
+        announce(group[GROUP_CONTROL] + _word_offset(group[GROUP_RANK], DONE), reduced)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _part_from(group: Any, word: int, now_ns: int) -> None:
     """Leave this core if the rank that writes `word` runs here too, unless that was tried just now."""
     if now_ns >= group[GROUP_PART_NS] and on_my_core(word):
-        words = group[GROUP_CONTROL] + word_offset(0, ARRIVED)
+        words = group[GROUP_CONTROL] + _word_offset(0, ARRIVED)
         leave_cores(words, group[GROUP_WORLD], 2 * CACHE_LINE, group[GROUP_SCRATCH])
         group[GROUP_PART_NS] = now_ns + _PART_EVERY_NS
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> int:
     """Wait for one rank after the other: while several are late, the time counts for the first of them."""
     waiting_ns = array_at(group_address + 8 * GROUP_WAITING_NS, group[GROUP_WORLD], int64)
     for rank in range(group[GROUP_WORLD]):
-        word = group[GROUP_CONTROL] + word_offset(rank, phase)
+        word = group[GROUP_CONTROL] + _word_offset(rank, phase)
         if reached(word, number):
             continue
         began_ns = clock_ns()
@@ -225,21 +228,21 @@ def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> in
     return REACHED
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _finish(group: Any, group_address: int) -> int:
     while group[GROUP_OLDEST] != 0:
         number = array_at(group[GROUP_OLDEST], BUCKET_TABLE, int64)[_BUCKET_NUMBER]
-        status = _wait_for_all(group, group_address, ARRIVED, number)
+        status = _wait_for_all(group, group_address, int64(ARRIVED), number)
         if status != REACHED:
             return status  # type: ignore[no-any-return]
         _reduce_ready(group)
-    status = _wait_for_all(group, group_address, DONE, group[GROUP_LAUNCHED])
+    status = _wait_for_all(group, group_address, int64(DONE), group[GROUP_LAUNCHED])
     if status == REACHED:
         group[GROUP_FINISHED] = group[GROUP_LAUNCHED]
     return status  # type: ignore[no-any-return]
 
 
-@njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)
 def advance(group_address: int, bucket_address: int, operation: int, until: int) -> int:
     """Launch a bucket (unless its address is 0), then go on until LAUNCH, POLL or FINISH says enough.
 

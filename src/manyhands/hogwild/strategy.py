@@ -32,7 +32,9 @@ class Hogwild(Strategy):
     when_evaluating: ClassVar[str] = "Workers of hogwild meet to evaluate, and wait for each other there."
 
     order: str = setting("free", str)
+    """`free`, or to compare with: `locked` (one at a time) or `turns` (round-robin)."""
     hands: str = setting("auto", str)
+    """What the workers are: `processes`, `threads` where the step is compiled, or `auto`."""
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, _ORDERS)

@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from numba import njit
-
+from manyhands.compiled.decorators import njit
 from manyhands.link.message import ProtocolError
 from manyhands.memory.atomics import load_i64, store_i64
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, round_up
@@ -32,12 +31,12 @@ _ENDS: Final = 2
 _LEAST_BYTES: Final = _ENDS * PAGE + PAGE
 
 
-@njit("int64(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64)", nogil=True, cache=True)
 def _load(address: int) -> int:
     return load_i64(address)  # type: ignore[no-any-return]
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def _store(address: int, value: int) -> None:
     store_i64(address, value)
 

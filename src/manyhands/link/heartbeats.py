@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
+from manyhands.compiled.decorators import njit
 from manyhands.link.pulse import (
     BETWEEN_HOSTS,
     COUNT_OFFSET,
@@ -295,7 +296,7 @@ def _raw_address(place: BeatPlace) -> bytes:
     )
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
 def _beat(table, peers, descriptor):  # type: ignore[no-untyped-def]
     """Send everyone a beat, with its number and how far this process has come, until told to stop."""
     count = 0

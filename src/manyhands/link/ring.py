@@ -17,10 +17,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llvmlite import ir
-from numba import int64, njit, types, uint32
+from numba import int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from manyhands.compiled.decorators import inlined, njit
 from manyhands.memory.atomics import clock_ns, fence, futex_wake, load_i64, load_u32, store_i64, store_u32
 from manyhands.memory.segment import CACHE_LINE
 from manyhands.memory.waiting import announce, wait_until
@@ -65,19 +66,19 @@ def _copy(typingctx: Any, target: Any, source: Any, num_bytes: Any) -> Any:  # n
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _ready(cursor: int, producer: int) -> int:
     """Bytes that lie in the ring for a consumer at `cursor`."""
     return int64(uint32(load_u32(producer) - uint32(cursor)))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _room(cursor: int, consumer: int, capacity: int) -> int:
     """Free bytes for a producer at `cursor`."""
     return capacity - int64(uint32(uint32(cursor) - load_u32(consumer)))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _put(ring: int, capacity: int, cursor: int, source: int, num_bytes: int) -> None:
     """Copy into the ring at `cursor`, around its end if need be."""
     start = cursor % capacity
@@ -86,13 +87,13 @@ def _put(ring: int, capacity: int, cursor: int, source: int, num_bytes: int) -> 
     _copy(ring + CONTROL_BYTES, source + first, num_bytes - first)
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def prepare(ring: int, capacity: int) -> None:
     """Lay out a ring over zeroed memory of CONTROL_BYTES + `capacity`."""
     store_i64(ring + _CAPACITY, capacity)
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def write(
     ring: int,
     header: int,
@@ -134,7 +135,7 @@ def write(
     return done
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def read(ring: int, target: int, num_bytes: int, done: int, until_ns: int, spins: int) -> int:
     """Read `num_bytes` to `target`, of which `done` bytes are read already; return how many are now.
 
@@ -167,13 +168,13 @@ def read(ring: int, target: int, num_bytes: int, done: int, until_ns: int, spins
     return done
 
 
-@njit("int64(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64)", nogil=True, cache=True)
 def state(line: int) -> int:
     """OPEN, CLOSED or CUT, as the owner of this cache line says."""
     return load_u32(line + _STATE)  # type: ignore[no-any-return]
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
 def end(ring: int, line: int, how: int) -> None:
     """Leave the ring: say how in the own line, and wake the other side."""
     store_u32(line + _STATE, uint32(how))

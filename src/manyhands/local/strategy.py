@@ -48,6 +48,7 @@ class Local(Strategy):
     when_evaluating: ClassVar[str] = "Under local, evaluations wait for the next average."
 
     steps: float = setting(8, _read_steps)
+    """How many steps of its own a worker takes between two averages."""
     link: str = link_setting()
     codec: str = codec_setting()
 

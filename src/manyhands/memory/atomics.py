@@ -15,9 +15,11 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from manyhands.compiled.decorators import inlined, njit
 
 __all__ = [
     "add_i64",
@@ -155,7 +157,7 @@ def _stack_pair(typingctx: Any) -> Any:
     return types.int64(), codegen
 
 
-@njit(inline="always")
+@inlined()
 def array_at(address, count, dtype):  # type: ignore[no-untyped-def]
     """A one-dimensional array over `count` items at `address`; compiled code only."""
     return carray(_pointer(address, dtype), count, dtype)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import add_i64, load_i64, store_i64
 from manyhands.memory.segment import CACHE_LINE, Segment
 
@@ -40,16 +39,16 @@ class Counter:
         return int(_add(self.address, value))
 
 
-@njit("int64(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64)", nogil=True, cache=True)
 def _load(address: int) -> int:
     return load_i64(address)  # type: ignore[no-any-return]
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def _store(address: int, value: int) -> None:
     store_i64(address, value)
 
 
-@njit("int64(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64)", nogil=True, cache=True)
 def _add(address: int, value: int) -> int:
     return add_i64(address, value)  # type: ignore[no-any-return]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-__all__ = ["xxh64"]
+from manyhands.compiled.decorators import inlined, njit
+
+__all__ = ["warm", "xxh64"]
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -22,27 +23,32 @@ _FULL = np.uint64(64)
 _MASK = (1 << 64) - 1
 
 
+def warm() -> None:
+    """Compile, by hashing nothing."""
+    xxh64(np.empty(0, np.uint8))
+
+
 def xxh64(data: Any, seed: int = 0) -> int:
     """The XXH64 of a contiguous one-dimensional numpy array of bytes, from 0 to 2**64 - 1."""
     return int(_xxh64(data, np.uint64(seed & _MASK))) & _MASK
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _rotated(value: Any, by: Any) -> Any:
     return (value << by) | (value >> (_FULL - by))
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _round(lane: Any, word: Any) -> Any:
     return _rotated(lane + word * _P2, np.uint64(31)) * _P1
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _merged(total: Any, lane: Any) -> Any:
     return (total ^ _round(np.uint64(0), lane)) * _P1 + _P4
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _xxh64(data: Any, seed: Any) -> Any:
     size = data.size
     words = data[: size // 8 * 8].view(np.uint64)

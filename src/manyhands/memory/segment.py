@@ -12,11 +12,14 @@ import mmap
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from manyhands.errors import OutOfSharedMemory
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CACHE_LINE", "PAGE", "Segment", "available_bytes", "round_up"]
 
@@ -107,6 +110,8 @@ class Segment:
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A one-dimensional tensor of `count` items at `offset`; it shares the memory."""
+        import torch  # here alone: what compiles kernels over shared memory has no use for it
+
         if count == 0 or self._map is None:
             return torch.empty(0, dtype=dtype)
         # By way of numpy, which pins the mapping: a tensor of torch.frombuffer would dangle after `close`.

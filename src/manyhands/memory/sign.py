@@ -12,8 +12,8 @@ import time
 from typing import Final, Self
 
 import numpy as np
-from numba import njit
 
+from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import store_i64
 
 __all__ = ["LONG_WAIT_NS", "LONG_WAIT_S", "LongWait", "hang_at", "put_up", "sign_address", "take_down"]
@@ -70,14 +70,14 @@ class LongWait:
         self.begin_again()
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
 def put_up(sign: int, peer: int, since_ns: int) -> None:
     """Show that role `peer` is waited for since `since_ns`."""
     store_i64(sign, since_ns)
     store_i64(sign + _PEER, peer + 1)
 
 
-@njit("void(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64)", nogil=True, cache=True)
 def take_down(sign: int) -> None:
     """Nobody is waited for any longer."""
     store_i64(sign + _PEER, 0)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import os
 import platform
 
-from numba import int32, int64, njit, types, uint32
+from numba import int32, int64, types, uint32
 
+from manyhands.compiled.decorators import helper, inlined, njit
 from manyhands.memory.atomics import (
     add_u32,
     array_at,
@@ -69,13 +70,13 @@ def spins_for(world: int) -> int:
     return _SPINS if world <= len(os.sched_getaffinity(0)) else _SPINS_CROWDED
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def reached(word: int, target: int) -> bool:
     """Whether the sequence at address `word` is `target` or later; compiled code only."""
     return int32(load_u32(word) - uint32(target)) >= 0  # type: ignore[no-any-return]
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def announce(word: int, sequence: int) -> None:
     """Publish `sequence` (its low 32 bits) and all that was written before it; wake whoever sleeps on `word`."""
     core = uint32(_sched_getcpu())
@@ -88,7 +89,7 @@ def announce(word: int, sequence: int) -> None:
         futex_wake(word)
 
 
-@njit("void(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64)", nogil=True, cache=True)
 def nudge(word: int) -> None:
     """Add one to a sequence that many write, a bell, and wake whoever sleeps on it."""
     core = uint32(_sched_getcpu())
@@ -101,13 +102,13 @@ def nudge(word: int) -> None:
         futex_wake(word)
 
 
-@njit("boolean(int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("boolean(int64)", nogil=True, cache=True)
 def on_my_core(word: int) -> bool:
     """Whether the writer of `word` was last seen on the core that this thread runs on."""
     return load_u32(word + _CORE) == uint32(_sched_getcpu())  # type: ignore[no-any-return]
 
 
-@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)
 def leave_cores(words: int, count: int, stride: int, room: int) -> None:
     """Move this thread to a core where no writer of `count` words was last seen, if there is one.
 
@@ -120,17 +121,20 @@ def leave_cores(words: int, count: int, stride: int, room: int) -> None:
     )
     if _sched_getaffinity(0, _SET_BYTES, room) != 0:
         return
-    for i in range(allowed.size):
+    for i in range(_SET_BYTES // 4):
         others[i] = allowed[i]
     for i in range(count):
         core = load_u32(words + i * stride + _CORE)
         if core < 8 * _SET_BYTES:
             others[core // 32] &= ~(uint32(1) << (core % 32))
-    if others.any() and _sched_setaffinity(0, _SET_BYTES, room + _SET_BYTES) == 0:
+    left = uint32(0)
+    for i in range(_SET_BYTES // 4):
+        left |= others[i]
+    if left != 0 and _sched_setaffinity(0, _SET_BYTES, room + _SET_BYTES) == 0:
         _sched_setaffinity(0, _SET_BYTES, room)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _sleep_until(word: int, target: int, abort: int, deadline_ns: int) -> int:
     while True:
         seen = load_u32(word)
@@ -144,7 +148,7 @@ def _sleep_until(word: int, target: int, abort: int, deadline_ns: int) -> int:
         futex_wait(word, seen, min(left_ns, _SLICE_NS))
 
 
-@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def wait_until(word: int, target: int, abort: int, deadline_ns: int, spins: int) -> int:
     """Wait until the sequence at `word` is `target` or later: REACHED, or ABORTED or TIMED_OUT.
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 from types import TracebackType
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
+from manyhands.compiled.decorators import njit
 from manyhands.errors import UserError
 from manyhands.memory.atomics import array_at, fence, load_i64, store_i64
 from manyhands.memory.segment import CACHE_LINE, PAGE, Segment
@@ -54,9 +55,7 @@ class EventRing:
         self.capacity: int = _load(self._address + _CAPACITY)
         self.role: int = _load(self._address + _ROLE)
         self._records: Records = segment.array(_RECORDS, self.capacity, RECORD)
-        # Now, and not at the first event of a training loop; in the parent, this fills the cache for its
-        # children.
-        _record.compile(_RECORD_SIGNATURE)
+        warm()  # now, and not at the first event of a training loop
 
     @classmethod
     def create(cls, *, role: int, capacity: int = DEFAULT_CAPACITY) -> EventRing:
@@ -176,6 +175,13 @@ class EventRing:
         return np.concatenate(
             (self._records[start : start + before_wrap], self._records[: count - before_wrap])
         )
+
+
+def warm() -> None:
+    """Compile everything here, or load it."""
+    _record.compile(_RECORD_SIGNATURE)
+    _load.compile((_WORD,))
+    _store.compile((_WORD, _WORD))
 
 
 _WORD = types.int64

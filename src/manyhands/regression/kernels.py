@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
-from manyhands.group.gate import FREE, enter, leave
+from manyhands.compiled.decorators import helper, inlined, njit
+from manyhands.group.gate import FREE, Turn, enter, leave
 from manyhands.memory.atomics import fence
 from manyhands.memory.waiting import REACHED
 
-__all__ = ["ADAGRAD", "BETA", "FTRL", "LOSS", "RULES", "SGD", "WEIGHT", "WIDTHS", "margins", "train"]
+__all__ = ["ADAGRAD", "BETA", "FTRL", "LOSS", "RULES", "SGD", "WEIGHT", "WIDTHS", "margins", "train", "warm"]
 
 SGD, ADAGRAD, FTRL = 0, 1, 2
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "ftrl": FTRL}
@@ -33,13 +34,13 @@ _FACTORS = 64  # of at most 2 each
 _MATH = {"reassoc", "contract", "nsz", "arcp"}  # NaN stays NaN, so that a run that breaks shows it
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _place(index: int, width: int) -> Any:
     """Where the row of a feature begins; unsigned, as a signed index would be tested for its sign."""
     return (uint64(index) + uint64(1)) * uint64(width)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)  # type: ignore[untyped-decorator]
+@helper(error_model="numpy", fastmath=_MATH)
 def _margin(table: Any, width: int, indices: Any, values: Any) -> Any:
     """The scalar product of a row and the weights, with the bias."""
     total = table[0]
@@ -48,19 +49,19 @@ def _margin(table: Any, width: int, indices: Any, values: Any) -> Any:
     return total
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined(error_model="numpy", fastmath=_MATH)
 def _shrunk(weight: Any, by: Any, zero: Any) -> Any:
     """A weight moved towards 0 by `by`, and not beyond; `zero` is that of its type."""
     return np.copysign(max(abs(weight) - by, zero), weight)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined(error_model="numpy", fastmath=_MATH)
 def _sgd_row(table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any, zero: Any) -> None:
     weight = table[at]
     table[at] = _shrunk(weight - rate * (gradient + l2 * weight), rate * l1, zero)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined(error_model="numpy", fastmath=_MATH)
 def _adagrad_row(table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any, beta: Any) -> None:
     weight = table[at]
     gradient += l2 * weight
@@ -70,7 +71,7 @@ def _adagrad_row(table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any
     table[at + uint64(1)] = total
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined(error_model="numpy", fastmath=_MATH)
 def _ftrl_row(table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any, beta: Any) -> None:
     """McMahan's Algorithm 1; the root of Σg² is kept instead of it, which spares a root."""
     root = table[at + uint64(1)]
@@ -81,7 +82,7 @@ def _ftrl_row(table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any, b
     table[at + uint64(2)] = z
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)  # type: ignore[untyped-decorator]
+@helper(error_model="numpy", fastmath=_MATH)
 def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: Any, settings: Any) -> None:
     """Move the bias and the weights of one example, whose loss has the derivative `slope` in its margin.
 
@@ -103,7 +104,7 @@ def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: An
             _ftrl_row(table, _place(indices[j], 4), slope * values[j], rate, l1, l2, beta)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def train(
     table: Any,
     rows: Any,
@@ -159,7 +160,17 @@ def train(
     return REACHED
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def warm(dtype: str = "float32") -> None:
+    """Compile for tables of this type, by learning from no example and asking for no margin."""
+    table, sums = np.zeros(4, dtype), np.zeros(2)
+    empty = np.zeros(0, np.float32)
+    rows = np.zeros(1, np.int64), np.zeros(0, np.int32), empty, empty
+    settings = np.ones(4, dtype)
+    train(table, rows, empty, (0, 0), SGD, settings, tuple(Turn()), 0, sums)
+    margins(table, rows, sums[:0])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def margins(table: Any, rows: Any, out: Any) -> None:
     """The margin of every row, in double precision, for a table of weights alone (width 1).
 

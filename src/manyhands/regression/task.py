@@ -22,7 +22,7 @@ from manyhands.group.gate import Turn, require_turn
 from manyhands.kernel import AnyTask, KernelStep, KernelTask, Portion, Taken
 from manyhands.memory.segment import Segment
 from manyhands.regression.batches import logreg_task
-from manyhands.regression.kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train
+from manyhands.regression.kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train, warm
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.parsed import Parsed
 from manyhands.strategy import Strategy
@@ -114,9 +114,8 @@ class LogregTask(KernelTask):
         return _ExampleStep(self, model, turn)
 
     def warm(self) -> None:
-        """Compile for this table and these examples, by learning from none of them."""
-        step = _ExampleStep(self, self.model(), Turn())
-        step.take(Portion(0, 0, 0))
+        """Compile for this table."""
+        warm(self.dtype)
 
     def numbering(self, step: int) -> int:
         """Every example goes through the gate."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room as require_host_room
 from manyhands.cluster.signals import signal_of
+from manyhands.compiled.warming import prepare, spent_s
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.draw.bars import Bars, bar_view
 from manyhands.errors import UserError
@@ -57,6 +58,7 @@ class LogregResult:
     """Of one pass."""
     bad_lines: int
     seconds: float
+    """Reading and learning; compiling kernels, where they were missing, not counted."""
     interrupted: bool = False
     """Whether Ctrl-C ended it early; the model is the one that was kept."""
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +98,8 @@ def train_logreg(
     if chosen.most_workers != 1:
         cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
         require_host_room(cost, workers, allow_overload=options.allow_overload)
-    bars, began = bars or Bars(), time.monotonic()
+    prepare("logreg")
+    bars, began = bars or Bars(), time.monotonic() - spent_s()
     examples = Examples(RowFile(path, reading))
     with Spool() as spool:
         with bars.phase("reading", None, "bytes") as phase:
@@ -114,7 +117,7 @@ def train_logreg(
         ],
         examples=parsed.examples,
         bad_lines=examples.file.bad_lines,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - spent_s() - began,
         interrupted=not learned.summary,
         summary=learned.summary,
     )

@@ -47,8 +47,11 @@ class Ps(Strategy):
     logs_updates: ClassVar[bool] = True
 
     servers: int = setting(1, whole_number)
+    """How many processes hold the parameters, a shard each."""
     consistency: Policy = setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
+    """When replicas must agree: `sync`, `bounded:s`, `async` or `softsync:n`."""
     replicas: int = setting(0, whole_number)
+    """How many other servers keep a copy of each shard: 0 or 1."""
     link: str = link_setting()
     codec: str = codec_setting()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from manyhands.compiled.decorators import njit
 
 __all__ = [
     "adagrad_rows",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def first_stranger(rows: Any, owners: Any, shard: int, num_rows: int) -> int:
     """Where the first of `rows` is that a shard does not have; -1 if it has all. Without `owners` it has the table."""
     for index in range(rows.size):
@@ -34,7 +35,7 @@ def first_stranger(rows: Any, owners: Any, shard: int, num_rows: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def number_rows(rows: Any, numbers: Any, different: Any) -> int:
     """Number the different rows in the order in which they come.
 
@@ -59,7 +60,7 @@ def number_rows(rows: Any, numbers: Any, different: Any) -> int:
     return found
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def sum_rows(gradients: Any, numbers: Any, count: int) -> Any:
     """The sum of all gradients of one number, in their order."""
     total = np.zeros((count, gradients.shape[1]), dtype=gradients.dtype)
@@ -70,7 +71,7 @@ def sum_rows(gradients: Any, numbers: Any, count: int) -> Any:
     return total
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def put_rows(values: Any, rows: Any, given: Any) -> None:
     """Overwrite rows; torch's own ways to do it take several times as long."""
     for index in range(rows.size):
@@ -79,7 +80,7 @@ def put_rows(values: Any, rows: Any, given: Any) -> None:
             own[item] = new[item]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def sgd_rows(
     values: Any, buffer: Any, rows: Any, gradients: Any, settings: Any, nesterov: bool, maximize: bool
 ) -> None:
@@ -100,7 +101,7 @@ def sgd_rows(
             own[item] -= lr * (gradient + momentum * speed if nesterov else speed)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def adagrad_rows(values: Any, squares: Any, rows: Any, gradients: Any, settings: Any, maximize: bool) -> None:
     """AdaGrad (Duchi et al. 2011) as torch has it."""
     lr, decay, epsilon = settings[0], settings[1], settings[2]
@@ -114,7 +115,7 @@ def adagrad_rows(values: Any, squares: Any, rows: Any, gradients: Any, settings:
             own[item] -= lr * gradient / (np.sqrt(square) + epsilon)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def adam_rows(
     values: Any, means: Any, squares: Any, rows: Any, gradients: Any, settings: Any, maximize: bool
 ) -> None:
@@ -135,7 +136,7 @@ def adam_rows(
             own[item] = own[item] * keep - lr * mean / (np.sqrt(square) / root + epsilon)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def ftrl_rows(values: Any, z: Any, n: Any, rows: Any, gradients: Any, settings: Any) -> None:
     """FTRL-proximal, step by step as `manyhands.optim.FTRL`."""
     lr, first_lr, beta, l1, l2 = settings[0], settings[1], settings[2], settings[3], settings[4]

@@ -15,14 +15,26 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from manyhands.compiled.decorators import helper, njit
 from manyhands.words.word_table import BREAK
 
-__all__ = ["MERGE_DONE", "MERGE_FULL", "count_rows", "merge_rows", "place_words"]
+__all__ = ["MERGE_DONE", "MERGE_FULL", "count_rows", "merge_rows", "place_words", "warm"]
 
 MERGE_DONE, MERGE_FULL = -1, -2
+
+
+def warm() -> None:
+    """Compile everything here, by counting and merging nothing."""
+    text, starts, places = np.full(2, BREAK, np.int32), np.zeros(2, np.int64), np.empty(2, np.int32)
+    place_words(text, starts, places)
+    dense = np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    out = np.empty(2, np.int64), np.empty(2)
+    count_rows(text, (starts, places), (0, 1), 1, 1, True, dense, out)
+    runs, nothing = (np.empty((1, 2), np.int64), np.empty((1, 2))), np.zeros(1, np.int64)
+    merge_rows(np.array([1, 0, 0]), runs, nothing, nothing, dense, out)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -35,7 +47,7 @@ def _lowest_bit(typingctx: Any, word: Any) -> Any:  # noqa: ARG001 - numba decid
     return types.int64(types.int64), codegen
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@helper()
 def _empty(row: Any, used: Any, groups: Any, word: int, keys: Any, counts: Any, at: int) -> Any:
     """Write the cells in use as sorted records from record `at` on and clear them; return where the next one goes."""
     for group in range(groups.size):
@@ -56,7 +68,7 @@ def _empty(row: Any, used: Any, groups: Any, word: int, keys: Any, counts: Any, 
     return at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def place_words(numbers: Any, starts: Any, places: Any) -> None:
     """Where each word stands: `places[starts[w] : starts[w + 1]]`, rising, for the words among `numbers`.
 
@@ -77,7 +89,7 @@ def place_words(numbers: Any, starts: Any, places: Any) -> None:
     starts[0] = 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def count_rows(
     text: Any, index: Any, rows: Any, carried: int, window: int, symmetric: bool, dense: Any, out: Any
 ) -> Any:
@@ -115,7 +127,7 @@ def count_rows(
     return at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def merge_rows(state: Any, runs: Any, cursors: Any, ends: Any, dense: Any, out: Any) -> Any:
     """Merge sorted runs row by row, equal pairs summed in the order of the runs, as far as the buffers go.
 

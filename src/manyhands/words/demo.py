@@ -31,8 +31,11 @@ _SKIPPED = {
     "testing",
     "_vendor",
 }
-_TEXTS = re.compile(r'"""(.*?)"""|' + r"'''(.*?)'''|" + r"((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
-_WORD = re.compile("[a-z]+")
+# Each way begins with a character of its own, so that the search skips to the next of them.
+_TEXTS = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''|" + rb"(#[^\n]*\n(?:[ \t]*#[^\n]*\n)*)", re.DOTALL)
+_LETTERS = bytes(
+    ord(chr(byte).lower()) if chr(byte).isascii() and chr(byte).isalpha() else 32 for byte in range(256)
+)
 _LEAST_WORDS = 4
 
 
@@ -56,10 +59,17 @@ def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
 
 def english(source: str) -> Iterator[str]:
     """The docstrings and blocks of comments of a Python file, each as one line of lower-case words."""
-    for match in _TEXTS.finditer(source):
-        words = _WORD.findall(match.group(match.lastindex or 0).lower())
+    data, at = source.encode(), 0
+    while match := _TEXTS.search(data, at):
+        at = match.end()
+        if match.lastindex == 3 and data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()].strip(
+            b" \t"
+        ):
+            at = match.start() + 1  # a comment behind code is not one of a block
+            continue
+        words = match.group(match.lastindex or 0).translate(_LETTERS).split()
         if len(words) >= _LEAST_WORDS:
-            yield " ".join(words)
+            yield b" ".join(words).decode()
 
 
 def _roots() -> Iterator[Path]:

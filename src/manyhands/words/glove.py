@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
+from manyhands.compiled.warming import prepare
 from manyhands.draw.bars import Bars, bar_view
 from manyhands.fitting import fit
 from manyhands.run import Run
@@ -90,6 +91,7 @@ def train_glove(
     if bars is not None:
         phase = bars.phase("training", work.num_records * options.passes, "records")
         asked = replace(asked, view=partial(bar_view, phase, heard.records_after))
+    prepare("glove")
     run: Run | None = None
     began = time.monotonic()
     try:

@@ -17,14 +17,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from manyhands.compiled.decorators import njit
 from manyhands.words.glove_kernels import PIECE, dot, prepare
 
 __all__ = ["add_rows", "batch_dots", "batch_errors", "step_rows", "sum_gradients"]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)
 def batch_dots(values: Any, ids: Any, shape: Any, with_bias: bool, dots: Any) -> None:
     """For each record the inner product of its vectors, and both biases where asked."""
     lanes, row_bytes = shape[1], shape[3] * values.itemsize
@@ -37,7 +37,7 @@ def batch_dots(values: Any, ids: Any, shape: Any, with_bias: bool, dots: Any) ->
         dots[i] = total
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def batch_errors(counts: Any, dots: Any, settings: Any) -> float:
     """Turn each record's sum of product and biases into f d, in place; the sum of costs."""
     logs, weights = np.empty(PIECE, np.float64), np.empty(PIECE, np.float64)
@@ -52,7 +52,7 @@ def batch_errors(counts: Any, dots: Any, settings: Any) -> float:
     return cost
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def _place(row: int, slots: Any, touched: Any, found: int) -> int:
     """The row's number in this batch, `found` if it is new."""
     number = slots[row]
@@ -63,7 +63,7 @@ def _place(row: int, slots: Any, touched: Any, found: int) -> int:
     return number  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)
 def sum_gradients(
     values: Any, ids: Any, errors: Any, shape: Any, rate: float, slots: Any, touched: Any, gradients: Any
 ) -> int:
@@ -92,7 +92,7 @@ def sum_gradients(
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)
 def add_rows(
     part: Any, part_gradients: Any, shape: Any, found: int, slots: Any, touched: Any, gradients: Any
 ) -> int:
@@ -115,7 +115,7 @@ def add_rows(
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy", fastmath=True)
 def step_rows(values: Any, touched: Any, gradients: Any, shape: Any, slots: Any) -> None:
     """One step of AdaGrad for each row in `touched`, whose slots are cleared."""
     span, width, used, one = shape[2], shape[3], shape[1] + 1, values.dtype.type(1)

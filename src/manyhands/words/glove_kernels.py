@@ -22,14 +22,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.group.gate import enter, leave
+from manyhands.compiled.decorators import helper, inlined, njit
+from manyhands.group.gate import Turn, enter, leave
 from manyhands.memory.waiting import REACHED
 
-__all__ = ["PIECE", "STEP", "dot", "first_bad", "prepare", "train_block", "train_block_in_order"]
+__all__ = [
+    "PIECE",
+    "STEP",
+    "dot",
+    "first_bad",
+    "prepare",
+    "train_block",
+    "train_block_in_order",
+    "warm",
+    "warm_in_order",
+]
 
 PIECE = 256  # records whose logarithms and weights are computed at once; they stay in the first-level cache
 STEP = 32  # records that a worker takes in one go where workers take turns
@@ -153,9 +164,10 @@ _float_of = _bits(types.int64, types.float64, ir.DoubleType())
 _HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of the root of 1/2
 _ROUND = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to a whole number, which the low bits then are
 _ROUND_BITS = 0x4338000000000000
+_NOTHING = np.empty(0, np.int32), np.empty(0, np.float64)
 
 
-@njit(nogil=True, inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@inlined(error_model="numpy")
 def _log(value: float) -> float:
     """The natural logarithm of a positive normal number: 2^k m with m near 1, and the series of atanh((m-1)/(m+1))."""
     power = (_bits_of(value) - _HALF_ROOT) >> 52
@@ -170,7 +182,7 @@ def _log(value: float) -> float:
     return k * _LN2_HIGH + (2.0 * s + (s * z * series + k * _LN2_LOW))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+@inlined(error_model="numpy")
 def _exp(value: float) -> float:
     """The exponential of a number from -700 to 0: 2^k e^r with |r| at most log(2)/2, and the series of e^r."""
     shifted = value * 1.44269504088896338700 + _ROUND
@@ -183,7 +195,7 @@ def _exp(value: float) -> float:
     return _float_of(_bits_of(series) + ((_bits_of(shifted) - _ROUND_BITS) << 52))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(nogil=True, error_model="numpy")
 def prepare(counts: Any, begin: int, logs: Any, weights: Any, settings: Any) -> None:
     """Logarithms and weights of as many records as fit; `counts` holds a record's count at every odd place."""
     alpha, log_max = settings[1], np.log(settings[0])
@@ -193,14 +205,14 @@ def prepare(counts: Any, begin: int, logs: Any, weights: Any, settings: Any) -> 
         weights[i] = _exp(max(min(alpha * (log - log_max), 0.0), -700.0))
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, inline="always")
 def _is_bad(ids: Any, counts: Any, i: int, vocabulary_size: int) -> bool:
     word, context, count = ids[4 * i], ids[4 * i + 1], counts[2 * i + 1]
     inside = (word >= 1) & (word <= vocabulary_size) & (context >= 1) & (context <= vocabulary_size)
     return not (inside & (count >= 1e-300) & (count <= 1e300))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def first_bad(ids: Any, counts: Any, vocabulary_size: int) -> int:
     """The first record whose ids are not from 1 to `vocabulary_size` or whose count is no positive number; or -1."""
     bad = 0
@@ -213,7 +225,7 @@ def first_bad(ids: Any, counts: Any, vocabulary_size: int) -> int:
     return -1
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _ask_for(row: int, used: int, squares: int) -> None:
     """Prefetch the lines of a row: `used` bytes of parameters, and as many of accumulators from `squares` on."""
     for line in range(0, used, _LINE):
@@ -221,7 +233,7 @@ def _ask_for(row: int, used: int, squares: int) -> None:
         _prefetch(row + squares + line)
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)  # type: ignore[untyped-decorator]
+@helper(error_model="numpy", fastmath=True)
 def _visit(values: Any, ids: Any, begin: int, logs: Any, weights: Any, shape: Any, rate: float) -> float:
     """Take the records from `begin` on in order, as many as there are logarithms; the sum of their costs."""
     vocabulary_size, lanes, accumulators, width = shape[0], shape[1], shape[2], shape[3]
@@ -251,7 +263,7 @@ def _visit(values: Any, ids: Any, begin: int, logs: Any, weights: Any, shape: An
     return cost
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, error_model="numpy")
 def train_block(values: Any, ids: Any, counts: Any, shape: Any, settings: Any) -> float:
     """Take a block of records in order; the sum of their costs.
 
@@ -268,7 +280,18 @@ def train_block(values: Any, ids: Any, counts: Any, shape: Any, settings: Any) -
     return cost
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def warm(dtype: Any = "float32") -> None:
+    """Compile for rows of this type, by visiting no record."""
+    first_bad(*_NOTHING, 1)
+    train_block(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3))
+
+
+def warm_in_order(dtype: Any = "float32") -> None:
+    """The same for workers that take turns."""
+    train_block_in_order(np.zeros(64, dtype), *_NOTHING, np.ones(4, np.int64), np.ones(3), tuple(Turn()), 0)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def train_block_in_order(
     values: Any, ids: Any, counts: Any, shape: Any, settings: Any, turn: Any, number: int
 ) -> tuple[float, int]:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import nn
 
 from manyhands.errors import UserError
@@ -24,7 +23,7 @@ from manyhands.group.shared import SharedGroup
 from manyhands.kernel import AnyTask, KernelStep, KernelTask
 from manyhands.memory.segment import Segment
 from manyhands.strategy import Strategy
-from manyhands.words.glove_kernels import train_block, train_block_in_order
+from manyhands.words.glove_kernels import warm, warm_in_order
 from manyhands.words.glove_model import GloveModel, GloveOptions
 from manyhands.words.glove_reader import count_records
 from manyhands.words.glove_steps import RecordStep
@@ -131,10 +130,8 @@ class GloveTask(GloveWork, KernelTask):
         if self.glove.batch > 1:
             warm_batches(self.glove)
             return
-        values, shape = np.zeros(64, self.glove.numpy_dtype), np.ones(4, np.int64)
-        nothing = np.empty(0, np.int32), np.empty(0, np.float64)
-        train_block(values, *nothing, shape, self.glove.settings())
-        train_block_in_order(values, *nothing, shape, self.glove.settings(), tuple(Turn()), 0)
+        warm(self.glove.numpy_dtype)
+        warm_in_order(self.glove.numpy_dtype)
 
     def numbering(self, step: int) -> int:
         """STEP records go through the gate at once."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.compiled.warming import prepare
 from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
 from manyhands.store.atomic import reason
@@ -105,6 +106,7 @@ def learn_vectors(
     else:
         require_free(out, OWN_FILES)
     _make_folder(out)
+    prepare("glove")
     clock = _Clock()
     with clock.phase("total"):
         vocabulary, records = _prepare(corpus, out, learning, clock, bars, resume)
@@ -137,6 +139,7 @@ def shuffled_records(
     """Count and shuffle, for whoever trains by other means: the vocabulary, and the file of records in `out`."""
     corpus.check()
     _make_folder(out)
+    prepare("glove")
     vocabulary, _ = _prepare(corpus, out, learning, _Clock(), bars, False)
     return vocabulary, out / "shuffled.bin"
 

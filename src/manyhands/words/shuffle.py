@@ -14,21 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from manyhands.draw.bars import BarPhase, Bars
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.store.atomic import reason
 from manyhands.words.records import RECORD, RecordWriter, read_records, record_count, temporary_folder
+from manyhands.words.shuffle_kernels import deal_pairs, shuffle_pairs
 
 __all__ = ["shuffle_records"]
 
 _MOST_PIECE = 1 << 20
 _MOST_BUCKETS = 4096
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX_ONE, _MIX_TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _MASK = (1 << 64) - 1
 
 
@@ -57,7 +54,7 @@ def shuffle_records(
                 _scatter(source, parts, memory_bytes, state, phase)
             for part in parts:
                 records = _whole(part)
-                _shuffle(*_halves(records), state)
+                shuffle_pairs(*_halves(records), state)
                 writer.write(records)
                 phase.advance(len(records))
                 if part != source:
@@ -94,7 +91,7 @@ def _scatter(
     # Files are opened for each piece, so that their number is no matter of the system's limit.
     with _reading(source) as file:
         while found := read_records(file, piece):
-            _deal(*_halves(piece[:found]), *_halves(sorted_piece[:found]), chosen, ends, state)
+            deal_pairs(*_halves(piece[:found]), *_halves(sorted_piece[:found]), chosen, ends, state)
             start = 0
             for part, end in zip(parts, ends.tolist(), strict=True):
                 if end > start:
@@ -129,41 +126,3 @@ def _halves(records: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]
     """The same memory as pairs of int64, which compiled code moves fastest: words and bits of the count."""
     pairs = records.view(np.int64)
     return pairs[0::2], pairs[1::2]
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _below(limit: int, state: Any) -> Any:
-    """A number from 0 to limit - 1: SplitMix64 (Steele, Lea, Flood 2014), its upper 53 bits as a fraction."""
-    state[0] += _STEP
-    mixed = state[0]
-    mixed = (mixed ^ (mixed >> _S30)) * _MIX_ONE
-    mixed = (mixed ^ (mixed >> _S27)) * _MIX_TWO
-    mixed ^= mixed >> _S31
-    return np.int64(np.float64(mixed >> _S11) * 2.0**-53 * limit)
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _shuffle(pairs: Any, bits: Any, state: Any) -> None:
-    """Fisher and Yates, in place."""
-    for last in range(pairs.size - 1, 0, -1):
-        other = _below(last + 1, state)
-        pairs[last], pairs[other] = pairs[other], pairs[last]
-        bits[last], bits[other] = bits[other], bits[last]
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _deal(pairs: Any, bits: Any, out_pairs: Any, out_bits: Any, chosen: Any, ends: Any, state: Any) -> None:
-    """Draw a part for each record and put those of one part together; `ends` says where each part ends."""
-    ends[:] = 0
-    for index in range(pairs.size):
-        chosen[index] = _below(ends.size, state)
-        ends[chosen[index]] += 1
-    for part in range(1, ends.size):
-        ends[part] += ends[part - 1]
-    for index in range(pairs.size - 1, -1, -1):
-        ends[chosen[index]] -= 1
-        out_pairs[ends[chosen[index]]] = pairs[index]
-        out_bits[ends[chosen[index]]] = bits[index]
-    for part in range(ends.size - 1):  # each end has moved to its start, which is the end of the part before
-        ends[part] = ends[part + 1]
-    ends[-1] = pairs.size

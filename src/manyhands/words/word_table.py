@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["BREAK", "WordTable"]
+from manyhands.compiled.decorators import inlined, njit
+
+__all__ = ["BREAK", "WordTable", "warm"]
 
 BREAK = -1
 """Stands for the end of a line among the numbers of words."""
@@ -111,18 +112,27 @@ class WordTable:
             self._arena = _longer(self._arena, 2 * len(self._arena) + min(longest, 1 << 16))
 
 
+def warm() -> None:
+    """Compile everything here, by counting two words, which is one more than there is room for at first."""
+    table, other = WordTable(1), WordTable()
+    table._grow(0)
+    table.count(b"two words")
+    other.absorb(table)
+    table.numbers(b"words\n", np.empty(6, np.int32))
+
+
 def _longer(array: NDArray[Any], size: int) -> NDArray[Any]:
     grown = np.zeros(size, array.dtype)
     grown[: len(array)] = array
     return grown
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined()
 def _white(byte: Any) -> Any:
     return byte == _SPACE or (byte >= _TAB and byte <= _RETURN)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _same(one: Any, at: int, other: Any, start: int, length: int) -> Any:
     for index in range(length):  # noqa: SIM110 - compiled, and numba has no generators to give to all()
         if one[at + index] != other[start + index]:
@@ -130,7 +140,7 @@ def _same(one: Any, at: int, other: Any, start: int, length: int) -> Any:
     return True
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _slot(slots: Any, hashes: Any, starts: Any, arena: Any, word: Any) -> Any:
     """The slot of a word, `word` = (its bytes' array, where, how long, hash), or the empty one where it belongs."""
     data, at, length, code = word
@@ -150,7 +160,7 @@ def _slot(slots: Any, hashes: Any, starts: Any, arena: Any, word: Any) -> Any:
         place = (place + 1) & mask
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _add(table: Any, word: Any, times: int) -> Any:
     """Count a word `times` times; False where it is new and does not fit."""
     slots, hashes, starts, counts, arena, size = table
@@ -173,7 +183,7 @@ def _add(table: Any, word: Any, times: int) -> Any:
     return True
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _word_at(data: Any, at: int) -> Any:
     """The end of the word that begins at `at`, and its hash."""
     code = _FNV_OFFSET
@@ -184,7 +194,7 @@ def _word_at(data: Any, at: int) -> Any:
     return end, code
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _count(
     data: Any, slots: Any, hashes: Any, starts: Any, counts: Any, arena: Any, size: Any, done: Any
 ) -> None:
@@ -201,7 +211,7 @@ def _count(
     done[0] = at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _absorb(
     other_hashes: Any, other_starts: Any, other_counts: Any, other_arena: Any, other_size: Any,
     slots: Any, hashes: Any, starts: Any, counts: Any, arena: Any, size: Any, done: Any,
@@ -214,7 +224,7 @@ def _absorb(
         done[0] = entry + 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _rehash(slots: Any, hashes: Any, size: int) -> None:
     mask = slots.size - 1
     for entry in range(size):
@@ -225,7 +235,7 @@ def _rehash(slots: Any, hashes: Any, size: int) -> None:
         slots[place] = entry
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _numbers(data: Any, slots: Any, hashes: Any, starts: Any, arena: Any, out: Any) -> Any:
     found = 0
     at = 0

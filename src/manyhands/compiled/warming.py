@@ -1,0 +1,256 @@
+"""Compile kernels before they are needed: several at once, with a line that says so, and never twice.
+
+numba compiles under one lock, so what compiles side by side are processes, forked from one that has imported numba and
+nothing that computes. A family is the jobs that one kind of run needs; a file in the cache says that a job was done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from manyhands.compiled.place import cache_folder
+from manyhands.compiled.sources import digest_of, module_file
+
+__all__ = ["FAMILIES", "JOBS", "CompileJob", "missing_jobs", "prepare", "run_jobs", "spent_s"]
+
+_PATIENCE_S = 600.0
+_PREPARED: set[str] = set()
+"""What this process has prepared, or tried to."""
+_SPENT_S: list[float] = []
+
+
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """Kernels that one process compiles: modules to import, and functions `module:name` to call."""
+
+    calls: tuple[str, ...]
+    after: str | None = None
+    """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
+
+
+JOBS: Mapping[str, CompileJob] = {
+    "waiting": CompileJob(("manyhands.memory.waiting",)),
+    "reductions": CompileJob(("manyhands.group.kernels:warm",)),
+    "reductions_double": CompileJob(("manyhands.group.kernels:warm_double",)),
+    "group": CompileJob(("manyhands.group.progress",), after="waiting"),
+    "records": CompileJob(
+        (
+            "manyhands.record.ring:warm",
+            "manyhands.link.ring",
+            "manyhands.link.heartbeats",
+            "manyhands.cluster.board",
+            "manyhands.cluster.sentinel",
+            "manyhands.memory.counters",
+        ),
+        after="waiting",
+    ),
+    "libsvm": CompileJob(("manyhands.data.row_files:warm_libsvm",)),
+    "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
+    "logreg": CompileJob(("manyhands.regression.kernels:warm",), after="waiting"),
+    "words": CompileJob(("manyhands.words.word_table:warm",)),
+    "counting": CompileJob(("manyhands.words.count_kernels:warm", "manyhands.words.shuffle_kernels:warm")),
+    "glove": CompileJob(("manyhands.words.glove_kernels:warm",), after="waiting"),
+    "glove_in_order": CompileJob(("manyhands.words.glove_kernels:warm_in_order",), after="waiting"),
+    "hashing": CompileJob(("manyhands.memory.hashing:warm",)),
+    "c10d": CompileJob(
+        ("manyhands.hub.areas", "manyhands.c10d.rounds", "manyhands.c10d.direct", "manyhands.c10d.exchange"),
+        after="group",
+    ),
+}
+
+_CORE = ("waiting", "group", "records")
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "fit": (*_CORE, "reductions", "reductions_double"),
+    "logreg": (*_CORE, "libsvm", "logreg"),
+    "libsvm": ("libsvm",),
+    "vowpal": ("vowpal",),
+    "glove": (*_CORE, "words", "counting", "glove"),
+    "all": tuple(JOBS),
+}
+"""What each kind of run needs."""
+
+
+def prepare(*families: str) -> float:
+    """Compile what these families need and is not there yet; the seconds it took, 0 where nothing was left to do.
+
+    To be called before the modules with these kernels are imported. One process of a user compiles and others wait for
+    it. Where nothing can be kept nothing is done, and where a kernel does not compile that is said; whoever needs it
+    compiles it.
+    """
+    root = cache_folder()
+    if root is None or _PREPARED.issuperset(families) or not missing_jobs(*families):
+        return 0.0
+    _PREPARED.update(families)
+    began = time.monotonic()
+    with _alone(root):
+        missing = missing_jobs(*families)
+        if missing:  # and no other process has done it meanwhile
+            cores = len(os.sched_getaffinity(0))
+            _tell(f"compiling kernels on {cores} cores, once per machine and version; kept in {root}")
+            _compile_elsewhere(missing)
+    seconds = time.monotonic() - began
+    _SPENT_S.append(seconds)
+    if missing:
+        _tell(f"compiled in {seconds:.1f} s")
+    return seconds
+
+
+def spent_s() -> float:
+    """The seconds that `prepare` has taken in this process: no part of a training's time."""
+    return sum(_SPENT_S)
+
+
+def missing_jobs(*families: str) -> list[str]:
+    """The jobs of these families that have not been done here, with the sources as they are."""
+    needed = dict.fromkeys(job for family in families for job in FAMILIES[family])
+    return [job for job in needed if not _mark(job).exists()]
+
+
+@cache
+def _mark(job: str) -> Path:
+    """The file that says that a job was done."""
+    root = cache_folder()
+    assert root is not None, "the callers have asked"
+    files = [module_file(call.partition(":")[0]) for call in JOBS[job].calls]
+    sources = digest_of([file for file in files if file is not None])
+    digest = hashlib.sha256(_machine() + sources.encode()).hexdigest()[:16]
+    return root / f"{job}-{digest}.done"
+
+
+@cache
+def _machine() -> bytes:
+    """What kind of processor this is; a home on a shared disk serves several."""
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            first = file.read(1 << 16).partition(b"\n\n")[0]
+    except OSError:
+        first = b""
+    kinds = (b"model name", b"flags", b"Features", b"CPU part")
+    lines = [line for line in first.splitlines() if line.startswith(kinds)]
+    return b"\n".join([platform.machine().encode(), os.environ.get("NUMBA_CPU_NAME", "").encode(), *lines])
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """While no other process of this user compiles; goes on without that after a long wait."""
+    descriptor = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + _PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    _tell(
+                        f"another process has compiled for {_PATIENCE_S:.0f} s; going on without waiting for it"
+                    )
+                    break
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)  # which lets go of the lock
+
+
+def _compile_elsewhere(names: Sequence[str]) -> None:
+    """Do jobs in a process of their own, and say what went wrong."""
+    command = [sys.executable, "-m", "manyhands.compiled.warming", *names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+        start_new_session=True, text=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        _tell(f"kernels were not compiled within {_PATIENCE_S:.0f} s; going on without them")
+        return
+    finally:
+        if process.poll() is None:  # it took too long, or somebody pressed Ctrl-C
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        last = said.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+        _tell(f"kernels could not be compiled beforehand: {last[0]}")
+
+
+def run_jobs(names: Sequence[str], slots: int) -> list[str]:
+    """Run jobs in forked processes, `slots` at once, each after the one that it builds on; the names of failed ones.
+
+    This process has one thread and has computed nothing.
+    """
+    waiting, done, failed = list(names), set[str](), list[str]()
+    running: dict[int, str] = {}
+    while waiting or running:
+        ready = [
+            name for name in waiting if JOBS[name].after in (None, *done) or JOBS[name].after not in names
+        ]
+        while ready and len(running) < slots:
+            name = ready.pop(0)
+            waiting.remove(name)
+            running[_fork(name)] = name
+        pid, status = os.wait()
+        name = running.pop(pid)
+        done.add(name)
+        if status != 0:
+            failed.append(name)
+    return failed
+
+
+def _fork(name: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        _compile(JOBS[name])
+        _mark(name).touch()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _compile(job: CompileJob) -> None:
+    for call in job.calls:
+        module, _, function = call.partition(":")
+        found = import_module(module)
+        if function:
+            getattr(found, function)()
+
+
+def _tell(line: str) -> None:
+    print(f"manyhands: {line}", file=sys.stderr, flush=True)
+
+
+def _something(value: int) -> int:
+    """Something to compile."""
+    return abs(value)
+
+
+def _main(names: Sequence[str]) -> None:
+    # Once for all: numba, and what it does before it compiles its first function.
+    import_module("manyhands.compiled.decorators").njit("int64(int64)")(_something)
+    failed = run_jobs(names, slots=max(1, len(os.sched_getaffinity(0))))
+    if failed:
+        sys.exit(f"{', '.join(failed)} failed")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

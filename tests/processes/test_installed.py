@@ -1,0 +1,143 @@
+"""What users install: a wheel, alone in an environment, has every command, all data, and a place for its cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import COMMANDS
+from manyhands.version import __version__
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+
+_EVERY_HELP = """
+import sys
+import manyhands
+from manyhands.cli.main import COMMANDS, main
+assert manyhands.__file__.startswith(sys.prefix), manyhands.__file__
+for words in (*([name] for name in COMMANDS), ["train", "digits"], ["train", "glove"], ["train", "logreg"]):
+    sys.argv = ["manyhands", *words, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code in (0, None), words
+    print("shown:", *words)
+"""
+
+_WHERE_KERNELS_GO = """
+import manyhands.memory.counters
+from manyhands.compiled.place import cache_folder
+print(cache_folder())
+"""
+
+
+def _run(*command: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command that knows nothing of this checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and an sdist, made of a copy of the checkout without the network."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    done = _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ".", folder=source)
+    assert done.returncode == 0, done.stderr
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare environment with the wheel; what the wheel depends on comes from the environment of the tests."""
+    folder = tmp_path_factory.mktemp("installed")
+    environment = folder / "venv"
+    done = _run(sys.executable, "-m", "venv", "--without-pip", environment, folder=folder)
+    assert done.returncode == 0, done.stderr
+    python = environment / "bin" / "python"
+    (wheel,) = built.glob("*.whl")
+    options = ("--disable-pip-version-check", "--no-deps", "--no-index", "--no-compile")
+    done = _run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, folder=folder)
+    assert done.returncode == 0, done.stderr
+    # A path in a .pth file is searched, and the .pth files there (those of an editable install) are not read.
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return environment
+
+
+def test_wheel_and_sdist_hold_every_source_and_all_data(built: Path) -> None:
+    ours = {
+        str(file.relative_to(ROOT / "src"))
+        for file in (ROOT / "src" / "manyhands").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    (wheel,) = built.glob(f"manyhands-{__version__}-*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    assert ours <= names
+    assert "manyhands/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"manyhands", f"manyhands-{__version__}.dist-info"}
+    with tarfile.open(built / f"manyhands-{__version__}.tar.gz") as archive:
+        packed = {name.partition("/src/")[2] for name in archive.getnames()}
+    assert ours <= packed
+
+
+def test_the_installed_program_says_its_version_and_helps_with_every_command(installed: Path) -> None:
+    folder = installed.parent
+    version = _run(installed / "bin" / "manyhands", "--version", folder=folder)
+    assert (version.returncode, version.stdout) == (0, f"{__version__}\n"), version.stderr
+    module = _run(installed / "bin" / "python", "-m", "manyhands", "--help", folder=folder)
+    assert module.returncode == 0, module.stderr
+    assert all(name in module.stdout for name in COMMANDS)
+    helped = _run(installed / "bin" / "python", "-c", _EVERY_HELP, folder=folder)
+    assert helped.returncode == 0, helped.stderr
+    assert all(f"shown: {name}" in helped.stdout for name in COMMANDS)
+
+
+def test_the_installed_program_trains(installed: Path) -> None:
+    folder = installed.parent
+    done = _run(
+        installed / "bin" / "manyhands", "train", "digits", "--workers", "2", "--steps", "20", "--out", "run",
+        folder=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (folder / "run" / "report.html").is_file()
+
+
+def test_kernels_go_to_the_users_cache_and_not_beside_the_package(installed: Path, tmp_path: Path) -> None:
+    (site,) = installed.glob("lib/python*/site-packages/manyhands")
+    folders = [site, *(folder for folder in site.rglob("*") if folder.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)  # as where another user has installed it
+    try:
+        done = _run(
+            installed / "bin" / "python", "-c", _WHERE_KERNELS_GO, folder=tmp_path, XDG_CACHE_HOME=str(tmp_path),
+            NUMBA_CACHE_DIR="",
+        )  # fmt: skip
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    cache = tmp_path / "manyhands" / "kernels"
+    assert done.stdout == f"{cache}\n"
+    assert list(cache.glob("memory.counters-*/*.nbi"))
+    assert not list(site.rglob("*.nb[ic]"))

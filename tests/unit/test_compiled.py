@@ -1,0 +1,186 @@
+"""Where compiled code is kept, and that it can never be that of other sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.compiled import place, warming
+from manyhands.compiled.sources import ROOT, digest_of, imported_files, module_file
+from manyhands.compiled.warming import FAMILIES, JOBS
+
+
+def _package(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        (path.parent / "__init__.py").touch()
+    return root
+
+
+def _two_trees(tmp_path: Path, called: str) -> list[str]:
+    """The digest of a kernel's module in a package as it was and in one where the file `called` is another."""
+    files = {
+        "kernels": "from pack.rates import rate\nimport pack.deep.base\n",
+        "rates": "from pack.deep import constants\n",
+        "deep__base": "ONE = 1\n",
+        "deep__constants": "TWO = 2\n",
+        "stranger": "THREE = 3\n",
+    }
+    before = _package(tmp_path / "before" / "pack", **files)
+    after = _package(tmp_path / "after" / "pack", **{**files, called: files[called] + "# changed\n"})
+    return [digest_of([root / "kernels.py"], root) for root in (before, after)]
+
+
+@pytest.mark.parametrize("called", ["kernels", "rates", "deep__base", "deep__constants"])
+def test_digest_changes_with_every_file_that_a_kernel_can_reach(tmp_path, called):
+    before, after = _two_trees(tmp_path, called)
+    assert before != after
+
+
+def test_digest_stays_when_an_unrelated_file_changes_or_the_tree_moves(tmp_path):
+    before, after = _two_trees(tmp_path, "stranger")
+    assert before == after
+
+
+def test_digest_reaches_through_real_modules():
+    files = {str(file.relative_to(ROOT)) for file in imported_files(ROOT / "regression" / "kernels.py")}
+    assert {"group/gate.py", "memory/atomics.py", "memory/waiting.py", "compiled/decorators.py"} <= files
+
+
+def _folder(monkeypatch, **environment: str) -> Path | None:
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return place.cache_folder.__wrapped__()
+
+
+def test_cache_goes_where_it_was_asked_to_go_or_to_the_users_caches(tmp_path, monkeypatch):
+    assert _folder(monkeypatch, NUMBA_CACHE_DIR=str(tmp_path / "given")) == tmp_path / "given" / "manyhands"
+    assert _folder(monkeypatch, XDG_CACHE_HOME=str(tmp_path)) == tmp_path / "manyhands" / "kernels"
+    found = _folder(monkeypatch, HOME=str(tmp_path / "home"))
+    assert found == tmp_path / "home" / ".cache" / "manyhands" / "kernels"
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+def test_cache_goes_to_a_private_temporary_folder_where_home_is_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = _folder(monkeypatch, HOME=str(tmp_path / "file"))
+    assert found == tmp_path / f"manyhands-kernels-{os.geteuid()}"
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
+    """Whoever can write there could have this user run code."""
+    shared = tmp_path / f"manyhands-kernels-{os.geteuid()}"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert _folder(monkeypatch, HOME=str(tmp_path / "file")) is None
+    shared.rmdir()
+    shared.symlink_to(tmp_path)
+    assert _folder(monkeypatch, HOME=str(tmp_path / "file")) is None
+
+
+def test_code_of_old_sources_is_removed_and_that_of_others_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "cache_folder", lambda: tmp_path)
+    for name in ("memory.old-0", "memory.new-0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "group-0.done").touch()
+    for name in ("memory.old-0", "group-0.done"):
+        os.utime(tmp_path / name, (0, 0))
+    folder = place.folder_of(ROOT / "memory" / "waiting.py")
+    assert folder is not None
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(["memory.new-0", folder.name])
+
+
+def test_every_kernel_is_kept_by_our_own_decorators():
+    """One that used numba's own would be kept beside the sources, and go stale."""
+    own = ROOT / "compiled" / "decorators.py"
+    stray = re.compile(
+        r"import numba$|from numba import .*\b(njit|jit|cfunc|vectorize)\b|numba\.(njit|jit|cfunc)", re.M
+    )
+    found = [
+        str(file.relative_to(ROOT))
+        for file in ROOT.rglob("*.py")
+        if file != own and stray.search(file.read_text())
+    ]
+    assert found == [], "import njit, helper, inlined or cfunc from manyhands.compiled.decorators"
+
+
+def test_jobs_name_what_is_there_and_cover_every_module_that_compiles_when_imported():
+    for job in JOBS.values():
+        assert job.after is None or job.after in JOBS
+        for call in job.calls:
+            module, _, function = call.partition(":")
+            file = module_file(module)
+            assert file is not None, call
+            assert not function or f"def {function}(" in file.read_text(), call
+    for family in FAMILIES.values():
+        assert set(family) <= set(JOBS)
+    reached = {
+        file
+        for job in JOBS.values()
+        for call in job.calls
+        for file in imported_files(module_file(call.partition(":")[0]))
+    }
+    eager = {file for file in ROOT.rglob("*.py") if re.search(r'^@njit\("', file.read_text(), re.M)}
+    assert eager <= reached
+
+
+_PARALLEL = """
+import os, sys, time
+from manyhands.compiled import warming
+from manyhands.compiled.warming import CompileJob
+order = sys.argv[1]
+def _compile(job):
+    with open(order, "a") as file: print(*job.calls, file=file)
+    if job.calls == ("bad",): raise ValueError("no such kernel")
+    time.sleep(0.2 if job.calls == ("base",) else 0)
+warming._compile = _compile
+warming.JOBS = {"late": CompileJob(("late",), after="base"), "base": CompileJob(("base",)), "bad": CompileJob(("bad",)),
+                "alone": CompileJob(("alone",), after="not asked for")}
+assert warming.run_jobs(["late", "base", "bad", "alone"], slots=2) == ["bad"]
+"""
+
+
+@pytest.mark.timeout(60)
+def test_jobs_run_side_by_side_but_after_what_they_build_on(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT.parent)}
+    # _mark looks at real jobs: only what has no sources is asked for here
+    script = _PARALLEL.replace(
+        "assert warming", "warming._mark = lambda job: __import__('pathlib').Path(order)\nassert warming"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "order")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no such kernel" in done.stderr
+    order = (tmp_path / "order").read_text().split()
+    assert sorted(order) == ["alone", "bad", "base", "late"]
+    assert order.index("base") < order.index("late")
+
+
+def test_nothing_is_prepared_twice_in_a_process(tmp_path, monkeypatch):
+    told: list[list[str]] = []
+    monkeypatch.setattr(warming, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(warming, "_PREPARED", set())
+    monkeypatch.setattr(warming, "_mark", lambda job: tmp_path / f"{job}.done")
+    monkeypatch.setattr(warming, "_compile_elsewhere", lambda names: told.append(list(names)))
+    (tmp_path / "waiting.done").touch()
+    assert warming.prepare("libsvm", "fit") > 0
+    assert warming.prepare("fit") == 0.0
+    assert told == [["libsvm", "group", "records", "reductions", "reductions_double"]]
