@@ -4,10 +4,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import (
     Curve,
     Happening,
     Phase,
+    Presence,
     RunView,
     ServerView,
     Shares,
@@ -24,6 +26,12 @@ def empty_view(**changes: Any) -> RunView:
         samples_per_s=0.0, steps_per_s=0.0, seconds_left=None, final={}, curves=(), workers=(), servers=(), waits=(),
         staleness=Staleness(), traffic=(), epoch=0, happenings=(), warnings=(), notes=(),
     )  # fmt: skip
+    return replace(view, **changes)
+
+
+def starting_view(workers: int = 3, **changes: Any) -> RunView:
+    """A run whose members were asked for, as it is shown from the first moment on; nobody has come yet."""
+    view = Gather(task="digits", strategy="ps servers=2", steps_asked=400, workers=workers).view(0)
     return replace(view, **changes)
 
 
@@ -68,7 +76,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             WorkerView(
                 role=n,
                 name=f"worker {n}",
-                present=True,
+                presence=Presence.PRESENT,
                 steps=step,
                 samples=step * 64,
                 steps_per_s=20.0,
@@ -87,7 +95,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             ServerView(
                 role=32,
                 name="server 0",
-                present=True,
+                presence=Presence.PRESENT,
                 primary_of=(0, 1, 2),
                 backup_of=(3,),
                 num_bytes=140_000,
@@ -99,7 +107,7 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             ServerView(
                 role=33,
                 name="server 1",
-                present=False,
+                presence=Presence.GONE,
                 primary_of=(3,),
                 backup_of=(0, 1, 2),
                 num_bytes=60_000,

@@ -18,12 +18,14 @@ from manyhands.version import __version__
 
 if TYPE_CHECKING:
     from manyhands.allreduce.strategy import AllReduce, Mirrored
+    from manyhands.callbacks import Callback
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.fitting import Options, fit
+    from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.kernel import KernelTask
+    from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
     from manyhands.registry import Home
     from manyhands.run import History, Run
@@ -35,16 +37,20 @@ if TYPE_CHECKING:
     from manyhands.stopping import EarlyStopping
     from manyhands.strategy import Strategy
     from manyhands.task import Task
+    from manyhands.training.options import Options
 
 __all__ = [
     "AllReduce",
+    "Callback",
     "Central",
+    "CsvLogger",
     "EarlyStopping",
     "History",
     "Hogwild",
     "KernelTask",
     "ManyhandsError",
     "Mirrored",
+    "MlflowLogger",
     "Options",
     "Ps",
     "Replayed",
@@ -55,6 +61,7 @@ __all__ = [
     "Strategy",
     "Task",
     "UserError",
+    "WandbLogger",
     "__version__",
     "fit",
     "join",
@@ -64,11 +71,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "callbacks",
+    "CsvLogger": "loggers",
     "EarlyStopping": "stopping",
     "History": "run",
     "KernelTask": "kernel",
     "ManyhandsError": "errors",
-    "Options": "fitting",
+    "MlflowLogger": "loggers",
+    "Options": "training.options",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",
@@ -76,6 +86,7 @@ _HOMES = {
     "Strategy": "strategy",
     "Task": "task",
     "UserError": "errors",
+    "WandbLogger": "loggers",
     "fit": "fitting",
     "join": "loop.join",
     "replay": "server.replay",

@@ -1,42 +1,25 @@
-"""`fit`: one task, one strategy, some workers, one run. Knows strategies through `Training` alone."""
+"""`fit`: one task, one strategy, some workers, one run.
+
+Light to import: what a run needs besides is imported when there is one, while the process that workers come from
+imports the same.
+"""
 
 from __future__ import annotations
 
-import logging
-import time
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from signal import Signals
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from manyhands.cluster.local import threads_per_role
-from manyhands.cluster.room import require_room
-from manyhands.cluster.signals import signal_of
 from manyhands.cluster.template import warm
-from manyhands.device import check_device, sharing_sentence
-from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, Overload, UserError
-from manyhands.footprint import MOST_STATE_COPIES, cost_of, sizes_of
-from manyhands.kernel import AnyTask
-from manyhands.randomness import preserved, seed_all
-from manyhands.registry import STRATEGIES
-from manyhands.run import History, Run
-from manyhands.store.atomic import WriteFailed
-from manyhands.store.checkpoint import NoCheckpoint
-from manyhands.store.fingerprint import fingerprint
-from manyhands.store.lines import Backlog
-from manyhands.store.rundir import RunDirectory
+from manyhands.device import check_device
+from manyhands.errors import UserError
 from manyhands.strategy import Strategy
-from manyhands.training.passes import PassLosses
-from manyhands.training.request import Options, Request, View
-from manyhands.training.training import Result, Stage, Training, training_class
+from manyhands.training.options import Options
 
-__all__ = ["Options", "View", "fit", "require_room_for"]
+if TYPE_CHECKING:
+    from manyhands.kernel import AnyTask
+    from manyhands.run import Run
 
-_log = logging.getLogger("manyhands")
+__all__ = ["fit"]
 
 
 def fit(
@@ -60,275 +43,14 @@ def fit(
     no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker that failed; when it returns or
     raises, no worker is left; the template process stays for the next call.
     """
-    request = Request.make(
-        task,
-        Strategy.parse(strategy),
-        workers,
-        (steps, epochs),
-        seed,
-        options or Options(),
-        check_device(device),
-    )
+    chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
-    if request.strategy.forks_workers(compiled=request.plan.task.compiled):
-        warm()
-    with preserved(), ExitStack() as stack:
-        seed_all(seed)
-        model = request.plan.task.model()
-        require_room_for(request, model)
-        _advise(request, model)
-        compiled = request.plan.task.compiled
-        training = training_class(request.strategy, compiled=compiled)(request, model)
-        directory, done = _open_directory(training, request, model, out, resume)
-        if directory is not None:
-            stack.callback(_close, directory)
-        return _Session(request, directory, done).train(training)
+    if chosen.forks_workers(compiled=getattr(task, "compiled", False)):
+        warm()  # before all that is imported here: the workers wait for it
+    from manyhands.session import run_session
+    from manyhands.training.request import Request
 
-
-def _close(directory: RunDirectory) -> None:
-    """Let go of the directory; that the last rows may not be synced is no reason to give up what was trained."""
-    try:
-        directory.close()
-    except WriteFailed as error:
-        _log.warning("%s", error)
-
-
-def require_room_for(request: Request, model: nn.Module) -> None:
-    """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
-    if request.options.allow_overload or request.strategy.most_workers == 1:
-        return
-    task, threads = request.plan.task, threads_per_role(request.workers)
-
-    def require(state_copies: int | None) -> None:
-        on_host = request.plan.device == "cpu"
-        sizes = sizes_of(task, model, on_host=on_host, state_copies=state_copies)
-        cost = cost_of(request.strategy, sizes, threads=threads, compiled=task.compiled)
-        require_room(cost, request.workers)
-
-    try:
-        require(MOST_STATE_COPIES)
-    except Overload:  # the optimizer may keep less: asking it takes a second, and is seldom needed
-        require(None)
-
-
-def _advise(request: Request, model: nn.Module) -> None:
-    """Say it where a strategy is used for what it is not made for."""
-    task = request.plan.task
-    sparse = bool(task.sparse) or task.compiled  # what is compiled moves a record's rows alone
-    sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
-    advice = request.strategy.advice(request.workers, sparse=sparse)
-    if advice:
-        warnings.warn(advice, stacklevel=3)
-
-
-def _open_directory(
-    training: Training, request: Request, model: nn.Module, out: str | Path | None, resume: bool
-) -> tuple[RunDirectory | None, int | None]:
-    """The run's directory, where it has one, and the number of steps that it goes on from."""
-    if out is None:
-        return None, None
-    config = request.config(model)
-    if not resume:
-        return RunDirectory.create(out, config, request.options.own_files), None
-    directory = RunDirectory.open(out)
-    try:
-        conflict = fingerprint(directory.config).conflict(fingerprint(config))
-        if conflict is not None:
-            raise UserError(f"{out} cannot be resumed: {conflict}")
-        _hand_over(directory, request, config)
-        done = training.resume(directory, config)
-        directory.go_on_as(config)
-        return directory, done
-    except BaseException:
-        directory.close()
-        raise
-
-
-def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, Any]) -> None:
-    """Where the strategy or the number of workers changes: have what the run kept in a form that fits any."""
-    if all(directory.config.get(name) == config[name] for name in ("strategy", "workers")):
-        return
-    before = Strategy.parse(str(directory.config.get("strategy")))
-    trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
-    if trained_by is not None:
-        trained_by.hand_over(directory, request.plan, before)
-
-
-class _Session:
-    """One run under way: collects what a training tells, and makes a `Run` of it."""
-
-    def __init__(self, request: Request, directory: RunDirectory | None, done: int | None) -> None:
-        self._request = request
-        self._directory = directory
-        self._resumed_from = done
-        self._history = History(directory.metrics.read() if directory is not None else ())
-        passes = request.plan.task.passes
-        self._passes = PassLosses(passes, self._history) if passes is not None else None
-        self._notes: list[str] = []
-        self._clock = _TrainingClock()
-        if directory is not None:
-            self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
-            self._members: Backlog[Mapping[str, Any]] = Backlog(
-                lambda events: directory.append_member(*events)
-            )
-
-    def train(self, training: Training) -> Run:
-        """Run the training and put everything in its place."""
-        began = time.monotonic()
-        sharing = sharing_sentence(self._request.plan.device, self._request.workers)
-        self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
-        stage = Stage(
-            request=self._request,
-            directory=self._directory,
-            history=self._history,
-            take_rows=self._take_rows,
-            take_event=self._take_event,
-            say=self._say,
-        )
-        try:
-            result = training.run(stage)
-        except ManyhandsError as error:
-            if self._directory is not None:
-                self._directory.tell_end(error, self._clock.seconds)
-            if isinstance(error, NonFinite):
-                raise NonFinite(f"{error}; {self._last_good()}") from error
-            if not isinstance(error, UserError):
-                self._add_how_to_go_on(error, training)
-            raise
-        except (KeyboardInterrupt, SystemExit) as stop:
-            number = signal_of(stop)
-            if number is not None:
-                self._tell_interruption(number, training)
-            raise
-        self._notes += result.notes
-        summary = self._summarise(result, time.monotonic() - began)
-        if self._directory is not None:
-            try:
-                self._directory.write_summary(summary)
-            except WriteFailed as error:
-                self._say(str(error))  # the notes of the summary at hand have it
-        path = self._directory.path if self._directory is not None else None
-        return Run(model=result.model, history=self._history, summary=summary, path=path)
-
-    def _say(self, sentence: str) -> None:
-        """Tell the user now, and again in the summary."""
-        self._notes.append(sentence)
-        _log.warning("%s", sentence)
-
-    def _take_rows(self, rows: list[dict[str, Any]]) -> None:
-        self._clock.heard(rows)
-        if self._passes is not None:
-            rows = self._passes.add(rows)
-        self._history.extend(rows)
-        if self._directory is not None:
-            self._keep(self._metrics, *rows)
-        if self._request.options.on_rows is not None:
-            self._request.options.on_rows(rows)
-
-    def _keep(self, log: Backlog[Any], *records: Any) -> None:
-        sentence = log.add(*records)
-        if sentence is not None:
-            self._say(sentence)
-
-    def _take_event(self, event: Mapping[str, Any]) -> None:
-        """Something happened to a member: keep it, and say it where it is more than a start."""
-        self._clock.heard([event])
-        if self._directory is not None:
-            self._keep(self._members, event)
-        if "sentence" in event:
-            _log.warning(event["sentence"])
-
-    def _add_how_to_go_on(self, error: ManyhandsError, training: Training) -> None:
-        """Let what ended the run end with the command that goes on, where a checkpoint is there to go on from."""
-        if self._directory is None or self._request.options.resume_command == "":
-            return
-        try:
-            step = training.kept_step(self._directory)
-        except CorruptCheckpoint:  # resuming will name the damage; this error says why the run ended
-            return
-        if step:
-            way = f"{self._kept(step, self._directory)}; go on with: {self._command(self._directory)}"
-            text = str(error)
-            error.args = (f"{text}\n\n{way}" if "\n" in text else f"{text}; {way}",)
-
-    def _kept(self, step: int, directory: RunDirectory) -> str:
-        return f"step {step} of {self._request.plan.steps} is kept in {directory.path}"
-
-    def _command(self, directory: RunDirectory) -> str:
-        asked = self._request.options.resume_command
-        return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
-
-    def _tell_interruption(self, number: Signals, training: Training) -> None:
-        """One line: what ended the run, what is kept of it, and how to go on."""
-        directory = self._directory
-        if directory is None:
-            kept, how = "nothing was kept, because the run has no directory (out=)", ""
-        else:
-            step = training.kept_step(directory)
-            kept = self._kept(step, directory) if step else "no checkpoint was due yet"
-            how = f"; {'go on' if step else 'begin again'} with: {self._command(directory)}"
-            event = {
-                "event": "interrupted",
-                "at_s": self._clock.seconds,
-                "sentence": f"ended by {number.name}; {kept}",
-            }
-            directory.append_member(event)
-        options = self._request.options
-        if options.tells_interruption and options.resume_command != "":
-            _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
-
-    def _last_good(self) -> str:
-        if self._directory is None:
-            return "nothing was kept, because the run has no directory (out=)"
-        try:
-            kept = self._directory.checkpoints().load()
-        except NoCheckpoint:
-            return "it broke before the first checkpoint"
-        return f"the last good checkpoint is {kept.path}"
-
-    def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
-        request = self._request
-        final = {"loss": self._history.loss[-1]} if self._history.loss else {}
-        if self._history.evaluations:
-            final |= self._history.evaluations[-1]["metrics"]
-        seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
-        return {
-            "task": request.plan.task.name,
-            "strategy": str(request.strategy),
-            "workers": request.workers,
-            "steps": result.steps_done,
-            "steps_asked": request.plan.steps,
-            "resumed_from_step": self._resumed_from,
-            "seed": request.plan.seed,
-            "device": request.plan.device,
-            "seconds": seconds,
-            "startup_s": max(0.0, wall_s - seconds),
-            "samples": samples,
-            "samples_per_s": samples / seconds if seconds else 0.0,
-            "final": final,
-            "bytes_sent": result.bytes_sent,
-            "messages_sent": result.messages_sent,
-            "stopped_early": result.stopped_early,
-            "notes": self._notes,
-            **result.observed,
-        }
-
-
-class _TrainingClock:
-    """Seconds since training began, on the time base of the rows that tell of it."""
-
-    def __init__(self) -> None:
-        self._began_s: float | None = None
-
-    def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take the newest of rows that were told just now: the one that took the shortest way is the nearest."""
-        told = [row["at_s"] for row in rows if row.get("at_s")]
-        if told:
-            began_s = time.monotonic() - max(told)
-            self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
-
-    @property
-    def seconds(self) -> float:
-        """0 before training began."""
-        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+    length = (steps, epochs)
+    request = Request.make(task, chosen, workers, length, seed, options or Options(), check_device(device))
+    return run_session(request, out, resume)

@@ -28,14 +28,12 @@ from manyhands.kernel import KernelTask
 from manyhands.link.shared import DEFAULT_CAPACITY_BYTES
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.dynamo import optimizer_of
 
-__all__ = ["MOST_STATE_COPIES", "PER_LINK", "Sizes", "cost_of", "sizes_of"]
+__all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
 
 PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
 """Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
-
-MOST_STATE_COPIES = 3
-"""No optimizer that is known here keeps more numbers for a parameter."""
 
 _RING_BYTES = 1 << 20  # events of one worker, and what else is small
 
@@ -53,14 +51,10 @@ class Sizes:
     data: int = 0
 
 
-def sizes_of(
-    task: Task | KernelTask, model: nn.Module, *, on_host: bool = True, state_copies: int | None = None
-) -> Sizes:
+def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True) -> Sizes:
     """What is known of a task without computing anything; `model` is one that it has built.
 
     What a device of its own holds takes nothing of the host. What is compiled keeps all its state in the model.
-    `state_copies` says how many numbers an optimizer keeps for each parameter; None asks it, for which torch imports
-    half of itself again.
     """
     if isinstance(task, KernelTask):
         return Sizes(parameters=_bytes_of(model.parameters()), gradients=0)
@@ -72,7 +66,7 @@ def sizes_of(
         parameters=_bytes_of(model.parameters()),
         gradients=_bytes_of(trained),
         buffers=_bytes_of(model.buffers()),
-        state=(_state_copies(task, model) if state_copies is None else state_copies) * _bytes_of(trained),
+        state=_state_copies(task, model) * _bytes_of(trained),
         data=data,
     )
 
@@ -113,7 +107,7 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 def _state_copies(task: Task, model: nn.Module) -> int:
     """How many numbers the optimizer keeps for each parameter, as far as that is known by its settings."""
     try:
-        optimizer = task.optimizer(model.parameters())
+        optimizer = optimizer_of(task, model)
     except Exception:  # the worker that builds it says what is wrong, with the user's own stack
         return 0
     return max((_copies(optimizer, group) for group in optimizer.param_groups), default=0)

@@ -14,11 +14,12 @@ from manyhands.analyse.totals import TotalsSnapshot
 from manyhands.cluster.template import warm
 from manyhands.draw.showing import showing
 from manyhands.errors import Aborted, UserError
-from manyhands.fitting import Options, fit
+from manyhands.fitting import fit
 from manyhands.run import Run
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
+from manyhands.training.options import Options
 
 __all__ = ["Running", "start"]
 

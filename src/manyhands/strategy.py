@@ -49,8 +49,17 @@ class Strategy(ABC):
     cannot_clip: ClassVar[str] = ""
     """A sentence on why gradients cannot be clipped; empty where they can."""
 
-    cannot_stop_early: ClassVar[str] = ""
-    """A sentence on why an evaluation cannot end a run; empty where it can."""
+    moves_rows: ClassVar[bool] = False
+    """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
+
+    cannot_stream: ClassVar[str] = ""
+    """A sentence on why samples that can only be iterated cannot be trained on; empty where they can."""
+
+    cannot_heed_evaluations: ClassVar[str] = ""
+    """A sentence on why an evaluation can neither end a run nor set its learning rate; empty where it can."""
+
+    cannot_stop: ClassVar[str] = ""
+    """A sentence on why nobody outside can have all workers end after one step; empty where that can be."""
 
     can_change_workers: ClassVar[bool] = False
     """Whether workers may be added and removed while it runs."""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
 
 from manyhands.data.batches import BatchSource
-from manyhands.errors import UserError
+from manyhands.data.shares import sample_weights
+from manyhands.errors import UserError, nearest
 from manyhands.strategy import Strategy
 
 __all__ = ["Metric", "Passes", "RowsOf", "Task"]
@@ -57,11 +59,15 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) -> scalar to minimise, the mean over the batch."""
     data: Any
-    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them."""
+    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them; or an `IterableDataset`,
+    which every worker draws in the same order."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters."""
     batch_size: int = 64
     """Samples in a global batch, which the workers of a synchronous strategy split among them."""
+    weights: Any | None = None
+    """What each sample of `data` weighs: a number of at least 0 for each. `loss` then gives one loss per sample instead
+    of their mean, and what is trained is their mean by weight over the global batch."""
     evaluation: Any | None = None
     """Evaluation data, in the same forms as `data`."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -69,12 +75,18 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch from a list of samples, in place of torch's default_collate."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """Builds the learning rate's schedule, which advances once per global batch."""
+    """Builds the learning rate's schedule, which advances once per global batch, or as `scheduler_metric` says."""
+    scheduler_metric: str | None = None
+    """Advance the schedule after each evaluation instead, by `step(value of this metric)`, as `ReduceLROnPlateau` wants
+    it: the name of a metric, or `evaluation_loss`."""
     clip_norm: float | None = None
     """Scale the gradient of a global batch down to this norm, as `torch.nn.utils.clip_grad_norm_` does; under `local`
     and `hogwild` each worker its own."""
     clip_value: float | None = None
     """Clamp every item of that gradient to ± this; one of the two may be given."""
+    microbatches: int = 1
+    """Compute a worker's share of a batch in so many pieces, one after another, whose gradients add up to that of the
+    whole share: less memory, the same step."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
@@ -94,8 +106,13 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Of one epoch."""
-        return len(BatchSource(self.data, self.collate))
+        """Of one epoch; 0 where nobody knows."""
+        return 0 if self.streams else len(BatchSource(self.data, self.collate))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the data can only be iterated."""
+        return isinstance(self.data, IterableDataset)
 
     def checkpoint_every(self, steps: int) -> int:
         """How many steps between checkpoints, unless told: ten times a run."""
@@ -122,16 +139,26 @@ class Task:
             raise UserError(
                 f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
             )
-        if not isinstance(self.batch_size, int) or isinstance(self.batch_size, bool) or self.batch_size < 1:
-            raise UserError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
+        for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise UserError(f"{name} is {count!r}; it must be a whole number of at least 1")
         self._check_clipping()
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
         # a source looks at types and lengths only: cheap, and better here than in every worker
-        BatchSource(self.data, self.collate, field="data")
+        if not self.streams:
+            samples = len(BatchSource(self.data, self.collate, field="data"))
+            if self.weights is not None:
+                sample_weights(self.weights, samples)
+        elif self.weights is not None:
+            raise UserError(
+                "weights are looked up by the number of a sample, and data is an IterableDataset, which has none; give "
+                "data that can be looked up"
+            )
         if self.evaluation is not None:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
+        self._check_scheduler_metric()
         self._check_sparse()
 
     @property
@@ -167,6 +194,21 @@ class Task:
                 f"metrics are {', '.join(self.metrics)}, but evaluation is None; metrics are measured on "
                 "evaluation data, so give evaluation= as well"
             )
+
+    def _check_scheduler_metric(self) -> None:
+        metric = self.scheduler_metric
+        if metric is None:
+            return
+        if self.scheduler is None:
+            raise UserError(f"scheduler_metric is {metric!r}, but scheduler is None; give scheduler= as well")
+        if self.evaluation is None:
+            raise UserError(
+                f"scheduler_metric is {metric!r}, but evaluation is None; metrics are measured on evaluation data, so "
+                "give evaluation= as well"
+            )
+        names = ["evaluation_loss", *self.metrics]
+        if metric not in names:
+            raise UserError(f"scheduler_metric is {metric!r}; {nearest(str(metric), names)}")
 
     def _check_sparse(self) -> None:
         if not isinstance(self.sparse, Mapping):

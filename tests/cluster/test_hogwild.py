@@ -16,6 +16,8 @@ from torch import Tensor, nn, optim
 
 import manyhands as mh
 from equality import Silent, distance, make_task, same_bits, train_plainly
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan
 from manyhands.errors import NonFinite, PeerTimeout, UserError
 from manyhands.group.gate import Gate
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
@@ -112,6 +114,12 @@ def plan_of(
     )
 
 
+def batch_of(task: mh.Task, step: int) -> Any:
+    """Global batch `step`, whole."""
+    source = BatchSource(task.data)
+    return source.fetch(BatchPlan(len(source), task.batch_size, seed=0).indices(step))
+
+
 def train(
     plan: TrainingPlan,
     order: str,
@@ -192,7 +200,7 @@ def test_buffers_and_schedules_are_those_of_the_plain_loop() -> None:
 def test_locked_is_the_plain_loop_over_its_batches_in_the_order_they_came() -> None:
     task, _ = task_and_reference("adamw")
     computer = Computer(plan_of(task), 0)
-    firsts = [computer.batch(step, 0, 1)[0] for step in range(STEPS)]
+    firsts = [batch_of(task, step)[0] for step in range(STEPS)]
     taken: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -344,7 +352,7 @@ def test_a_run_that_is_stopped_leaves_no_gap(order: str, every: int, tmp_path: P
 @pytest.mark.parametrize("order", ["free", "locked", "turns"])
 def test_a_loss_that_is_not_finite_stops_all_and_is_told_once(order: str, tmp_path: Path) -> None:
     task, _ = task_and_reference("sgd")
-    bad = Computer(plan_of(task), 0).batch(9, 0, 1)[0]
+    bad = batch_of(task, 9)[0]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = task.loss(model, batch)

@@ -13,8 +13,9 @@ from manyhands.errors import UserError
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.loop.connect import choose
 from manyhands.strategy import Strategy
+from manyhands.training.options import Options
 from manyhands.training.overlap import overlap_summary
-from manyhands.training.request import Options, Request
+from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
 
 

@@ -15,10 +15,15 @@ PATIENCE_S = 110.0
 
 
 @contextmanager
-def started(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process for each command; they are killed at the end of the block, if they still run."""
-    # torch renames functions between the releases we support, and warns of the names that all of them have
-    environment = {**os.environ, "PYTHONWARNINGS": "error,ignore::FutureWarning", "OMP_NUM_THREADS": "1"}
+def started(
+    commands: Sequence[Sequence[str]], warnings: str = "error,ignore::FutureWarning"
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process for each command; they are killed at the end of the block, if they still run.
+
+    Warnings are errors, but for those of torch, which renames functions between the releases we support, and warns of
+    the names that all of them have.
+    """
+    environment = {**os.environ, "PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in commands:

@@ -122,7 +122,8 @@ def check_mistakes_are_named_on_every_rank_and_cost_nothing(ranks: Ranks) -> Non
 
 def check_what_one_rank_can_see_alone_it_refuses_alone(ranks: Ranks) -> None:
     ones = torch.ones(4, dtype=torch.int64)
-    assert "mean of whole numbers" in refused(lambda: dist.all_reduce(ones, dist.ReduceOp.AVG))
+    assert "no mean" in refused(lambda: dist.all_reduce(ones.bool(), dist.ReduceOp.AVG))
+    assert "torch has none" in refused(lambda: dist.all_reduce(ones.to(torch.uint16)))
     assert "bits" in refused(lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BXOR))
     assert "one for each of" in refused(
         lambda: ranks.ours.alltoall([ones], [ones] * (ranks.world + 1)).wait()

@@ -171,8 +171,8 @@ task = mh.Task(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     batch_size=4,
 )
-def fit():
-    return mh.fit(task, "mirrored", workers=2, steps=2).summary["steps"]
+def fit(strategy="mirrored"):
+    return mh.fit(task, strategy, workers=2, steps=2).summary["steps"]
 """
 _WARM = """
 import sys
@@ -184,9 +184,10 @@ first = kept_pid()
 print(first)
 """
 _FIT = """
-assert fit() == 2
+for strategy in ("mirrored", "ps", "central"):
+    assert fit(strategy) == 2
+    assert "torch._dynamo" not in sys.modules, f"{strategy} imports torch's compiler here, which nobody uses"
 assert kept_pid() == first, "fit takes what is there"
-assert "torch._dynamo" not in sys.modules, "what an optimizer imports, workers have from the template"
 """
 
 
@@ -387,6 +388,19 @@ def test_a_data_set_is_in_memory_once_however_many_read_it() -> None:
         assert result.payload["Anonymous"] <= 64, "more than the touched page was copied"
         assert result.payload["threads"] == int(os.environ.get("OMP_NUM_THREADS", threads_per_role(2)))
     assert data[0].item() == 1.0
+
+
+def test_a_role_has_the_threads_that_it_is_given_whoever_started_the_template() -> None:
+    def job(context: RoleContext) -> Mapping[str, Any]:
+        import torch
+
+        return {"threads": torch.get_num_threads()}
+
+    roles = [
+        Role(name=f"worker {rank}", target=job, env={"OMP_NUM_THREADS": str(rank + 3)}) for rank in range(2)
+    ]
+    with LocalCluster(roles) as cluster:
+        assert [result.payload["threads"] for result in cluster.run()] == [3, 4]
 
 
 def test_it_runs_in_a_thread_that_is_not_the_main_one() -> None:

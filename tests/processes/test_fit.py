@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,36 @@ def test_real_processes_end_with_the_weights_of_the_plain_loop(
     assert run.summary["steps"] == 50
     assert run.summary["strategy"] == strategy
     assert run.summary["bytes_sent"] > 0
+
+
+def _compiler_is_imported() -> bool:
+    return "torch._dynamo.convert_frame" in sys.modules
+
+
+@pytest.mark.filterwarnings("ignore:hogwild on a dense model")
+@pytest.mark.parametrize("strategy", ["mirrored", "central", "ps", "hogwild", "local"])
+def test_workers_that_compile_nothing_do_not_import_torchs_compiler(strategy: str) -> None:
+    task = make_task(OPTIMIZERS["adamw"])
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        assert not _compiler_is_imported()
+        return task.loss(model, batch)
+
+    assert mh.fit(replace(task, loss=loss), strategy, workers=2, steps=4).summary["steps"] == 4
+
+
+def test_a_compiled_model_is_trained_to_the_same_weights() -> None:
+    task = make_task(OPTIMIZERS["adamw"])
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        compiled = torch.compile(task.loss, backend="eager")
+        found: torch.Tensor = compiled(model, batch)
+        assert _compiler_is_imported()
+        return found
+
+    run = mh.fit(replace(task, loss=loss), "mirrored", workers=2, steps=4, seed=0)
+    plain = mh.fit(task, "mirrored", workers=2, steps=4, seed=0)
+    assert distance(run.model.state_dict(), plain.model.state_dict()) < 1e-9
 
 
 def test_the_summary_says_what_others_rely_on() -> None:

@@ -7,10 +7,10 @@ import pytest
 from manyhands.analyse.follow import RunFollower
 from manyhands.analyse.view import Phase
 from manyhands.draw.table import end_text
-from manyhands.fitting import Options
 from manyhands.running import start
 from manyhands.slowdown import Slowdown
 from manyhands.tasks import TASKS
+from manyhands.training.options import Options
 
 POLL_S = 0.2
 

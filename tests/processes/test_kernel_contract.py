@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from manyhands.kernel import KernelStep, Portion, Taken
 from manyhands.record.events import EventKind
 from manyhands.record.recorded import read_run_events
 from manyhands.registry import STRATEGIES
+from manyhands.store.rundir import RunDirectory
 from manyhands.words.glove_batches import TensorStep
 from manyhands.words.glove_model import GloveOptions
 from manyhands.words.glove_task import GloveTask
@@ -116,3 +118,17 @@ def test_an_order_to_stop_ends_all_threads(path: Path) -> None:
 def test_a_strategy_without_compiled_steps_is_refused(text: str, path: Path) -> None:
     with pytest.raises(UserError, match=f"strategy {text} does not train glove"):
         mh.fit(task_of(path), text, workers=2)
+
+
+def test_threads_stop_where_a_callback_asks_for_it(path: Path, tmp_path: Path) -> None:
+    class Stops(mh.Callback):
+        def on_step(self, row: Mapping[str, Any]) -> bool | None:
+            return bool(row["step"] >= 5)
+
+    task, options = task_of(path, passes=50_000), mh.Options(callbacks=[Stops()], checkpoint_every=10**9)
+    run = mh.fit(task, "hogwild", workers=2, out=tmp_path / "run", options=options)
+    end = run.summary["steps"]
+    assert 5 <= end < run.summary["steps_asked"]
+    assert [row["step"] for row in run.history.steps] == list(range(1, end + 1))
+    assert f"stopped after step {end}: Stops asked for it" in run.summary["notes"]
+    assert RunDirectory.open(tmp_path / "run", lock=False).checkpoints().load().step == end

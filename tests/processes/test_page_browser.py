@@ -4,14 +4,15 @@ import functools
 import http.server
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from manyhands.analyse.view import Phase, RunView
+from manyhands.analyse.view import Phase, RunView, Staleness
 from manyhands.serve.dashboard import Dashboard
-from views import empty_view, run_view
+from views import run_view, starting_view
 
 CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 missing = [str(path) for path in (CHROMIUM, CHROMEDRIVER) if not path.exists()]
@@ -86,6 +87,7 @@ def opened(browser: Any, url: str, width: int = 1280, height: int = 800) -> None
     browser.get_log("browser"), browser.get_log("performance")
     browser.get(url)
     awaited(browser, lambda: line_of(browser) == "connected", "the page to become live")
+    awaited(browser, lambda: "What is missing here" in text_of(browser, "notes"), "its first content")
 
 
 def awaited(browser: Any, condition: Callable[[], bool], what: str) -> None:
@@ -165,15 +167,17 @@ def test_it_asks_nobody_else_for_anything(browser: Any, dashboard: Dashboard) ->
     assert all(url.startswith((own, "data:", "about:")) for url in asked), asked
 
 
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
 def test_it_updates_without_a_reload_and_nothing_moves(
-    browser: Any, dashboard: Dashboard, shown: Shown
+    browser: Any, dashboard: Dashboard, shown: Shown, width: int, height: int
 ) -> None:
-    shown.view = empty_view()
-    opened(browser, dashboard.url)
+    shown.view = starting_view()
+    opened(browser, dashboard.url, width, height)
+    assert "worker 2 (starting)" in text_of(browser, "workers")
     browser.execute_script("window.loadedOnce = true; document.querySelector('.fill').focus()")
     before = browser.execute_script(PLACES)
     for step in (40, 120, 360):
-        shown.view = run_view(step=step)
+        shown.view = run_view(step=step, warnings=() if step == 120 else run_view().warnings)
         awaited(browser, lambda step=step: f"{step} of 400" in text_of(browser, "now"), f"step {step}")
     awaited(browser, lambda: "server 1" in text_of(browser, "members"), "the members")
     assert browser.execute_script(PLACES) == before
@@ -313,6 +317,89 @@ def test_it_fits_and_the_keyboard_reaches_everything(
         "return [...document.querySelectorAll('h1, h2, h3')].map((one) => one.tagName)"
     )
     assert levels == ["H1"] + ["H2"] * 12
+
+
+CUT = """
+  const cut = [], main = document.getElementById("main");
+  for (const one of main.querySelectorAll("dd, td, th, caption, .scroll, .fill, section, li, p, figcaption")) {
+    if (getComputedStyle(one).overflowX !== "visible" && one.scrollWidth > one.clientWidth + 1) cut.push(one);
+    const text = document.createRange();
+    text.selectNodeContents(one);
+    const card = one.closest("section").getBoundingClientRect(), box = text.getBoundingClientRect();
+    if (box.width > 0 && (box.right > card.right || box.left < card.left)) cut.push(one);
+  }
+  return [...new Set(cut)].filter((one) => !one.closest("thead")).map((one) => one.outerHTML.slice(0, 80));
+"""
+BLANKS = """
+  return Object.fromEntries([...document.querySelectorAll("section:not(.absent)")].map((one) => {
+    const inside = [...one.querySelectorAll("h2, p, li, dd, td, svg, progress")];
+    const bottom = Math.max(...inside.map((part) => part.getBoundingClientRect().bottom));
+    return [one.id, Math.round(one.getBoundingClientRect().bottom - bottom)];
+  }));
+"""
+
+
+def long_view() -> RunView:
+    """A view with numbers as long as they come."""
+    view = run_view()
+    workers = tuple(
+        replace(
+            one, steps=10**8, steps_per_s=12345.6, compute_ms=98765.43, bytes_sent=10**15, messages_sent=10**9
+        )
+        for one in view.workers
+    )
+    traffic = tuple(replace(one, num_bytes=10**15, messages=10**10) for one in view.traffic)
+    return replace(
+        view, step=123_456_789, steps_asked=200_000_000, seconds=10**6, samples_per_s=12_345_678.0, loss=1.234e-12,
+        workers=workers, traffic=traffic,
+    )  # fmt: skip
+
+
+def test_on_a_phone_no_number_is_cut_and_no_table_needs_scrolling_sideways(
+    browser: Any, dashboard: Dashboard, shown: Shown
+) -> None:
+    shown.view = long_view()
+    opened(browser, dashboard.url, 390, 844)
+    awaited(browser, lambda: "123,456,789" in text_of(browser, "now"), "the long numbers")
+    assert browser.execute_script(CUT) == []
+    named = browser.execute_script(
+        "return [...document.querySelectorAll('#workers td')].slice(0, 7)"
+        ".map((one) => getComputedStyle(one, '::before').content)"
+    )
+    names = ("steps", "steps/s", "compute, ms", "waited", "waits for", "sent", "messages")
+    assert named == [f'"{name}"' for name in names], "every number has its column's name beside it"
+
+
+@pytest.mark.parametrize("strategy", ["ps servers=2", "mirrored"])
+def test_cards_are_as_high_as_what_they_show(
+    browser: Any, shown: Shown, dashboard: Dashboard, strategy: str, tmp_path: Path
+) -> None:
+    """What is below the last line of a card, in pixels; cards in one row are as high as the highest of them."""
+    changes = {} if strategy.startswith("ps") else {"servers": (), "staleness": Staleness()}
+    shown.view = run_view(strategy=strategy, **changes)
+    opened(browser, dashboard.url)
+    blanks = browser.execute_script(BLANKS)
+    whole = (
+        "now",
+        "wrong",
+        "loss",
+        "metrics",
+        "throughput",
+        "workers",
+        "servers",
+        "waits",
+        "staleness",
+        "notes",
+    )
+    assert {key: blank for key, blank in blanks.items() if key in whole and blank > 40} == {}
+    assert ("servers" in blanks) == strategy.startswith("ps"), "what a strategy does not have takes no room"
+    notes = browser.execute_script("return document.getElementById('notes').getBoundingClientRect().height")
+    assert notes < 50, "one line"
+    shown.view = replace(shown.view, phase=Phase.STARTING, curves=(), notes=())
+    awaited(browser, lambda: "every event was read" in text_of(browser, "notes"), "the empty states")
+    assert {
+        key: blank for key, blank in browser.execute_script(BLANKS).items() if key in whole and blank > 60
+    } == {}
 
 
 def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, tmp_path: Path) -> None:

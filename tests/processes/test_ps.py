@@ -236,6 +236,8 @@ def test_what_a_server_raised_is_not_blamed_on_a_worker_and_has_the_time_of_the_
     started_s = [row["at_s"] for row in rows if row["event"] == "joined"]
     told_s = [row["at_s"] for row in rows if "at_s" in row]
     assert told_s == sorted(told_s), "one time base"
+    of_day = {(row["event"], row.get("name")): row["unix_s"] for row in rows}
+    assert of_day["joined", "worker 0"] - of_day["started", "worker 0"] > 0.5, "the start itself took time"
     assert max(started_s) <= fault["at_s"] < took_s - 0.5, (
         "seconds since training began, without the start before"
     )

@@ -16,7 +16,7 @@ import pytest
 from commands import run_command
 from manyhands.data.plan import permutation
 from manyhands.data.row_files import RowFile
-from manyhands.fitting import Options, fit
+from manyhands.fitting import fit
 from manyhands.regression.batches import logreg_task, table_of
 from manyhands.regression.examples import Examples
 from manyhands.regression.model import LogregModel
@@ -25,6 +25,7 @@ from manyhands.regression.spool import Spool, SpooledRows
 from manyhands.regression.training import parse_examples, train_logreg
 from manyhands.run import Run
 from manyhands.training.kept import Keeping
+from manyhands.training.options import Options
 from watched import watched
 
 pytestmark = pytest.mark.timeout(300)

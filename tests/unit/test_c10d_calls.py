@@ -135,8 +135,10 @@ def test_every_two_ranks_have_a_ring_in_each_direction(world: int) -> None:
 
 
 def test_what_can_not_be_reduced_is_refused() -> None:
-    with pytest.raises(UserError, match=r"AVG of torch\.int64"):
-        check_reduction(torch.int64, Reduction.AVG)
+    with pytest.raises(UserError, match=r"AVG of torch\.bool: truth values have no mean"):
+        check_reduction(torch.bool, Reduction.AVG)
+    with pytest.raises(UserError, match=r"SUM of torch\.uint16: torch has none"):
+        check_reduction(torch.uint16, Reduction.SUM)
     with pytest.raises(UserError, match=r"BOR of torch\.float32"):
         check_reduction(torch.float32, Reduction.BOR)
     assert compiled_reducer(torch.int64, Reduction.SUM) is None
@@ -148,6 +150,8 @@ def test_torch_combines_in_rank_order_and_halves_in_float32() -> None:
     assert combine(parts, Reduction.PRODUCT).tolist() == [24.0, -2.5]
     assert combine(parts, Reduction.MIN).tolist() == [2.0, -1.0]
     assert combine(parts, Reduction.AVG).tolist() == [3.0, 1.5]
+    whole = [torch.tensor([7, -7, 2**62]), torch.tensor([0, 0, 2])]
+    assert combine(whole, Reduction.AVG).tolist() == [3, -3, 2**61 + 1], "cut towards zero, and exact"
     assert parts[0].tolist() == [3.0, -1.0], "the parts stay as they are"
     small = [torch.tensor([1.0], dtype=torch.bfloat16), *[torch.tensor([2**-8], dtype=torch.bfloat16)] * 2]
     assert combine(small, Reduction.SUM).item() == 1 + 2**-7, "one rounding, not two"

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from manyhands.draw.axes import linear, logarithmic, spans_powers
 from manyhands.draw.charts import (
     Series,
     bar_chart,
@@ -13,11 +14,13 @@ from manyhands.draw.charts import (
     document,
     histogram,
     line_chart,
+    loss_chart,
     matrix,
     section,
     share_bars,
     short_number,
 )
+from manyhands.draw.overlap import overlapping
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert('1')</script>\"&x"
@@ -118,6 +121,100 @@ def test_ticks_are_round_and_few() -> None:
 def test_an_axis_from_zero_begins_there() -> None:
     chart = one_curve([0, 1], [900.0, 1000.0], from_zero=True)
     assert ticks(chart, "y")[0][1] == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "last"),
+    [(0.98, 0.75, 1.0), (1.0, 0.8, 1.0), (0.25, 0.2, 0.3), (7.381, 5, 9), (0.0, 0, 1), (-3.0, -4, -2),
+     (1e6, 8e5, 1.2e6)],
+)  # fmt: skip
+def test_the_axis_of_one_number_stays_near_it_and_no_share_passes_one(
+    value: float, first: float, last: float
+) -> None:
+    axis, _ = linear([value], 0, 100, 5)
+    assert (axis.low, axis.high) == pytest.approx((first, last))
+
+
+def test_steps_have_whole_ticks_even_if_there_is_but_one() -> None:
+    assert [said for _, said in linear([1.0], 0, 100, 5, tight=True)[1]] == ["0", "1"]
+    assert [said for _, said in linear([1.0, 2.0, 3.0], 0, 100, 5, tight=True)[1]] == ["1", "2", "3"]
+    assert linear([0.8], 0, 100, 5, tight=True)[0].high == 0.8, "seconds end where they end"
+
+
+def test_a_logarithmic_axis_ends_near_its_numbers_and_names_powers() -> None:
+    axis, ticks_ = logarithmic([0.008, 2.5], 0, 100)
+    assert (10**axis.low, 10**axis.high) == pytest.approx((0.005, 5))
+    assert [said for _, said in ticks_] == ["0.01", "0.1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [([2.3, 0.2], True), ([2.3, 0.3], False), ([2.3, 0.0], False), ([2.3, -1.0], False), ([math.nan, 1.0, 20.0], True),
+     ([], False), ([math.nan], False)],
+)  # fmt: skip
+def test_one_rule_says_which_losses_are_logarithmic(values: list[float], is_log: bool) -> None:
+    assert spans_powers(values) is is_log
+    series = [Series(name="loss", xs=range(len(values)), ys=values)]
+    assert ("log scale" in loss_chart(series, title="Loss", x_label="step")) is is_log
+
+
+def test_curves_that_lie_on_one_another_are_striped_and_named() -> None:
+    xs = [float(n) for n in range(50)]
+    first, other = [2.0 / (1 + n) for n in xs], [2.0 / (1 + n / 4) for n in xs]
+    chart = line_chart(
+        [
+            Series(name=name, xs=xs, ys=ys)
+            for name, ys in (("a", first), ("b", other), ("c", first), ("d", first))
+        ],
+        title="Loss",
+        x_label="steps",
+        y_label="loss",
+    )
+    paths = list(parsed(chart).iter(f"{SVG}path"))
+    stripes = [(one.get("stroke-dasharray"), one.get("stroke-dashoffset")) for one in paths]
+    assert stripes == [("7 14", "0"), (None, None), ("7 14", "-7"), ("7 14", "-14")], (
+        "each shows a third of itself"
+    )
+    assert "a, c and d lie on one another." in "".join(parsed(chart).itertext())
+    assert "lie on one another" in next(parsed(chart).iter(f"{SVG}svg")).get("aria-label", "")
+
+
+def test_curves_overlap_where_they_are_near_nearly_everywhere() -> None:
+    line = [(float(n), 100.0 - n) for n in range(100)]
+    sparse = [line[0], line[50], line[99]]
+    shifted = [(x, y + 4) for x, y in line]
+    half, late = line[:50], [(x, y + (30 if x > 80 else 0)) for x, y in line]
+    assert overlapping([line, sparse, shifted, half, late, []]) == [(0, 1)]
+    assert overlapping([[(5.0, 5.0)], [(5.0, 5.4)], [(9.0, 5.0)]]) == [(0, 1)]
+    assert overlapping([]) == []
+
+
+def test_nothing_to_draw_has_the_size_of_a_chart_and_says_why() -> None:
+    empty = line_chart([], title="Loss", x_label="step", y_label="loss", empty="No step has ended yet.")
+    whole = one_curve([0, 1], [1.0, 2.0])
+    for chart in (empty, histogram({}, title="Loss", x_label="", y_label="", empty="No step has ended yet.")):
+        assert "No step has ended yet." in "".join(parsed(chart).itertext())
+        assert next(parsed(chart).iter(f"{SVG}svg")).get("viewBox") == next(
+            parsed(whole).iter(f"{SVG}svg")
+        ).get("viewBox")
+        assert parsed(chart)[0].tag == "figcaption"
+        assert ["legend" in one.get("class", "") for one in parsed(chart)] == [False, True, False]
+        assert not ticks(chart, "y"), "no numbers that nobody measured"
+
+
+def test_a_table_of_many_columns_can_be_stacked_and_stays_a_table() -> None:
+    table = data_table(
+        ["worker", "steps", "seconds to target", "b", "c"],
+        [("worker 0", "12", "1.10 ±0.08", "1", "2")],
+        title="Workers",
+    )
+    root = parsed(table)
+    assert next(root.iter("table")).get("class") == "stack"
+    assert [one.get("data-name") for one in root.iter("td")] == ["steps", "seconds to target", "b", "c"]
+    assert ["long" in one.get("class", "") for one in root.iter("td")] == [False, True, False, False]
+    roles = [one.get("role") for one in root.iter() if one.tag in ("table", "tr", "th", "td")]
+    assert roles == ["table", "row", *["columnheader"] * 5, "row", "rowheader", *["cell"] * 4]
+    assert "stack" not in data_table(["a", "b"], [("1", "2")], title="small")
 
 
 def test_what_is_not_finite_leaves_a_gap() -> None:

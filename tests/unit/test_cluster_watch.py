@@ -20,6 +20,7 @@ from manyhands.cluster.watch import (
     Looked,
     Watch,
     WatchInterrupted,
+    WatchStopWanted,
 )
 from manyhands.errors import (
     Aborted,
@@ -227,6 +228,16 @@ def test_an_interruption_asks_then_kills_and_a_second_kills_now() -> None:
     assert play.do(WatchInterrupted()) == stop
     assert play.do(WatchInterrupted()) == []
     assert play.let_pass(0.25) == [(0.25, KillProcess(0)), (0.25, KillProcess(1))]
+
+
+def test_who_is_wanted_to_stop_is_asked_once_and_takes_the_time_it_needs() -> None:
+    play = Play(2).at_work()
+    stop = [AskToStop(rank) for rank in range(2)]
+    assert play.do(WatchStopWanted()) == stop
+    assert play.do(WatchStopWanted()) == []
+    assert play.let_pass(60.0) == []
+    assert play.do(WatchInterrupted()) == []  # asked already, but now there is a limit
+    assert play.let_pass(2.0) == [(2.0, KillProcess(0)), (2.0, KillProcess(1))]
 
 
 def test_a_role_that_does_not_leave_after_its_result_is_killed_and_its_result_stands() -> None:

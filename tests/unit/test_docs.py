@@ -8,10 +8,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = ("accelerate.md", "hugging-face.md", "lightning.md")
+"""Scripts of two workers: `processes/test_integrations.py` runs them."""
+
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [one for one in PAGES if one.name not in SCRIPTS], ids=lambda page: page.name
+)
 @pytest.mark.timeout(180)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()

@@ -1,13 +1,13 @@
 """A run as a view, from events, rows and members that were made up: every number can be worked out by hand."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from manyhands.analyse.curves import spread
 from manyhands.analyse.gather import Gather
-from manyhands.analyse.view import Phase, RunView, Shares
+from manyhands.analyse.view import Phase, Presence, RunView, Shares
 from manyhands.record.events import NOBODY, RECORD, EventKind, Records, Wire
 
 MS = 1_000_000
@@ -86,7 +86,8 @@ def test_a_running_run_is_shown_with_the_numbers_worked_out_by_hand() -> None:
     assert view.seconds_left == pytest.approx((2000 - 455) * 0.022, rel=0.02)
     assert view.loss == pytest.approx(1 / 455)
     first, second = view.workers
-    assert (first.name, first.steps, first.samples, first.present) == ("worker 0", 455, 455 * 8, True)
+    assert (first.name, first.steps, first.samples) == ("worker 0", 455, 455 * 8)
+    assert first.presence is Presence.PRESENT
     assert first.compute_ms == pytest.approx(20)
     assert first.steps_per_s == pytest.approx(1 / 0.022, rel=0.05)
     expected = Shares(compute=5 / 22, input=1 / 22, exchange=1 / 22, wait=15 / 22)
@@ -171,6 +172,38 @@ def test_speed_of_a_long_run_is_kept_in_bins_that_grow() -> None:
     assert speed.values[10:] == pytest.approx([4.0] * len(speed.values[10:]))
 
 
+@pytest.mark.parametrize("step_s", [0.007, 0.2, 0.8, 60.0])
+def test_speed_is_steady_where_steps_are_of_any_length(step_s: float) -> None:
+    steps = [
+        event(EventKind.STEP, role, step_s * k, step_s, step=k, count=3) for k in range(30) for role in (0, 1)
+    ]
+    gather = gathered(joined(steps), 2)
+    speed = at(gather, 30 * step_s).curves[1]
+    assert speed.values == pytest.approx([6 / step_s] * len(speed.values), rel=1e-3)
+    assert speed.seconds[-1] == pytest.approx(30 * step_s, abs=max(0.25, step_s / 4))
+
+
+def test_speed_is_shown_as_far_as_every_worker_has_told() -> None:
+    """Worker 1 is in the middle of a step: what it does there is not known, and no dip."""
+    steps = [event(EventKind.STEP, 0, 1.0 * k, 1.0, step=k, count=4) for k in range(10)]
+    steps += [event(EventKind.STEP, 1, 4.0 * k, 4.0, step=k, count=8) for k in range(2)]
+    speed = at(gathered(joined(steps), 2), 10).curves[1]
+    assert speed.values == pytest.approx([6.0] * len(speed.values))
+    assert speed.seconds[-1] == pytest.approx(8.0)
+
+
+def test_samples_are_spread_over_the_time_they_took_and_none_is_lost() -> None:
+    random = np.random.default_rng(1)
+    starts = random.integers(0, 10**10, 200)
+    ends, counts = starts + random.integers(1, 10**10, 200), random.integers(0, 1000, 200)
+    fine, coarse = (spread(starts, ends, counts, bin_ns) for bin_ns in (10**6, 2 * 10**6))
+    assert fine[1].sum() == counts.sum() * 10**6
+    added = np.bincount(fine[0] // 2, fine[1].astype(float), coarse[0].max() + 1)
+    np.testing.assert_array_equal(added, np.bincount(coarse[0], coarse[1].astype(float)))
+    places, parts = spread(np.array([5]), np.array([25]), np.array([4]), 10)
+    assert (places.tolist(), parts.tolist()) == ([0, 1, 2], [1_000_000, 2_000_000, 1_000_000])
+
+
 def test_a_resumed_history_goes_on_where_it_was() -> None:
     gather = Gather()
     gather.add_rows({"step": step, "loss": 1.0, "at_s": float(step)} for step in range(1, 6))
@@ -214,6 +247,28 @@ def test_the_end_shows_who_was_slow_and_no_silence() -> None:
     (sentence,) = view.warnings
     assert sentence.startswith("worker 1 is 3.0 times slower than the median of the others from the start")
     assert view.workers[1].recent.compute > 0.9
+
+
+def test_the_end_has_the_rates_of_the_whole_run_however_long_the_last_save_took() -> None:
+    records = [*training(10, [20, 60]), event(EventKind.CHECKPOINT, 0, 10.1, 30.0, step=161)]
+    gather = gathered(joined(records), 2)
+    gather.end({})
+    first, second = at(gather, 40.1).workers
+    assert (first.waits_for, second.waits_for) == ("worker 1", "")
+    for worker, compute_ms in ((first, 20), (second, 60)):
+        assert worker.steps_per_s == pytest.approx(1 / 0.062, rel=0.01)
+        assert worker.compute_ms == pytest.approx(compute_ms)
+        assert worker.recent == worker.shares
+
+
+def test_the_end_has_the_rates_of_servers_over_the_whole_run() -> None:
+    gather = server_run()
+    gather.add_events(event(EventKind.CHECKPOINT, 2, 6.1, 30.0))
+    gather.end({})
+    first, second = at(gather, 36.1).servers
+    assert first.updates_per_s == second.updates_per_s == pytest.approx(300 / 6, rel=0.01)
+    assert (first.apply_ms, second.apply_ms) == pytest.approx((18, 1))
+    assert first.share == pytest.approx(18 / 19)
 
 
 def test_lost_events_are_counted_from_the_gaps() -> None:
@@ -285,7 +340,8 @@ def members(gather: Gather) -> None:
 def test_servers_show_what_they_apply_and_who_does_most_of_it() -> None:
     view = at(server_run(), 6)
     first, second = view.servers
-    assert (first.name, first.role, first.updates, first.present) == ("server 0", 2, 300, True)
+    assert (first.name, first.role, first.updates) == ("server 0", 2, 300)
+    assert first.presence is Presence.PRESENT
     assert first.updates_per_s == pytest.approx(50, rel=0.05)
     assert first.apply_ms == pytest.approx(18)
     assert first.share == pytest.approx(18 / 19, rel=0.01)
@@ -307,8 +363,8 @@ def test_members_say_who_keeps_what_and_what_happened() -> None:
     first, second = view.servers
     assert (first.primary_of, first.backup_of, first.num_bytes) == ((0,), (), 1000)
     assert (second.primary_of, second.backup_of, second.num_bytes) == ((1,), (0,), 24)
-    assert (first.present, second.present) == (True, False)
-    assert [worker.present for worker in view.workers] == [True, False]
+    assert (first.presence, second.presence) == (Presence.PRESENT, Presence.GONE)
+    assert [worker.presence for worker in view.workers] == [Presence.PRESENT, Presence.GONE]
     assert view.epoch == 3
     started, joined_, died = view.happenings
     assert joined_.who == "server 1"
@@ -324,7 +380,53 @@ def test_without_members_the_events_tell_who_came_and_went() -> None:
         ("joined", "worker 0", 1.5),
         ("left", "worker 0", 3.0),
     ]
-    assert [worker.present for worker in view.workers] == [False, False]
+    assert [worker.presence for worker in view.workers] == [Presence.GONE, Presence.STARTING]
+
+
+def test_who_was_asked_for_is_shown_from_the_beginning_as_starting() -> None:
+    gather = Gather(strategy="ps servers=2", workers=2)
+    gather.add_members(
+        [
+            {"event": "started", "at_s": 0.0, "member": 4, "name": "server 0"},
+            {"event": "started", "at_s": 0.0, "member": 5, "name": "server 1"},
+            {"event": "joined", "at_s": 0.0, "member": 4, "name": "server 0"},
+        ]
+    )
+    gather.meet(2, "server-0")
+    gather.add_events(event(EventKind.JOIN, 2, 0.0, 1.0))
+    view = at(gather, 2)
+    assert view.phase is Phase.STARTING
+    assert [(one.name, one.presence) for one in (*view.workers, *view.servers)] == [
+        ("worker 0", Presence.STARTING),
+        ("worker 1", Presence.STARTING),
+        ("server 0", Presence.PRESENT),
+        ("server 1", Presence.STARTING),
+    ]
+    assert Gather(strategy="of another release", workers=1).view(0).servers == ()
+
+
+def test_a_successor_is_starting_until_it_joins() -> None:
+    gather = server_run()
+    members(gather)
+    gather.add_members([{"event": "started", "at_s": 2.5, "member": 9, "name": "server 1"}])
+    assert [server.presence for server in at(gather, 6).servers] == [Presence.PRESENT, Presence.STARTING]
+    gather.add_members([{"event": "joined", "at_s": 3.0, "member": 9, "name": "server 1"}])
+    assert [server.presence for server in at(gather, 6).servers] == [Presence.PRESENT, Presence.PRESENT]
+
+
+def test_what_happened_to_members_has_its_place_among_the_events_however_long_the_start_took() -> None:
+    first_s = 1_700_000_000.0  # the time of day of the first event
+    rows = [
+        {"event": "started", "at_s": 0.0, "unix_s": first_s - 0.1, "member": 5, "name": "server 1"},
+        {"event": "joined", "at_s": 0.0, "unix_s": first_s + 48.0, "member": 5},
+        {"event": "note", "at_s": 2.0, "unix_s": first_s + 50.0, "member": 5, "sentence": "told"},
+        {"event": "note", "at_s": 2.5, "member": 5, "sentence": "of a release that told no time of day"},
+    ]
+    gather = server_run()
+    gather.add_members(rows)
+    assert [one.at_s for one in at(gather, 6).happenings] == [0.0, 0.0, 2.0, 2.5]
+    gather.set_clock(round(first_s * S) - BEGIN)
+    assert [one.at_s for one in at(gather, 6).happenings] == pytest.approx([0.0, 48.0, 50.0, 2.5])
 
 
 def test_a_worker_that_comes_later_gets_a_place() -> None:
@@ -335,7 +437,7 @@ def test_a_worker_that_comes_later_gets_a_place() -> None:
     view = at(gather, 2.2)
     assert [worker.role for worker in view.workers] == [0, 1, 5]
     assert (len(view.waits), {len(row) for row in view.waits}) == (3, {3})
-    assert replace(view.workers[2], present=False).name == "worker 5"
+    assert view.workers[2].name == "worker 5"
 
 
 def test_words_of_strangers_in_a_file_can_be_shown() -> None:

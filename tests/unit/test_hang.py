@@ -8,8 +8,8 @@ import pytest
 
 from manyhands.cluster.board import NOBODY, Line, State
 from manyhands.cluster.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
+from manyhands.cluster.patience import check_watchdog_s
 from manyhands.cluster.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
-from manyhands.cluster.watchdog import check_watchdog_s
 from manyhands.errors import UserError
 from manyhands.record.blackbox import describe_event
 from manyhands.record.events import Event, EventKind

@@ -4,13 +4,14 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
+from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import Curve, Phase
 from manyhands.draw.page import report, sections
 from views import empty_view, run_view
 
 KEYS = [
-    "now", "wrong", "loss", "metrics", "throughput", "workers", "waits", "servers", "staleness", "members",
-    "traffic", "notes",
+    "now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits", "traffic", "staleness",
+    "members", "notes",
 ]  # fmt: skip
 HOSTILE = '<script>alert(1)</script>"onload="x'
 
@@ -49,6 +50,14 @@ def test_the_page_says_what_the_view_holds() -> None:
     assert "server 0 took shard 3 over" in said["members"]
     assert said["members"].index("died") < said["members"].index("started"), "the newest first"
     assert "stops at its bound" in said["notes"]
+
+
+def test_who_has_not_come_yet_is_starting_and_not_gone() -> None:
+    view = Gather(strategy="ps servers=2", workers=2).view(0)
+    said = words(sections(view)["workers"]) + words(sections(view)["servers"])
+    for name in ("worker 0", "worker 1", "server 0", "server 1"):
+        assert f"{name} (starting)" in said
+    assert "gone" not in said
 
 
 def test_equal_views_give_equal_text_and_one_change_changes_few_sections() -> None:

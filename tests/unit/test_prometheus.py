@@ -15,6 +15,7 @@ import pytest
 from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import (
     Phase,
+    Presence,
     RunView,
     ServerView,
     Shares,
@@ -76,14 +77,15 @@ def parse(text: str) -> dict[str, Family]:
 def worker(role: int) -> WorkerView:
     shares = Shares(compute=0.5, input=0.125, exchange=0.125, wait=0.25)
     return WorkerView(
-        role=role, name=f"worker {role}", present=role == 0, steps=10 + role, samples=640, steps_per_s=2.5,
-        compute_ms=12.5, shares=shares, recent=shares, waits_for="", bytes_sent=10**17, messages_sent=7,
+        role=role, name=f"worker {role}", presence=Presence.PRESENT if role == 0 else Presence.STARTING,
+        steps=10 + role, samples=640, steps_per_s=2.5, compute_ms=12.5, shares=shares, recent=shares, waits_for="",
+        bytes_sent=10**17, messages_sent=7,
     )  # fmt: skip
 
 
 def full_view() -> RunView:
     server = ServerView(
-        role=2, name="server 0", present=True, primary_of=(0, 1), backup_of=(), num_bytes=4096, updates=99,
+        role=2, name="server 0", presence=Presence.PRESENT, primary_of=(0, 1), backup_of=(), num_bytes=4096, updates=99,
         updates_per_s=9.5, apply_ms=0.5, share=1.0,
     )  # fmt: skip
     return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def test_what_ended_a_run_is_blamed_on_whom_it_happened_to(tmp_path: Path) -> No
     server = WorkerFailed("server 0 (pid 7) raised\nand more", worker_rank=-1)
     server.blamed = "server 0"
     with RunDirectory.create(tmp_path, CONFIG) as directory:
+        began_s = time.time()
         directory.tell_end(server, 1.5)
         directory.tell_end(WorkerFailed("rank 1 is gone", worker_rank=1), 2.0)
         directory.tell_end(WorkerFailed("a server is gone", worker_rank=-1), 2.5)
         rows = [json.loads(line) for line in directory.members_path.read_text().splitlines()]
+    assert all(began_s <= row.pop("unix_s") <= time.time() for row in rows)
     assert rows == [
         {"event": "fault", "at_s": 1.5, "name": "server 0", "sentence": "server 0 (pid 7) raised"},
         {"event": "fault", "at_s": 2.0, "name": "worker 1", "sentence": "rank 1 is gone"},

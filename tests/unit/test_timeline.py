@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,103 @@ def test_bars_are_to_scale_and_inside_the_picture() -> None:
     assert fast[1] / slow[1] == pytest.approx(2 / 5, abs=1e-3)
     width = float(root.get("width", ""))
     assert all(x >= 0 and x + wide <= width for x, wide in bars.values())
+
+
+def boxes(root: ET.Element, kind: str) -> list[tuple[float, float]]:
+    """From where to where the bars of a kind reach, those of the legend left out."""
+    bars = [
+        one
+        for one in root.iter(SVG + "rect")
+        if one.get("class") == kind and one.find(SVG + "title") is not None
+    ]
+    return [(float(one.get("x", "")), float(one.get("x", "")) + float(one.get("width", ""))) for one in bars]
+
+
+def test_the_steps_fill_their_panel_whatever_comes_before_and_after_them() -> None:
+    """A wait for others to start belongs to the first step and a save to the last; both took far longer."""
+    roles = barrier_run([2, 5], 20)
+    whole = roles[0].records["duration_ns"][roles[0].records["kind"] == EventKind.STEP].sum()
+    begin, end = ZERO, ZERO + int(whole)
+    extra = [
+        (EventKind.EXCHANGE, begin - 3_000 * MS, 2_999 * MS, 0, NOBODY),
+        (EventKind.CHECKPOINT, end, 9_000 * MS, 19, NOBODY),
+    ]
+    roles[0] = replace(roles[0], records=np.concatenate([roles[0].records, records_of(0, extra)]))
+    root = ET.fromstring(timeline_svg(build_timeline(roles, max_slices=MAX_SVG_SLICES), "x"))
+    steps = boxes(root, "step")
+    assert max(end for _, end in steps) - min(begin for begin, _ in steps) > 990 / 1.51
+    width = float(root.get("width", ""))
+    for kind in ("exchange", "checkpoint"):
+        assert all(110 <= left < right <= width - 20 + 1e-6 for left, right in boxes(root, kind))
+    assert any("checkpoint 9,000.000 ms" in said for said in texts(root, "title")), (
+        "a cut bar says its whole length"
+    )
+
+
+def test_what_a_server_numbers_does_not_widen_a_panel() -> None:
+    """A server's last answers bear the number 0, as those of the first step do."""
+    roles = served_run(200)
+    records = roles[2].records
+    records["step"][np.flatnonzero(records["kind"] == EventKind.SEND)[-4:]] = 0
+    timeline = build_timeline(roles, max_slices=MAX_SVG_SLICES, max_steps=MAX_SVG_STEPS)
+    root = ET.fromstring(timeline_svg(timeline, "x"))
+    first = boxes(root, "step")[:8]
+    assert max(end for _, end in first) - min(begin for begin, _ in first) > 990 / 1.51
+
+
+def every_kind() -> list[RoleEvents]:
+    """A run whose picture has everything that a legend explains."""
+    roles = served_run(6)
+    more = [
+        (kind, ZERO + 200 * MS + n * MS, MS, 5, 1)
+        for n, kind in enumerate((EventKind.INPUT, EventKind.WAIT, EventKind.EVALUATE, EventKind.CHECKPOINT))
+    ]
+    roles[0] = replace(roles[0], records=np.concatenate([roles[0].records, records_of(0, more)]))
+    barrier = barrier_run([2, 5], 6)[1]
+    return [
+        roles[0],
+        replace(roles[1], records=np.concatenate([roles[1].records, barrier.records])),
+        roles[2],
+    ]
+
+
+def test_the_whole_legend_is_inside_the_picture_and_nothing_lies_on_it() -> None:
+    root = ET.fromstring(timeline_svg(build_timeline(every_kind(), max_slices=MAX_SVG_SLICES), "x"))
+    named = [
+        (one.text or "", float(one.get("x", "")), float(one.get("y", ""))) for one in root.iter(SVG + "text")
+    ]
+    first_panel = next(y for text, _, y in named if text.startswith("steps "))
+    legend = [(text, x, y) for text, x, y in named if 30 < y < first_panel - 10]
+    assert [text for text, _, _ in legend] == [
+        "input", "compute", "exchange", "waiting", "evaluate", "checkpoint", "apply", "receive", "send",
+        "in the step, none of these", "arrived, and ended a wait", "a message",
+    ]  # fmt: skip
+    for text, x, _ in legend:
+        assert x + 6.6 * len(text) <= float(root.get("width", "")), text
+    for (text, x, y), (_, next_x, next_y) in itertools.pairwise(legend):
+        assert next_y > y or next_x - 12 >= x + 6.6 * len(text), "nothing lies on another"
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_no_two_kinds_share_a_colour(scheme: int) -> None:
+    svg = timeline_svg(build_timeline(every_kind(), max_slices=MAX_SVG_SLICES), "x")
+    rules = dict(re.findall(r"\.(\w+) { fill: var\(--(\w+)\)", svg))
+    colours = dict(re.findall(r"--(\w+): #(\w{6})", svg.split("prefers-color-scheme")[scheme]))
+    kinds = (
+        "input",
+        "compute",
+        "exchange",
+        "waiting",
+        "evaluate",
+        "checkpoint",
+        "apply",
+        "receive",
+        "send",
+        "step",
+    )
+    seen = [np.array(list(bytes.fromhex(colours[rules[kind]])), int) for kind in kinds]
+    nearest = min(int(abs(one - other).sum()) for one, other in itertools.combinations(seen, 2))
+    assert nearest >= 60, "told apart at a glance"
 
 
 def test_a_long_run_is_three_panels_and_a_sentence() -> None:

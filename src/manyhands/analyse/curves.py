@@ -13,12 +13,13 @@ from manyhands.analyse.view import Curve
 from manyhands.record.events import Records
 from manyhands.record.plain import number, text, whole
 
-__all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve"]
+__all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "spread"]
 
 MAX_POINTS = 400
 """Of a curve as it is shown."""
 
 _FIRST_BIN_NS = 250_000_000
+_PARTS = 1_000_000  # of one sample
 _MAX_METRICS = 100
 
 
@@ -58,63 +59,106 @@ class ThinnedCurve:
 
 
 class RateCurve:
-    """Samples per second over bins of time, whose length doubles when there are too many of them."""
+    """Samples per second over bins of time, whose length doubles when there are too many of them.
+
+    A step's samples are spread evenly over the time that it took, so that steps which are longer than a bin give a
+    steady rate and no spikes. Whole millionths of a sample are counted, and a step's parts add up to all of it however
+    it is cut: the same events give the same curve in whatever portions they arrive.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._first_bin = 0
         self._bin_ns = _FIRST_BIN_NS
-        self._samples: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._parts: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # millionths of samples
         self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._begin_ns = 0
+        self._newest: dict[int, tuple[int, int]] = {}  # of each role's newest step, its start and its end
 
     def add(self, steps: Records) -> None:
-        """Count the samples of STEP records at the time each step ended."""
+        """Take in STEP records, those of one role in the order they were recorded."""
         if not len(steps):
             return
-        ends = (steps["start_ns"] + steps["duration_ns"]).astype(np.int64)
-        first, last = int(ends.min()) // self._bin_ns, int(ends.max()) // self._bin_ns
-        if len(self._samples):
+        starts = steps["start_ns"].astype(np.int64)
+        # A file that no run wrote may have times that no clock has.
+        ends = np.maximum(starts + 1, starts + steps["duration_ns"].astype(np.int64))
+        self._begin_ns = min(self._begin_ns or int(starts.min()), int(starts.min()))
+        both = zip(starts.tolist(), ends.tolist(), strict=True)
+        self._newest.update(zip(steps["role"].tolist(), both, strict=True))
+        first, last = int(starts.min()) // self._bin_ns, int(ends.max()) // self._bin_ns
+        if len(self._parts):
             first = min(first, self._first_bin)
-            last = max(last, self._first_bin + len(self._samples) - 1)
+            last = max(last, self._first_bin + len(self._parts) - 1)
         while last - first >= MAX_POINTS:
             self._coarsen()
             first, last = first // 2, last // 2
         self._reach(first, last)
-        place = ends // self._bin_ns - self._first_bin
-        np.add.at(self._samples, place, steps["count"])
-        np.maximum.at(self._steps, place, steps["step"] + 1)
+        place, parts = spread(starts, ends, steps["count"], self._bin_ns)
+        np.add.at(self._parts, place - self._first_bin, parts)
+        np.maximum.at(self._steps, ends // self._bin_ns - self._first_bin, steps["step"] + 1)
 
     def curve(self, first_ns: int) -> Curve:
-        """The rate in each bin but the newest, which is not over; one bin alone is shown as it is."""
-        whole = slice(0, max(1, len(self._samples) - 1))
-        ends = (self._first_bin + 1 + np.arange(len(self._samples))) * self._bin_ns
+        """The rate in each bin that is over for all workers; before there is one, that of all there is."""
+        edges = (self._first_bin + np.arange(len(self._parts) + 1)) * self._bin_ns
+        edges[:1] = self._begin_ns
+        whole = int(np.searchsorted(edges[1:], self._known_until(), side="right"))
+        if whole == 0 and len(self._parts):
+            edges = np.array([self._begin_ns, max(end for _, end in self._newest.values())])
+            parts, steps = self._parts.sum(keepdims=True), self._steps.max(keepdims=True)
+        else:
+            parts, steps, edges = self._parts[:whole], self._steps[:whole], edges[: whole + 1]
         return Curve(
             name=self.name,
-            steps=tuple(np.maximum.accumulate(self._steps)[whole].astype(float).tolist()),
-            seconds=tuple(((ends - first_ns) / 1e9)[whole].tolist()),
-            values=tuple((self._samples * (1e9 / self._bin_ns))[whole].tolist()),
+            steps=tuple(np.maximum.accumulate(steps).astype(float).tolist()),
+            seconds=tuple(((edges[1:] - first_ns) / 1e9).tolist()),
+            values=tuple((parts * (1e9 / _PARTS) / np.diff(edges)).tolist()),
         )
+
+    def _known_until(self) -> int:
+        """Until when every worker that still takes steps has told of them; one under way is told at its end."""
+        newest = max((end for _, end in self._newest.values()), default=0)
+        return min((end for start, end in self._newest.values() if 2 * end - start >= newest), default=0)
 
     def _reach(self, first: int, last: int) -> None:
         """Have a place for every bin from `first` to `last`."""
-        if not len(self._samples):
+        if not len(self._parts):
             self._first_bin = first
         before = self._first_bin - first
-        after = last - (self._first_bin + len(self._samples) - 1)
-        self._samples = np.pad(self._samples, (before, max(0, after)))
+        after = last - (self._first_bin + len(self._parts) - 1)
+        self._parts = np.pad(self._parts, (before, max(0, after)))
         self._steps = np.pad(self._steps, (before, max(0, after)))
         self._first_bin = first
 
     def _coarsen(self) -> None:
-        odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._samples)) % 2
+        odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._parts)) % 2
         self._bin_ns *= 2
         self._first_bin //= 2
-        if not len(self._samples):
+        if not len(self._parts):
             return
-        pairs = [
-            np.pad(column, (odd_begin, odd_end)).reshape(-1, 2) for column in (self._samples, self._steps)
-        ]
-        self._samples, self._steps = pairs[0].sum(axis=1), pairs[1].max(axis=1)
+        pairs = [np.pad(column, (odd_begin, odd_end)).reshape(-1, 2) for column in (self._parts, self._steps)]
+        self._parts, self._steps = pairs[0].sum(axis=1), pairs[1].max(axis=1)
+
+
+def spread(
+    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], bin_ns: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Counts spread evenly over the time from start to end: the numbers of the bins, and millionths for each.
+
+    The parts of each count add up to it exactly, and those of two bins to what a bin of both would get.
+    """
+    first = starts // bin_ns
+    spanned = (ends - 1) // bin_ns - first + 1
+    owner = np.repeat(np.arange(len(starts)), spanned)
+    bins = np.arange(len(owner)) - np.repeat(np.cumsum(spanned) - spanned, spanned) + first[owner]
+    whole = counts[owner] * np.int64(_PARTS)
+
+    def until(moment_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        begin, end = starts[owner], ends[owner]
+        share = (np.clip(moment_ns, begin, end) - begin) / (end - begin)
+        cut: npt.NDArray[np.int64] = np.rint(share * whole).astype(np.int64)
+        return cut
+
+    return bins, until((bins + 1) * bin_ns) - until(bins * bin_ns)
 
 
 class HistoryCurves:

@@ -154,6 +154,7 @@ class RunFollower:
         clock = (part, header.clock)
         if not self._offsets:
             self._first_offset_ns = header.wall_offset_ns
+            self._gather.set_clock(header.wall_offset_ns)
         self._offsets.setdefault(clock, header.wall_offset_ns)
         self._files[path] = _EventTail(path=path, clock=clock)
         self._gather.meet(header.role, header.name)

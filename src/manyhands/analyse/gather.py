@@ -23,6 +23,7 @@ from manyhands.analyse.totals import Totals, TotalsSnapshot, WorkerTotals
 from manyhands.analyse.view import (
     Happening,
     Phase,
+    Presence,
     RunView,
     ServerView,
     Shares,
@@ -30,10 +31,12 @@ from manyhands.analyse.view import (
     TrafficView,
     WorkerView,
 )
+from manyhands.errors import UserError
 from manyhands.link.wire import codec_of
 from manyhands.record.events import MAX_SHOWN, NO_STEP, EventKind, Records
 from manyhands.record.plain import number
 from manyhands.record.recorded import role_name
+from manyhands.strategy import Strategy
 
 __all__ = ["Gather"]
 
@@ -67,6 +70,8 @@ class Gather:
     def __init__(self, *, task: str = "", strategy: str = "", steps_asked: int = 0, workers: int = 1) -> None:
         self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
         self._workers = workers  # that were asked for
+        self._servers = _servers_of(strategy, workers)
+        self._offset_ns: int | None = None
         self._names: dict[int, str] = {}
         self._totals = Totals(max(1, workers))
         self._recent = Recent()
@@ -77,9 +82,14 @@ class Gather:
         self._staleness: Counter[int] = Counter()
         self._traffic: dict[tuple[int, int, int], list[int]] = {}  # role, kind, wire: bytes, messages
         self._updates: Counter[int] = Counter()
+        self._applying_ns: Counter[int] = Counter()
         self._summary: Mapping[str, Any] | None = None
         self._notes: dict[str, None] = {}
         self._odd_rows: Counter[str] = Counter()  # by file
+
+    def set_clock(self, offset_ns: int) -> None:
+        """Tell how much the events' clock is behind the time of day, which members are told in."""
+        self._offset_ns = offset_ns
 
     def meet(self, role: int, name: str) -> None:
         """There is a role of this name, as its event file has it: `worker-3` or `server-0`."""
@@ -109,6 +119,8 @@ class Gather:
         staleness = np.clip(applied["value"], 0, _MAX_STALENESS)
         self._staleness.update(staleness.astype(int).tolist())
         self._updates.update(applied["role"].tolist())
+        for role in np.unique(applied["role"]).tolist():
+            self._applying_ns[role] += int(applied["duration_ns"][applied["role"] == role].sum())
 
     def add_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows of the history, as they stand in metrics.jsonl; those that are such rows, the others are noted."""
@@ -165,7 +177,7 @@ class Gather:
         phase = self._phase(snapshot.step, now_ns, held)
         first_ns = self._seen.first_ns
         workers = self._worker_views(snapshot, now_ns, phase)
-        servers = self._server_views(now_ns)
+        servers = self._server_views(now_ns, phase)
         rate = self._rate_of(snapshot, phase)
         running = phase is Phase.RUNNING and snapshot.steps_per_s > 0
         loss, *metrics = self._history.curves(self.training_began_s)
@@ -230,31 +242,31 @@ class Gather:
         ]
 
     def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
+        """Each worker as it does now, or where the run has ended as it did on the whole."""
         durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
         waits = self._recent.wait_for_ns(now_ns)
         views = []
         for worker in self._shown(snapshot):
             role = worker.worker
-            known = role < len(durations)
-            spent = [int(durations[role, kind]) if known else 0 for kind in _SPLIT]
-            steps = int(events[role, EventKind.STEP]) if known else 0
-            whole = self._totals.duration_ns(role)
-            shares = _shares([int(whole[kind]) for kind in _SPLIT])
-            for_whom = int(waits[role].argmax()) if known and waits[role].any() else None
-            ended = phase is Phase.ENDED and not any(spent)
+            whole = [int(self._totals.duration_ns(role)[kind]) for kind in _SPLIT]
+            if phase is Phase.ENDED:
+                spent, steps, for_whom = whole, worker.steps, worker.waits_mostly_for()
+            else:
+                known = role < len(durations)
+                spent = [int(durations[role, kind]) if known else 0 for kind in _SPLIT]
+                steps = int(events[role, EventKind.STEP]) if known else 0
+                for_whom = int(waits[role].argmax()) if known and waits[role].any() else None
             views.append(
                 WorkerView(
                     role=role,
                     name=self._name(role),
-                    present=self._is_present(role),
+                    presence=self._presence(role, self._name(role)),
                     steps=worker.steps,
                     samples=worker.samples,
-                    steps_per_s=steps / self._window_s(now_ns),
-                    compute_ms=_per(spent[0], steps)
-                    if steps
-                    else _per(int(whole[EventKind.COMPUTE]), worker.steps),
-                    shares=shares,
-                    recent=shares if ended else _shares(spent),
+                    steps_per_s=steps / self._window_s(now_ns, phase),
+                    compute_ms=_per(spent[0], steps) if steps else _per(whole[0], worker.steps),
+                    shares=_shares(whole),
+                    recent=_shares(spent),
                     waits_for="" if for_whom is None else self._name(for_whom),
                     bytes_sent=worker.bytes_sent,
                     messages_sent=worker.messages_sent,
@@ -262,50 +274,62 @@ class Gather:
             )
         return tuple(views)
 
-    def _server_views(self, now_ns: int) -> tuple[ServerView, ...]:
+    def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
+        """Each server as it does now, or where the run has ended as it did on the whole."""
         durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
         roles = {name: role for role, name in self._names.items() if name.startswith("server")}
         places = self._members.servers()
-        applying = {
-            name: int(durations[role, EventKind.APPLY]) if role < len(durations) else 0
-            for name, role in roles.items()
-        }
+        if phase is Phase.ENDED:
+            applying = {name: self._applying_ns[role] for name, role in roles.items()}
+            updates = {name: self._updates[role] for name, role in roles.items()}
+        else:
+            recent = {name: role for name, role in roles.items() if role < len(durations)}
+            applying = {name: int(durations[role, EventKind.APPLY]) for name, role in recent.items()}
+            updates = {name: int(events[role, EventKind.APPLY]) for name, role in recent.items()}
         whole = sum(applying.values())
         views = []
-        for name in sorted({*roles, *places}, key=lambda name: (roles.get(name, 1 << 16), name)):
+        asked = {f"server {place}" for place in range(self._servers)}
+        for name in sorted({*roles, *places, *asked}, key=lambda name: (roles.get(name, 1 << 16), name)):
             role, place = roles.get(name, -1), places.get(name, ServerPlace())
-            updates = int(events[role, EventKind.APPLY]) if 0 <= role < len(events) else 0
             views.append(
                 ServerView(
                     role=role,
                     name=name,
-                    present=self._is_present(role) if role >= 0 else not self._members.is_gone(name),
+                    presence=self._presence(role, name, holds_shards=name in places),
                     primary_of=place.primary_of,
                     backup_of=place.backup_of,
                     num_bytes=place.num_bytes,
                     updates=self._updates[role],
-                    updates_per_s=updates / self._window_s(now_ns),
-                    apply_ms=_per(applying.get(name, 0), updates),
+                    updates_per_s=updates.get(name, 0) / self._window_s(now_ns, phase),
+                    apply_ms=_per(applying.get(name, 0), updates.get(name, 0)),
                     share=applying.get(name, 0) / whole if whole else 0.0,
                 )
             )
         return tuple(views)
 
-    def _window_s(self, now_ns: int) -> float:
-        """How long the window of recent events is: shorter at the beginning of a run."""
+    def _window_s(self, now_ns: int, phase: Phase) -> float:
+        """How long rates are taken over: the window of recent events, from the first to the last step at the end."""
         began = self._seen.first_step_ns or self._seen.first_ns
-        return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)
+        if phase is Phase.ENDED:
+            return max(1e-3, (self._seen.last_step_ns - began) / _NS_PER_S)
+        return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)  # it is shorter at the beginning
 
     def _name(self, role: int) -> str:
         return self._names.get(role, f"worker {role}")
 
-    def _is_present(self, role: int) -> bool:
-        name = self._name(role)
+    def _presence(self, role: int, name: str, *, holds_shards: bool = False) -> Presence:
         if self._members.is_gone(name):
-            return False
+            return Presence.GONE
+        if self._members.is_starting(name):
+            return Presence.STARTING
+        was_seen = role in self._seen.last_event
         if self._members.is_known and name.startswith("worker") and self._summary is None:
-            return self._members.has_slot(role)
-        return role in self._seen.last_event and not self._seen.has_left(role)
+            has_place = self._members.has_slot(role)
+        else:
+            has_place = (was_seen or holds_shards) and not self._seen.has_left(role)
+        if has_place:
+            return Presence.PRESENT
+        return Presence.GONE if was_seen else Presence.STARTING
 
     def _add_traffic(self, records: Records) -> None:
         sent = records[
@@ -345,7 +369,9 @@ class Gather:
 
     def _happenings(self) -> tuple[Happening, ...]:
         """What members.jsonl says; a run without it has what its roles said of themselves."""
-        return self._members.happenings or tuple(
+        first_ns, offset_ns = self._seen.first_ns, self._offset_ns
+        first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
+        return self._members.happenings(first_s) or tuple(
             Happening(
                 at_s=(at_ns - self._seen.first_ns) / _NS_PER_S,
                 what=TOLD[kind],
@@ -364,10 +390,10 @@ class Gather:
             warnings += about_workers(self._shown(snapshot), self._totals.slow_ever(), self._strategy)
         else:
             # The first steps of a run are late for reasons of their own.
-            is_warm = self._window_s(now_ns) * _NS_PER_S >= WINDOW_NS
+            is_warm = self._window_s(now_ns, phase) * _NS_PER_S >= WINDOW_NS
             recent = self._recent_workers(snapshot, now_ns) if is_warm else []
             warnings += about_workers(recent, snapshot.slow, self._strategy, snapshot.suspects)
-            warnings += self._imbalance(now_ns)
+            warnings += self._imbalance(now_ns, phase)
         if phase is Phase.QUIET and held is False:
             warnings.append(
                 "no process holds the run, and it has no summary: it was stopped; --resume goes on with it"
@@ -400,8 +426,8 @@ class Gather:
             if worker.worker < len(durations)
         ]
 
-    def _imbalance(self, now_ns: int) -> list[str]:
-        servers = [server for server in self._server_views(now_ns) if server.role >= 0]
+    def _imbalance(self, now_ns: int, phase: Phase) -> list[str]:
+        servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]
         busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
         if busiest < _MIN_APPLYING:
             return []
@@ -417,6 +443,14 @@ class Gather:
                 doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
                 words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
         return words
+
+
+def _servers_of(strategy: str, workers: int) -> int:
+    """How many servers were asked for; none where the text is of no strategy, as in runs of other releases."""
+    try:
+        return min(MAX_SHOWN, Strategy.parse(strategy).processes(workers).get("server", 0))
+    except UserError:
+        return 0
 
 
 def _shares(spent_ns: list[int]) -> Shares:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.analyse.view import Happening
@@ -36,17 +36,25 @@ class Members:
         self._names: dict[int, str] = {}  # as the newest views have them
         self._started: dict[int, str] = {}  # as they were when their processes began
         self._gone: set[str] = set()
+        self._starting: set[str] = set()
         self._bytes_by_shard: dict[int, int] = {}
         self._shards: tuple[
             tuple[int, int | None, int | None], ...
         ] = ()  # with who holds them: primary, backup
         self._slots: dict[int, int] = {}
-        self._happenings: deque[Happening] = deque(maxlen=_MAX_HAPPENINGS)
+        # With the time of day of each, in seconds since 1970, where it was told.
+        self._happenings: deque[tuple[Happening, float | None]] = deque(maxlen=_MAX_HAPPENINGS)
 
-    @property
-    def happenings(self) -> tuple[Happening, ...]:
-        """The newest last."""
-        return tuple(self._happenings)
+    def happenings(self, first_s: float | None = None) -> tuple[Happening, ...]:
+        """The newest last, in seconds since the run's first event, which was at `first_s` since 1970.
+
+        Where either is not known they are as they were told, in seconds since training began. What came before the
+        first event, as the start of the process that recorded it, is shown at 0.
+        """
+        return tuple(
+            one if first_s is None or told_s is None else replace(one, at_s=max(0.0, told_s - first_s))
+            for one, told_s in self._happenings
+        )
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Take in one row; one of an unknown kind is a happening like the others. False: no run writes such a row."""
@@ -85,6 +93,10 @@ class Members:
         """Whether the newest thing told of it is that it died, fell silent or left."""
         return name in self._gone
 
+    def is_starting(self, name: str) -> bool:
+        """Whether the newest thing told of it is that its process was started."""
+        return name in self._starting
+
     def has_slot(self, worker: int) -> bool:
         """Whether the newest view gives this worker's slot to a member."""
         return worker in self._slots
@@ -117,17 +129,18 @@ class Members:
             who = f"member {told}"
         if what in ("died", "silent", "left"):
             self._gone.add(who)
+            self._starting.discard(who)
         elif what in ("started", "joined", "recovered"):
             self._gone.discard(who)
-        self._happenings.append(
-            Happening(
-                at_s=number(row.get("at_s")) or 0.0,
-                what=what,
-                who=who,
-                sentence=text(_one_line(row.get("sentence"))),
-                epoch=whole(row.get("epoch", self.epoch)) or 0,
-            )
+            (self._starting.add if what == "started" else self._starting.discard)(who)
+        happening = Happening(
+            at_s=number(row.get("at_s")) or 0.0,
+            what=what,
+            who=who,
+            sentence=text(_one_line(row.get("sentence"))),
+            epoch=whole(row.get("epoch", self.epoch)) or 0,
         )
+        self._happenings.append((happening, number(row.get("unix_s"))))
 
 
 def _one_line(sentence: Any) -> Any:

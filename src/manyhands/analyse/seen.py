@@ -24,6 +24,7 @@ class Seen:
         self.first_ns = 0
         self.last_ns = 0
         self.first_step_ns = 0
+        self.last_step_ns = 0  # when the newest step ended
         self._step_ns: dict[int, int] = {}  # of each role's newest step
         self.last_event: dict[int, tuple[int, EventKind, int]] = {}
         self.lost: Counter[int] = Counter()
@@ -40,6 +41,7 @@ class Seen:
         if is_step.any():
             begin = int(starts[is_step].min())
             self.first_step_ns = min(self.first_step_ns or begin, begin)
+            self.last_step_ns = max(self.last_step_ns, int(ends[is_step].max()))
             # Of several of one role, the last stays.
             self._step_ns.update(
                 zip(records["role"][is_step].tolist(), (ends - starts)[is_step].tolist(), strict=True)

@@ -14,6 +14,7 @@ __all__ = [
     "Curve",
     "Happening",
     "Phase",
+    "Presence",
     "RunView",
     "ServerView",
     "Shares",
@@ -35,6 +36,18 @@ class Phase(Enum):
     """Nothing has happened for a while; nobody said that it is over."""
     ENDED = "ended"
     """It has come to its end, and its summary is there."""
+
+
+@unique
+class Presence(Enum):
+    """Whether a worker or a server takes part."""
+
+    STARTING = "starting"
+    """It was asked for or its process was started, and it has not joined yet."""
+    PRESENT = "present"
+    """It takes part."""
+    GONE = "gone"
+    """It took part, and died, fell silent or left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +72,11 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker, by its role; `recent` is the last five seconds."""
+    """One worker, by its role; what is recent is of the last five seconds, or where the run has ended of all of it."""
 
     role: int
     name: str
-    present: bool
+    presence: Presence
     steps: int
     samples: int
     steps_per_s: float
@@ -79,11 +92,11 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerView:
-    """One server process."""
+    """One server process; what is recent is as in a `WorkerView`."""
 
     role: int
     name: str
-    present: bool
+    presence: Presence
     primary_of: tuple[int, ...]
     backup_of: tuple[int, ...]
     num_bytes: int

@@ -266,12 +266,15 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         )
 
     def barrier(self, opts: Any = None) -> c10d.Work:
-        """Every rank is here; with `device_ids`, what their GPUs have been given is done, too."""
-        on_devices = opts is not None and bool(opts.device_ids)
-        if self._local is None or on_devices:
-            device = torch.device("cuda" if on_devices else "cpu")
-            work: c10d.Work = self._session.underneath.for_device(device).barrier(opts)
+        """Every rank is here; where this process uses GPUs, what those of `device_ids` have been given is done, too."""
+        uses_gpus: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = opts.device_ids if opts is not None and uses_gpus else []
+        if self._local is None:
+            under = self._session.underneath.for_device(torch.device("cuda" if devices else "cpu"))
+            work: c10d.Work = under.barrier(opts)
             return work
+        for device in devices or []:
+            torch.cuda.synchronize(device)
         return self._perform(opts, [], Collectives.barrier)
 
     # Names of other releases.

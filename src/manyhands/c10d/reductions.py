@@ -48,23 +48,37 @@ def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> RoundReducer |
 
 
 def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
-    """Raise a UserError for a reduction that makes no sense for a dtype."""
-    fractions = dtype.is_floating_point or dtype.is_complex
-    if reduction is Reduction.AVG and not fractions:
-        raise UserError(
-            f"reduction AVG of {dtype}: the mean of whole numbers is none; sum them, and divide yourself"
-        )
-    if reduction in _BITWISE and fractions:
-        raise UserError(f"reduction {reduction.name} of {dtype}: only whole numbers have bits to combine")
+    """Raise a UserError for a reduction that a dtype does not have, before anything is exchanged."""
+    reason = _refusal(dtype, reduction)
+    if reason:
+        raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
+
+
+@cache
+def _refusal(dtype: torch.dtype, reduction: Reduction) -> str:
+    """Why a reduction cannot be done, or nothing; asked of torch itself, on tensors of one item."""
+    if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        return "only whole numbers have bits to combine"
+    if reduction is Reduction.AVG and dtype is torch.bool:
+        return "truth values have no mean; sum them as int64"
+    if compiled_reducer(dtype, reduction) is not None:
+        return ""
+    one = torch.zeros(1, dtype=dtype)
+    try:
+        combine([one, one], reduction)
+    except RuntimeError as error:
+        return f"torch has none on the CPU ({str(error).splitlines()[0]})"
+    return ""
 
 
 def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
-    """The parts of all ranks, combined in their order into a new tensor."""
+    """The parts of all ranks, combined in their order; a mean of whole numbers is cut towards zero."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALVES else dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         total = _BY_TORCH[reduction](total, part.to(wide))
     if reduction is Reduction.AVG:
-        total = total / len(parts)
+        fractions = dtype.is_floating_point or dtype.is_complex
+        total = torch.div(total, len(parts), rounding_mode=None if fractions else "trunc")
     return total.to(dtype)

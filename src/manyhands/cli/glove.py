@@ -179,8 +179,8 @@ def _train(asked: _TrainGlove) -> None:
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.fitting import Options
     from manyhands.store.rundir import RunDirectory
+    from manyhands.training.options import Options
     from manyhands.words.corpus import Corpus
     from manyhands.words.demo import demo_corpus
     from manyhands.words.learning import learn_vectors

@@ -291,10 +291,10 @@ def _options(asked: _Learning, seed: int, allow_overload: bool) -> LogregOptions
 def _keeping(asked: _TrainLogreg, out: Path) -> Keeping:
     """Where the run is kept; UserError where it cannot be, before anything is read."""
     from manyhands.errors import UserError
-    from manyhands.fitting import Options
     from manyhands.regression.model import MODEL_FILE
     from manyhands.store.rundir import RunDirectory, require_free
     from manyhands.training.kept import Keeping
+    from manyhands.training.options import Options
 
     own_files = frozenset({MODEL_FILE})
     if asked.resume:

@@ -88,6 +88,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "tensorboard": (Tensorboard, None),
+    "csv_file": (
+        Annotated[Path | None, typer.Option("--csv", help="Write steps and evaluations to this file.")],
+        None,
+    ),
 }
 
 
@@ -115,6 +119,7 @@ class _Common:
     dashboard_port: int
     json_file: Path | None
     tensorboard: Path | None
+    csv_file: Path | None
 
 
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -122,8 +127,10 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.table import end_table
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.fitting import Options, fit
+    from manyhands.fitting import fit
+    from manyhands.loggers import CsvLogger
     from manyhands.slowdown import Slowdown
+    from manyhands.training.options import Options
 
     common = _Common(**shared)
     if common.resume and common.out is None:
@@ -153,6 +160,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             autocast=common.autocast,
             compile=common.compile_model,
             progress=common.progress,
+            callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None else [],
         ),
     )
     try:

@@ -32,6 +32,7 @@ from manyhands.cluster.watch import (
     Looked,
     Watch,
     WatchInterrupted,
+    WatchStopWanted,
 )
 from manyhands.cluster.watchdog import Watchdog, Watched
 from manyhands.errors import UserError
@@ -51,7 +52,8 @@ class LocalCluster:
 
     A role whose process gives no sign of life is noticed within `silent_after_s`. After a failure or an
     interruption, the others have `grace_s` to leave. Where nobody makes progress for as long as `watched` says, the
-    run fails with a `Hang` that names who is to blame.
+    run fails with a `Hang` that names who is to blame. Once `stop_wanted()`, which is asked after all that came, the
+    roles are asked to stop and come to their end by themselves, with results.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LocalCluster:
         *,
         on_note: OnNote | None = None,
         on_failure: OnFailure | None = None,
+        stop_wanted: Callable[[], bool] = lambda: False,
         watched: Watched | None = None,
         silent_after_s: float = SILENT_AFTER_S,
         grace_s: float = 2.0,
@@ -70,6 +73,7 @@ class LocalCluster:
         self._roles = tuple(roles)
         self._on_note = on_note
         self._on_failure = on_failure
+        self._stop_wanted = stop_wanted
         self._watched = watched or Watched(deadline_s=0.0)
         self._patience = Patience(
             silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
@@ -113,7 +117,7 @@ class LocalCluster:
         (crew, job), self._prepared = self._prepared, None
         with counted_signals() as signals, _Run(crew, job, self._roles, self._patience, self._watched) as run:
             try:
-                run.until_over(signals, self._on_note, self._on_failure)
+                run.until_over(signals, self._on_note, self._on_failure, self._stop_wanted)
             except BaseException as error:  # from a callback, or from a signal handler of the user's own
                 run.handle(WatchInterrupted())
                 run.until_over(signals)
@@ -163,7 +167,11 @@ class _Run:
         self._crew.end()
 
     def until_over(
-        self, signals: Sequence[int], on_note: OnNote | None = None, on_failure: OnFailure | None = None
+        self,
+        signals: Sequence[int],
+        on_note: OnNote | None = None,
+        on_failure: OnFailure | None = None,
+        stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Watch until every process has ended."""
         self._on_note, self._on_failure = on_note, on_failure
@@ -175,6 +183,8 @@ class _Run:
                 self.handle(WatchInterrupted())
             while self._arrived:  # one by one: what a callback's error leaves is for the taking down
                 self.handle(self._arrived.popleft())
+            if stop_wanted():
+                self.handle(WatchStopWanted())
             if not self.watch.taking_down:
                 self._look_for_a_hang()
 

@@ -41,6 +41,7 @@ __all__ = [
     "Looked",
     "Watch",
     "WatchInterrupted",
+    "WatchStopWanted",
 ]
 
 
@@ -67,6 +68,11 @@ class WatchInterrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchStopWanted:
+    """The application wants the roles to come to an end by themselves: they are asked once, and nobody is killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deliver:
     """Hand a role's note to the application."""
 
@@ -88,7 +94,7 @@ class AskToStop:
     rank: int
 
 
-Event = Looked | Heard | Garbled | Exited | HungRole | WatchInterrupted
+Event = Looked | Heard | Garbled | Exited | HungRole | WatchInterrupted | WatchStopWanted
 Action = Deliver | HangAlarm | AskToStop | KillProcess
 
 
@@ -103,6 +109,7 @@ class Watch:
         self._alarmed = False
         self._interrupted = False
         self._taking_down = False
+        self._stop_asked = False
         self._looked_ns = now_ns
 
     @property
@@ -145,6 +152,8 @@ class Watch:
                 return self._fail(Failure(rank=rank, sentence=sentence, page=page, details=details), now_ns)
             case WatchInterrupted():
                 return self._interrupt(now_ns)
+            case WatchStopWanted():
+                return self._ask_to_stop()
 
     def _look(self, lines: Sequence[Line], now_ns: int) -> list[Action]:
         seconds = watched_s(self._looked_ns, now_ns)
@@ -234,7 +243,12 @@ class Watch:
             return []
         self._taking_down = True
         self._kill_at(now_ns + round(self._patience.grace_s * 1e9))
-        return [AskToStop(rank) for rank, role in enumerate(self._roles) if role.at_work]
+        return self._ask_to_stop()
+
+    def _ask_to_stop(self) -> list[Action]:
+        """Those at work, once: who was asked finishes what it is in."""
+        asked, self._stop_asked = self._stop_asked, True
+        return [] if asked else [AskToStop(rank) for rank, role in enumerate(self._roles) if role.at_work]
 
     def _kill_at(self, moment_ns: int) -> None:
         for role in self._roles:

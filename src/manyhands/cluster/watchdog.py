@@ -17,13 +17,12 @@ from manyhands.cluster.board import NOBODY, Line
 from manyhands.cluster.crew import Crew
 from manyhands.cluster.hang import Being, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.cluster.member import Member, ProcessPhase
+from manyhands.cluster.patience import check_watchdog_s
 from manyhands.cluster.stacks import main_stack, split_threads
-from manyhands.errors import UserError
 
-__all__ = ["Found", "Watchdog", "Watched", "check_watchdog_s"]
+__all__ = ["Found", "Watchdog", "Watched"]
 
 NUM_EVENTS = 50
-_LEAST_S = 2.0  # a wait shows itself after one second, and the stacks take another
 _ASK_BEFORE_S = 1.0
 _BETWEEN_LOOKS_S = 0.5
 _ANSWER_S = 0.2
@@ -45,13 +44,6 @@ class Watched:
 
     def __post_init__(self) -> None:
         check_watchdog_s(self.deadline_s)
-
-
-def check_watchdog_s(watchdog_s: float) -> float:
-    """The deadline, or UserError."""
-    if watchdog_s != 0 and not watchdog_s >= _LEAST_S:
-        raise UserError(f"watchdog_s={watchdog_s:g} must be at least {_LEAST_S:g} seconds, or 0 to look away")
-    return watchdog_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,16 @@ from html import escape
 
 from manyhands.compare.figures import CompareRow, Figures, Measured, Point
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells
-from manyhands.draw.charts import Series, data_table, document, line_chart, quiet, section, share_bars
+from manyhands.draw.charts import (
+    Series,
+    data_table,
+    document,
+    line_chart,
+    loss_chart,
+    quiet,
+    section,
+    share_bars,
+)
 
 __all__ = ["Made", "report"]
 
@@ -31,22 +40,29 @@ class Made:
 def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     """The page; it needs nothing from elsewhere."""
     rows = [row for row in found.rows if row.runs]
-    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    told = f'<div class="told">{"".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)}</div>'
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
     promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
     parts = [
         section("shows", "What the data show", told, "wide"),
         section("table", "Side by side", table, "wide"),
-        *_curves(found, rows),
+        *_losses(rows),
         section("time", "Where the workers' time went", _shares(rows)),
+        *_metrics(found, rows),
+        # Beside the two curves of a metric there is room for it.
+        section("made", "How this was made", _made(found, made), "wide" if found.target is None else ""),
         section(
             "promises",
             "What each promises",
-            data_table(["strategy", *PROMISES], promises, title="Promises", words=range(len(PROMISES) + 1)),
+            data_table(
+                ["strategy", *PROMISES],
+                promises,
+                title="What a run's users may rely on",
+                words=range(len(PROMISES) + 1),
+            ),
             "wide",
         ),
-        section("made", "How this was made", _made(found, made), "wide"),
     ]
     return document(made.title, parts)
 
@@ -59,27 +75,34 @@ def _caption(found: Figures) -> str:
     )
 
 
-def _curves(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    """Loss and metric, against steps and against seconds, of each strategy's middle run."""
-    shown = [(row.name, _middle(row)) for row in rows]
-    axes: list[tuple[str, Callable[[Point], float]]] = [
-        ("steps", lambda point: point.step),
-        ("seconds", lambda point: point.at_s),
-    ]
+_AXES: tuple[tuple[str, Callable[[Point], float]], ...] = (
+    ("steps", lambda point: point.step),
+    ("seconds", lambda point: point.at_s),
+)
+
+
+def _losses(rows: Sequence[CompareRow]) -> list[str]:
+    """The loss of each strategy's middle run, against steps and against seconds."""
     parts = []
-    for label, place in axes:
-        losses = [_series(name, smooth(run.losses, "loss"), "loss", place) for name, run in shown]
-        chart = line_chart(
-            losses, title=f"Training loss, smoothed, over {label}", x_label=label, y_label="loss", log_y=True
-        )
+    for label, place in _AXES:
+        curves = [_series(row.name, smooth(_middle(row).losses, "loss"), "loss", place) for row in rows]
+        chart = loss_chart(curves, title=f"Training loss, smoothed, over {label}", x_label=label)
         parts.append(section(f"loss-{label}", f"Loss against {label}", chart))
+    return parts
+
+
+def _metrics(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
+    """The metric of the target in the same way, where there is a target."""
     if found.target is None:
-        return parts
-    metric = found.target.metric
-    for label, place in axes:
-        curves = [_series(name, run.evaluations, metric, place) for name, run in shown]
-        chart = line_chart(curves, title=f"{metric} over {label}", x_label=label, y_label=metric)
-        parts.append(section(f"metric-{label}", f"{metric} against {label}", chart))
+        return []
+    metric, parts = found.target.metric, []
+    for label, place in _AXES:
+        curves = [_series(row.name, _middle(row).evaluations, metric, place) for row in rows]
+        chart = line_chart(
+            curves, title=f"On the evaluation data, over {label}", x_label=label, y_label=metric
+        )
+        heading = f"{metric[:1].upper()}{metric[1:]} against {label}"
+        parts.append(section(f"metric-{label}", heading, chart))
     return parts
 
 

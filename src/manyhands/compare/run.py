@@ -15,13 +15,15 @@ from manyhands.compare.figures import FailedTrial, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.fitting import fit, require_room_for
+from manyhands.fitting import fit
 from manyhands.kernel import AnyTask
 from manyhands.randomness import preserved
+from manyhands.session import require_room_for
 from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
+from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
-from manyhands.training.request import Options, Request
+from manyhands.training.request import Request
 
 __all__ = ["CompareSettings", "Comparison", "Progress", "Tell", "compare"]
 

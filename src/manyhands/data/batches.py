@@ -76,7 +76,8 @@ def _as_dataset(data: Any, field: str) -> Any:
     if isinstance(data, IterableDataset | Iterator):
         raise UserError(
             f"{field} is {_kind(data)}, which can only be iterated, so samples of batch k cannot be "
-            f"looked up; give {_ALLOWED}: where the samples fit in memory, list(...) of it will do"
+            f"looked up; give {_ALLOWED}: where the samples fit in memory, list(...) of it will do; training data "
+            "may be an IterableDataset, too"
         )
     if isinstance(data, tuple | list) and any(map(_is_array, data)):
         _check_columns({f"{field}[{position}]": column for position, column in enumerate(data)})

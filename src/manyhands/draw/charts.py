@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from manyhands.draw.axes import Axis, Tick, linear, logarithmic, short_number, spans_powers
+from manyhands.draw.overlap import overlapping
 from manyhands.draw.paper import NUM_COLOURS, NUM_DASHES, NUM_HEATS, STYLE, document, quiet, section
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "document",
     "histogram",
     "line_chart",
+    "loss_chart",
     "matrix",
     "quiet",
     "section",
@@ -36,9 +39,9 @@ _NAME_LETTERS = 13
 _MAX_POINTS = 400  # of a curve; more would be narrower than a pixel
 _MAX_SPOTS = 40  # of a curve that say their numbers when pointed at
 _MAX_BINS = 24
-
-
-_VAST, _TINY = 1e300, 1e-290  # beyond and below these, differences of numbers are none
+_NARROW = 4  # columns that a phone has room for
+_HALF_LETTERS = 20  # that half a phone's width has room for
+_STRIPE = 7  # how long a stripe is of a curve that lies on others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +51,8 @@ class Series:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """From numbers to units of the picture; on a logarithmic axis the numbers are powers of ten already."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-    is_log: bool = False
-
-    def at(self, value: float) -> float:
-        value = math.log10(_within(_TINY, value)) if self.is_log else _within(-_VAST, value)
-        return self.begin + (self.end - self.begin) * (value - self.low) / (self.high - self.low)
+    note: str = ""
+    """What the legend says beside the name."""
 
 
 def line_chart(
@@ -73,26 +63,45 @@ def line_chart(
     y_label: str,
     log_y: bool = False,
     from_zero: bool = False,
+    empty: str = "Nothing yet.",
 ) -> str:
-    """Curves over one pair of axes, with a legend where there is more than one.
+    """Curves over one pair of axes, with a legend; those that lie on one another are striped, and said to.
 
-    With `log_y` values that are not positive are left out. `from_zero` begins the upward axis at 0.
+    With `log_y` values that are not positive are left out. `from_zero` begins the upward axis at 0. Without any point
+    the picture has the same size and says `empty`.
     """
     shown = [(one.name, _gaps(one, log_y)) for one in series]
     points = [point for _, runs in shown for run in runs for point in run]
-    xs, x_ticks = _linear([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, 5, tight=True)
+    if not points:
+        return _nothing(title, empty)
+    xs, x_ticks = linear([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, 5, tight=True)
     upward = [y for _, y in points]
     if log_y:
-        ys, y_ticks = _logarithmic(upward, _HEIGHT - _BOTTOM, _TOP)
+        ys, y_ticks = logarithmic(upward, _HEIGHT - _BOTTOM, _TOP)
     else:
-        ys, y_ticks = _linear([0.0, *upward] if from_zero else upward, _HEIGHT - _BOTTOM, _TOP, 5)
-    drawn = [*_frame(xs, x_ticks, ys, y_ticks, x_label, y_label)]
+        ys, y_ticks = linear([0.0, *upward] if from_zero else upward, _HEIGHT - _BOTTOM, _TOP, 5)
+    drawn = [*_frame(xs, x_ticks, ys, y_ticks, x_label, f"{y_label}, log scale" if log_y else y_label)]
+    groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
     for index, (name, runs) in enumerate(shown):
-        drawn += _curve(index, name, runs, xs, ys, (x_label, y_label))
-    if not points:
-        drawn.append(_text(_WIDTH / 2, _HEIGHT / 2, "nothing yet", "label", "middle"))
-    said = f"{title}: {y_label} over {x_label}; " + _in_words(shown, x_label)
-    return _figure(title, _svg(drawn, _HEIGHT, said), _legend([one.name for one in series], lines=True))
+        drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))
+    together = "; ".join(
+        f"{_listed([shown[index][0] for index in group])} lie on one another" for group in groups
+    )
+    words = [
+        f"{title}: {y_label} over {x_label}",
+        _in_words(shown, x_label),
+        *([together] if together else []),
+    ]
+    svg = _svg(drawn, _HEIGHT, "; ".join(words)) + (quiet(f"{together}.") if together else "")
+    names = [f"{one.name} {one.note}".strip() for one in series]
+    marks = [_line_mark(_stroke(index, groups, striped=False)) for index in range(len(series))]
+    return _figure(title, svg, _legend(names, marks), "plot")
+
+
+def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str = "Nothing yet.") -> str:
+    """Losses, by the one rule of all pages: a logarithmic axis where they span a power of ten, else a linear one."""
+    log_y = spans_powers(value for one in series for value in one.ys)
+    return line_chart(series, title=title, x_label=x_label, y_label="loss", log_y=log_y, empty=empty)
 
 
 def bar_chart(
@@ -104,7 +113,7 @@ def bar_chart(
     """One bar to the right for each name, with its number as `show` writes it."""
     show = show or short_number
     finite = [value for _, value in bars if math.isfinite(value)]
-    axis = _Axis(0.0, max([*finite, 0.0]) or 1.0, _NAME, _WIDTH - 62)
+    axis = Axis(0.0, max([*finite, 0.0]) or 1.0, _NAME, _WIDTH - 62)
     drawn: list[str] = []
     for index, (name, value) in enumerate(bars):
         y = index * _ROW
@@ -125,7 +134,7 @@ def share_bars(
 ) -> str:
     """For each name one bar of shares (0 to 1, in the order of `parts`), with the percentages that have room."""
     colours = colours or range(len(parts))
-    axis = _Axis(0.0, 1.0, _NAME, _WIDTH - 4)
+    axis = Axis(0.0, 1.0, _NAME, _WIDTH - 4)
     drawn: list[str] = []
     for index, (name, shares) in enumerate(rows):
         y, before = index * _ROW, 0.0
@@ -146,19 +155,23 @@ def share_bars(
         "; ".join(_shares_in_words(name, shares, parts) for name, shares in rows) or "none yet"
     )
     svg = _svg(drawn, max(_ROW, _ROW * len(rows)), said, "chart rows")
-    return _figure(title, svg, _legend(parts, lines=False, colours=colours))
+    return _figure(title, svg, _legend(parts, [_swatch(colour) for colour in colours]))
 
 
-def histogram(counts: Mapping[int, int], *, title: str, x_label: str, y_label: str) -> str:
-    """How often each whole number came; where they spread wide, neighbours share a bar."""
-    low, high = min(counts, default=0), max(counts, default=0)
+def histogram(
+    counts: Mapping[int, int], *, title: str, x_label: str, y_label: str, empty: str = "Nothing yet."
+) -> str:
+    """How often each whole number came; where they spread wide, neighbours share a bar. `empty` as in `line_chart`."""
+    if not counts:
+        return _nothing(title, empty)
+    low, high = min(counts), max(counts)
     width = max(1, math.ceil((high - low + 1) / _MAX_BINS))
     bins: dict[int, int] = {}
     for value, count in counts.items():
         bins[(value - low) // width] = bins.get((value - low) // width, 0) + count
     num_bins = max(4, (high - low) // width + 1)
-    ys, y_ticks = _linear([0.0, *map(float, bins.values())], _HEIGHT - _BOTTOM, _TOP, 4)
-    xs = _Axis(0.0, float(num_bins), _LEFT, _WIDTH - _RIGHT)
+    ys, y_ticks = linear([0.0, *map(float, bins.values())], _HEIGHT - _BOTTOM, _TOP, 4)
+    xs = Axis(0.0, float(num_bins), _LEFT, _WIDTH - _RIGHT)
     drawn = [*_frame(xs, [], ys, y_ticks, x_label, y_label)]
     every = math.ceil(num_bins / 12)
     for index in range(num_bins):
@@ -170,13 +183,9 @@ def histogram(counts: Mapping[int, int], *, title: str, x_label: str, y_label: s
         if index % every == 0:
             drawn.append(_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
     total = sum(counts.values())
-    mean = sum(value * count for value, count in counts.items()) / total if total else 0.0
-    said = (
-        f"{title}: {total:,} in all, from {low} to {high}, mean {mean:.2f}"
-        if total
-        else f"{title}: nothing yet"
-    )
-    return _figure(title, _svg(drawn, _HEIGHT, said))
+    mean = sum(value * count for value, count in counts.items()) / max(1, total)
+    said = f"{title}: {total:,} in all, from {low} to {high}, mean {mean:.2f}"
+    return _figure(title, _svg(drawn, _HEIGHT, said), _legend((), ()), "plot")
 
 
 def matrix(
@@ -218,35 +227,35 @@ def data_table(
 ) -> str:
     """Rows of text under their columns; those of `words` are read from the left, the others are numbers.
 
-    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    On a phone a table of many columns is a block for each row, every cell with its column's name; the roles keep
+    it a table for those who listen. Where it `scrolls` it is a region of its own that the keyboard reaches.
     """
-    kinds = ["" if index in words else ' class="number"' for index in range(len(columns))]
+    rows = [tuple(row) for row in rows]
+    kinds = [
+        _kinds(
+            "" if index in words else "number", "long" if _is_long(name, [row[index] for row in rows]) else ""
+        )
+        for index, name in enumerate(columns)
+    ]
     head = "".join(
-        f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True)
+        f'<th role="columnheader" scope="col"{kind}>{escape(name)}</th>'
+        for name, kind in zip(columns, kinds, strict=True)
     )
     body = ""
     for first, *others in rows:
         cells = "".join(
-            f"<td{kind}>{escape(text)}</td>" for text, kind in zip(others, kinds[1:], strict=True)
+            f'<td role="cell"{kind} data-name="{escape(name)}">{escape(text)}</td>'
+            for name, text, kind in zip(columns[1:], others, kinds[1:], strict=True)
         )
-        body += f'<tr><th scope="row"{kinds[0]}>{escape(first)}</th>{cells}</tr>'
+        body += f'<tr role="row"><th role="rowheader" scope="row"{kinds[0]}>{escape(first)}</th>{cells}</tr>'
+    prose = " prose" if len(words) == len(columns) else ""
+    shape = f"stack{prose}" if len(columns) > _NARROW else "plain"
     return _scroll(
         title,
-        f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        f'<table class="{shape}" role="table"><caption>{escape(title)}</caption><thead role="rowgroup">'
+        f'<tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table>',
         scrolls,
     )
-
-
-def short_number(value: float) -> str:
-    """About three digits: `0.0123`, `4.57`, `123`, `12.3k`, `4.5M`; anything not finite as its name."""
-    if not math.isfinite(value):
-        return str(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (limit if unit != 'k' else 1e3):.3g}{unit}"
-    if abs(value) >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def _gaps(series: Series, positive: bool) -> list[list[tuple[float, float]]]:
@@ -275,22 +284,48 @@ def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, 
     return [*kept, points[-1]]
 
 
+def _nothing(title: str, sentence: str) -> str:
+    """A picture of the size of the others, with axes and no numbers, that says why it is empty."""
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    drawn = [
+        f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
+        _text((_LEFT + right) / 2, (_TOP + bottom) / 2, sentence, "none", "middle"),
+    ]
+    return _figure(title, _svg(drawn, _HEIGHT, f"{title}: {sentence}"), _legend((), ()), "plot")
+
+
+def _stroke(index: int, groups: Sequence[tuple[int, ...]], *, striped: bool = True) -> str:
+    """The attributes of a curve's line: its colour and dash, or its stripes of what it shares with others.
+
+    Such a one is of one colour where it is not `striped`, as in a legend.
+    """
+    colour = f"s{index % NUM_COLOURS}"
+    for group in groups:
+        if index in group:
+            if not striped:
+                return f'class="curve {colour}"'
+            place, others = group.index(index), len(group) - 1
+            dashes = f'stroke-dasharray="{_STRIPE} {_STRIPE * others}" stroke-dashoffset="{-_STRIPE * place}"'
+            return f'class="curve striped {colour}" {dashes}'
+    return f'class="curve {colour} d{index % NUM_DASHES}"'
+
+
 def _curve(
     index: int,
     name: str,
     runs: list[list[tuple[float, float]]],
-    xs: _Axis,
-    ys: _Axis,
+    axes: tuple[Axis, Axis],
+    stroke: str,
     labels: tuple[str, str],
 ) -> Iterator[str]:
-    x_label, y_label = labels
+    (xs, ys), (x_label, y_label) = axes, labels
     path = " ".join(
         "M" + " ".join(f"{xs.at(x):.1f},{ys.at(y):.1f}" for x, y in run) + ("h0" if len(run) == 1 else "")
         for run in runs
     )
     if not path:
         return
-    yield f'<path class="curve {_series(index)}" d="{path}"><title>{escape(name)}</title></path>'
+    yield f'<path {stroke} d="{path}"><title>{escape(name)}</title></path>'
     points = [point for run in runs for point in run]
     last_x, last_y = points[-1]
     yield f'<circle class="f{index % NUM_COLOURS}" cx="{xs.at(last_x):.1f}" cy="{ys.at(last_y):.1f}" r="2.6"/>'
@@ -316,69 +351,11 @@ def _in_words(shown: Sequence[tuple[str, list[list[tuple[float, float]]]]], x_la
     return "; ".join(said) or "nothing yet"
 
 
-def _linear(
-    values: Sequence[float], begin: float, end: float, ticks: int, *, tight: bool = False
-) -> tuple[_Axis, list[tuple[float, str]]]:
-    """An axis that holds `values`, and its ticks; it ends at ticks unless it is `tight`."""
-    low, high = _within(-_VAST, min(values, default=0.0)), _within(-_VAST, max(values, default=1.0))
-    if tight and 0 < low <= 0.12 * high:
-        low = 0.0  # what begins that early reads better from the beginning
-    if high - low <= max(_TINY, 1e-12 * max(abs(high), abs(low))):
-        margin = max(_TINY, abs(high) / 2) if high else 1.0
-        low, high = (0.0 if 0 <= low <= margin else low - margin), high + margin
-    spacing = _nice((high - low) / ticks)
-    first, last = math.floor(low / spacing + 1e-9), math.ceil(high / spacing - 1e-9)
-    if not tight:
-        low, high = first * spacing, last * spacing
-    places = [
-        n * spacing
-        for n in range(first, last + 1)
-        if low - 1e-9 * spacing <= n * spacing <= high + 1e-9 * spacing
-    ]
-    return _Axis(low, high, begin, end), [(place, _tick(place, spacing, high)) for place in places]
-
-
-def _logarithmic(values: Sequence[float], begin: float, end: float) -> tuple[_Axis, list[tuple[float, str]]]:
-    """A logarithmic axis from power to power of ten, or from 1, 2, 5 to 1, 2, 5 where it spans little."""
-    low, high = _within(_TINY, min(values, default=0.1)), _within(_TINY, max(values, default=1.0))
-    few = math.log10(high / low) < 2
-    steps = (1.0, 2.0, 5.0) if few else (1.0,)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    places = [step * 10.0**power for power in powers for step in steps]
-    below = max(place for place in places if place <= low * (1 + 1e-12))
-    above = min(place for place in places if place >= high * (1 - 1e-12) and place > below)
-    places = [place for place in places if below <= place <= above]
-    every = math.ceil(len(places) / 6)
-    axis = _Axis(math.log10(below), math.log10(above), begin, end, is_log=True)
-    return axis, [(place, f"{place:g}") for place in places[::every]]
-
-
-def _within(least: float, value: float) -> float:
-    """The number nearest to `value` that a picture can be reckoned with."""
-    return max(least, min(_VAST, value))
-
-
-def _nice(spacing: float) -> float:
-    """The next of 1, 2, 5, 10, 20 ... that is no smaller."""
-    power = 10.0 ** math.floor(math.log10(max(spacing, 1e-300)))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= spacing * 0.999)
-
-
-def _tick(place: float, spacing: float, highest: float) -> str:
-    """The number of a tick, with the digits that tell it from the next."""
-    if abs(place) < spacing / 2:
-        return "0"
-    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
-    if digits > 4 or (abs(highest) >= 1e4 and spacing >= abs(highest) / 100):
-        return short_number(place)
-    return f"{place:,.{digits}f}"
-
-
 def _frame(
-    xs: _Axis,
-    x_ticks: Sequence[tuple[float, str]],
-    ys: _Axis,
-    y_ticks: Sequence[tuple[float, str]],
+    xs: Axis,
+    x_ticks: Sequence[Tick],
+    ys: Axis,
+    y_ticks: Sequence[Tick],
     x_label: str,
     y_label: str,
 ) -> Iterator[str]:
@@ -399,19 +376,29 @@ def _frame(
     )
 
 
-def _legend(names: Sequence[str], *, lines: bool, colours: Sequence[int] | None = None) -> str:
-    if len(names) < 2:
-        return ""
-    items = ""
-    for index, name in enumerate(names):
-        colour = (colours[index] if colours else index) % NUM_COLOURS
-        mark = (
-            f'<line class="curve {_series(index)}" x1="1" y1="5" x2="25" y2="5"/>'
-            if lines
-            else f'<rect class="f{colour}" x="7" y="0" width="12" height="10" rx="2"/>'
-        )
-        items += f'<li><svg viewBox="0 0 26 10" aria-hidden="true">{mark}</svg>{escape(name)}</li>'
+def _legend(names: Sequence[str], marks: Sequence[str]) -> str:
+    """What each colour is; without names an empty line, so that pictures side by side begin at one height.
+
+    `marks` are pictures of them.
+    """
+    if not names:
+        return '<div class="legend"></div>'
+    items = "".join(f"<li>{mark}{escape(name)}</li>" for name, mark in zip(names, marks, strict=True))
     return f'<ul class="legend">{items}</ul>'
+
+
+def _line_mark(stroke: str) -> str:
+    line = f'<line {stroke} x1="1" y1="5" x2="25" y2="5"/>'
+    return f'<svg viewBox="0 0 26 10" aria-hidden="true">{line}</svg>'
+
+
+def _swatch(colour: int) -> str:
+    rect = f'<rect class="f{colour % NUM_COLOURS}" width="12" height="10" rx="2"/>'
+    return f'<svg class="swatch" viewBox="0 0 12 10" aria-hidden="true">{rect}</svg>'
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _shares_in_words(name: str, shares: Sequence[float], parts: Sequence[str]) -> str:
@@ -425,10 +412,6 @@ def _cell(value: float, greatest: float, show: Callable[[float], str]) -> str:
         return f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
     heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * (abs(value) / greatest))))
     return f'<td class="h{heat}">{escape(show(value))}</td>'
-
-
-def _series(index: int) -> str:
-    return f"s{index % NUM_COLOURS} d{index % NUM_DASHES}"
 
 
 def _row_name(name: str, y: float) -> str:
@@ -457,8 +440,19 @@ def _svg(drawn: Iterable[str], height: float, said: str, kind: str = "chart") ->
     )
 
 
-def _figure(title: str, svg: str, legend: str = "") -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
+def _figure(title: str, svg: str, legend: str = "", kind: str = "") -> str:
+    shape = f' class="{kind}"' if kind else ""
+    return f"<figure{shape}><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
+
+
+def _is_long(name: str, cells: Iterable[str]) -> bool:
+    """Whether a column's name and the longest of its cells are too much for half a phone's width."""
+    return len(name) + max((len(cell) for cell in cells), default=0) > _HALF_LETTERS
+
+
+def _kinds(*kinds: str) -> str:
+    named = " ".join(kind for kind in kinds if kind)
+    return f' class="{named}"' if named else ""
 
 
 def _scroll(title: str, table: str, scrolls: bool) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.analyse.totals import WorkerTotals
-from manyhands.draw.charts import STYLE, Series, line_chart, short_number
+from manyhands.draw.charts import STYLE, Series, loss_chart, short_number
 
 __all__ = ["facts_of", "loss_curve", "run_html", "run_line", "table_html"]
 
@@ -64,8 +64,8 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
         return ""
     losses = [_number(row["loss"]) for row in steps]
     curve = Series(name="loss", xs=[float(row["step"]) for row in steps], ys=losses)
-    figure = line_chart([curve], title="Loss", x_label="step", y_label="loss")
-    svg = figure[figure.index("<svg") : figure.rindex("</svg>") + len("</svg>")]
+    figure = loss_chart([curve], title="Loss", x_label="step")
+    svg = figure[figure.index("<svg xmlns") : figure.rindex("</svg>") + len("</svg>")]
     opening, _, drawn = svg.partition(">")
     style = f"<style>{STYLE} svg.chart {{ background: var(--card); }}</style>"
     picture = base64.b64encode(f"{opening}>{style}{drawn}".encode(errors="backslashreplace")).decode()

@@ -10,13 +10,14 @@ import math
 from html import escape
 
 from manyhands.analyse.recent import WINDOW_NS
-from manyhands.analyse.view import Curve, Phase, RunView, Shares
+from manyhands.analyse.view import Curve, Phase, Presence, RunView, Shares
 from manyhands.draw.charts import (
     Series,
     bar_chart,
     data_table,
     histogram,
     line_chart,
+    loss_chart,
     matrix,
     quiet,
     section,
@@ -31,27 +32,30 @@ __all__ = ["PAGE_STYLE", "report", "sections", "title_of"]
 PAGE_STYLE = (
     STYLE
     + """
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); gap: .3rem .7rem; margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); gap: .3rem .9rem; margin: 0; }
 .tiles div { min-width: 0; } .tiles dt { color: var(--faint); font-size: .82rem; }
-.tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis; }
+.tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
+.tiles dd small { font-size: .9rem; font-weight: 400; color: var(--faint); }
 progress { width: 100%; height: .55rem; margin-top: .5rem; accent-color: var(--c0); display: block; }
 .wrong li { color: var(--bad); font-weight: 600; } .wrong ul { list-style: "! "; }
+.wrong p, .wrong li { max-width: none; } .wrong p { margin: 0; }
 section.alarm { border-color: var(--bad) !important; background: var(--bad-paper) !important; }
-.fill { flex: 1; min-height: 0; overflow: auto; } .live svg.chart { max-height: 13.2rem; }
-.live svg.rows { max-height: none; }
-#members td:last-child { min-width: 13rem; } #members td { white-space: nowrap; }
-#members td:last-child { white-space: normal; }
-.pair { display: grid; gap: 0 1.5rem; grid-template-columns: minmax(0, 1fr); }
+.fill { flex: 1; min-height: 0; overflow: auto; }
+#members tr > :not(:last-child) { width: 1%; white-space: nowrap; }
+.pair { display: grid; gap: .5rem 1.5rem; grid-template-columns: minmax(0, 1fr); }
 @media (min-width: 70rem) { .pair { grid-template-columns: minmax(0, 28rem) minmax(0, 1fr); } }
-.live main > section { height: 19rem; } .live main > section.short { height: auto; }
-.live #wrong { height: 7rem; } .live #traffic, .live #notes { height: 11rem; }
-.live #workers { height: 15rem; } .live main > section.small { height: 6rem; }
-@media (max-width: 46rem) { .live #wrong { height: 10rem; } .live #workers { height: 22rem; }
-  .live #waits { height: 14rem; } .live #notes { height: 8rem; } }
+.still #members .fill { max-height: 17rem; } .live #members .fill { flex: 1 1 0px; min-height: 8.5rem; }
+@media print { .fill, #members .fill { flex: none !important; max-height: none !important; } }
+.live figcaption { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.live #wrong { height: 5.9rem; } .live #workers .fill, .live #servers .fill { max-height: 24rem; }
+.live #waits .fill { max-height: 19rem; } .live #traffic .fill { flex: 1 1 0px; min-height: 5.6rem; }
+@media (max-width: 36rem) { .tiles { grid-template-columns: 1fr 1fr; } .tiles .long { grid-column: 1 / -1; order: -1; }
+  .live #wrong { height: 10.4rem; } .live #workers .fill, .live #servers .fill { max-height: 36rem; }
+  .live #members .fill { min-height: 13rem; } }
 """
 )
 
+_TILE_LETTERS = 14
 _PARTS = ("compute", "input", "exchange", "waiting")
 _PART_COLOURS = (2, 3, 0, 1)
 
@@ -69,10 +73,9 @@ def report(view: RunView) -> str:
 def sections(view: RunView) -> dict[str, str]:
     """Each section's HTML by its key, in the order of the page; equal views give equal text.
 
-    What only servers have comes last where a strategy has none.
+    What only servers have is absent where a strategy has none, and last.
     """
-    of_servers = (_servers(view), _staleness(view))
-    on_servers = _on_servers(view)
+    of_servers = _on_servers(view)
     ordered = (
         _now(view),
         _wrong(view),
@@ -80,32 +83,38 @@ def sections(view: RunView) -> dict[str, str]:
         _metrics(view),
         _throughput(view),
         _workers(view),
+        *((_servers(view),) if of_servers else ()),
         _waits(view),
-        *(of_servers if on_servers else ()),
-        _members(view),
         _traffic(view),
+        *((_staleness(view),) if of_servers else ()),
+        _members(view),
         _notes(view),
-        *(() if on_servers else of_servers),
+        *(() if of_servers else (_servers(view), _staleness(view))),
     )
     return dict(ordered)
 
 
 def _now(view: RunView) -> tuple[str, str]:
-    asked = f" of {view.steps_asked:,}" if view.steps_asked else ""
+    ended = view.phase is Phase.ENDED
     left = view.seconds_left
     values = {
         "state": view.phase.value,
-        "step": f"{view.step:,}{asked}",
         "loss": "–" if view.loss is None else f"{view.loss:.4g}",
         "samples/s": f"{view.samples_per_s:,.0f}",
         "elapsed": _duration(view.seconds),
         "time left": _duration(left) if left is not None and view.phase is Phase.RUNNING else "–",
     }
-    tiles = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items())
-    done = min(view.step, view.steps_asked)
-    bar = f'<progress value="{done}" max="{max(1, view.steps_asked)}" aria-label="steps done"></progress>'
-    heading = "The whole run" if view.phase is Phase.ENDED else "Now"
-    return "now", section("now", heading, f'<dl class="tiles">{tiles}</dl>{bar}', "wide short")
+    if ended:
+        del values["time left"]
+    of_all = f" of {view.steps_asked:,}" if view.steps_asked else ""
+    tiles = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items()]
+    # A phone shows two tiles in a row; a number that may become too long for one of them has a row of its own.
+    kind = ' class="long"' if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
+    tiles.insert(1, f"<div{kind}><dt>step</dt><dd>{view.step:,}<small>{of_all}</small></dd></div>")
+    done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
+    bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
+    heading = "The whole run" if ended else "Now"
+    return "now", section("now", heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}', "wide")
 
 
 def _wrong(view: RunView) -> tuple[str, str]:
@@ -121,34 +130,39 @@ def _wrong(view: RunView) -> tuple[str, str]:
 
 
 def _loss(view: RunView) -> tuple[str, str]:
-    curves = [curve for curve in view.curves if "loss" in curve.name]
-    return "loss", section("loss", "Loss", _curves(curves, "loss", "Loss of training and evaluation"))
+    series = [_by_step(curve) for curve in view.curves if "loss" in curve.name]
+    chart = loss_chart(series, title="Training and evaluation", x_label="step", empty=_none_yet(view))
+    return "loss", section("loss", "Loss", chart)
 
 
 def _metrics(view: RunView) -> tuple[str, str]:
     curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
-    if not curves:
-        return "metrics", section("metrics", "Metrics", quiet("Nothing was evaluated yet."))
-    newest = ", ".join(
-        f"{curve.name} {view.final[curve.name]:.4g}" for curve in curves if curve.name in view.final
+    empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
+    chart = line_chart(
+        [_by_step(curve) for curve in curves],
+        title="On the evaluation data",
+        x_label="step",
+        y_label="metric",
+        empty=empty,
     )
-    caption = f"Newest: {newest}" if newest else "On the evaluation data"
-    return "metrics", section("metrics", "Metrics", _curves(curves, "metric", caption))
+    return "metrics", section("metrics", "Metrics", chart)
 
 
 def _throughput(view: RunView) -> tuple[str, str]:
-    curves = [curve for curve in view.curves if curve.name == "samples_per_s" and curve.values]
-    if not curves:
-        return "throughput", section("throughput", "Throughput", quiet("No step has ended yet."))
-    series = [Series(name="samples/s", xs=one.seconds, ys=one.values) for one in curves]
+    curves = [curve for curve in view.curves if curve.name == "samples_per_s"]
     chart = line_chart(
-        series,
+        [Series(name="samples/s", xs=one.seconds, ys=one.values) for one in curves],
         title="All workers together, over the run's seconds",
         x_label="seconds",
         y_label="samples/s",
         from_zero=True,
+        empty=_none_yet(view),
     )
     return "throughput", section("throughput", "Throughput", chart)
+
+
+def _none_yet(view: RunView) -> str:
+    return "No step was recorded." if view.phase is Phase.ENDED else "No step has ended yet."
 
 
 def _workers(view: RunView) -> tuple[str, str]:
@@ -156,16 +170,16 @@ def _workers(view: RunView) -> tuple[str, str]:
     if not view.workers:
         return "workers", section("workers", heading, quiet("No worker has begun yet."), "wide")
     is_over = view.phase is Phase.ENDED
-    shares = [_shares(worker.shares if is_over else worker.recent) for worker in view.workers]
+    lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
-        [(worker.name, share) for worker, share in zip(view.workers, shares, strict=True)],
+        [(worker.name, _shares(worker.recent)) for worker in view.workers],
         _PARTS,
-        title="Time over the whole run" if is_over else f"Time in the last {WINDOW_NS // 10**9} seconds",
+        title="Time over the whole run" if is_over else f"Time in {lately}",
         colours=_PART_COLOURS,
     )
     rows = [
         (
-            worker.name if worker.present or is_over else f"{worker.name} (gone)",
+            _named(worker.name, worker.presence, view.phase),
             f"{worker.steps:,}",
             short_number(worker.steps_per_s),
             f"{worker.compute_ms:.2f}",
@@ -177,22 +191,23 @@ def _workers(view: RunView) -> tuple[str, str]:
         for worker in view.workers
     ]
     columns = ("worker", "steps", "steps/s", "compute, ms", "waited", "waits for", "sent", "messages")
-    table = data_table(columns, rows, title="Each worker since the beginning", words=(0, 5), scrolls=False)
+    over = "The whole run" if is_over else f"Since the beginning; steps/s, compute and waits for in {lately}"
+    table = data_table(columns, rows, title=over, words=(0, 5), scrolls=False)
     both = f'<div class="pair">{bars}<div>{table}</div></div>'
     return "workers", section("workers", heading, _fill(heading, both), "wide")
 
 
 def _waits(view: RunView) -> tuple[str, str]:
     heading = "Who waits for whom"
-    if not any(seconds for row in view.waits for seconds in row):
-        return "waits", section("waits", heading, quiet("No worker has waited for another."))
+    if len(view.waits) < 2:
+        return "waits", section("waits", heading, _fill(heading, quiet("One worker has nobody to wait for.")))
     names = [worker.name for worker in view.workers][: len(view.waits)]
     names += [f"worker {index}" for index in range(len(names), len(view.waits))]
     table = matrix(
         view.waits,
         names,
         [f"for {_number(name)}" for name in names],
-        title="Seconds that a row's worker waited for a column's",
+        title="Seconds that a row's worker waited",
         corner="waited",
         show=lambda seconds: f"{seconds:.2f}",
         scrolls=False,
@@ -203,18 +218,18 @@ def _waits(view: RunView) -> tuple[str, str]:
 def _servers(view: RunView) -> tuple[str, str]:
     heading = "Servers and their shards"
     if not view.servers:
-        has_none = not _on_servers(view)
-        said = "This strategy has no servers." if has_none else "No server has begun yet."
-        return "servers", section("servers", heading, quiet(said), "broad small" if has_none else "broad")
+        said, kind = ("No server has begun yet.", "wide") if _on_servers(view) else ("", "absent")
+        return "servers", section("servers", heading, quiet(said), kind)
     even = 1 / len(view.servers)
+    lately = "" if view.phase is Phase.ENDED else ", recently"
     bars = bar_chart(
         [(server.name, server.share) for server in view.servers],
-        title=f"Share of all applying, recently (even: {100 * even:.0f} % each)",
+        title=f"Share of all applying{lately} (even: {100 * even:.0f} % each)",
         show=lambda share: f"{100 * share:.0f} %",
     )
     rows = [
         (
-            server.name if server.present or view.phase is Phase.ENDED else f"{server.name} (gone)",
+            _named(server.name, server.presence, view.phase),
             _shards(server.primary_of),
             _shards(server.backup_of),
             format_bytes(server.num_bytes) if server.num_bytes else "–",
@@ -225,78 +240,80 @@ def _servers(view: RunView) -> tuple[str, str]:
         for server in view.servers
     ]
     columns = ("server", "primary of", "backup of", "parameters", "updates", "updates/s", "apply, ms")
-    table = data_table(columns, rows, title="Each server", words=(0, 1, 2), scrolls=False)
-    return "servers", section("servers", heading, _fill(heading, bars + table), "broad")
+    over = "The whole run" if view.phase is Phase.ENDED else "Updates since the beginning; rates recently"
+    table = data_table(columns, rows, title=over, words=(0, 1, 2), scrolls=False)
+    both = f'<div class="pair">{bars}<div>{table}</div></div>'
+    return "servers", section("servers", heading, _fill(heading, both), "wide")
 
 
 def _staleness(view: RunView) -> tuple[str, str]:
+    if not _on_servers(view):
+        return "staleness", section("staleness", "Staleness", "", "absent")
     stale = view.staleness
-    if not stale.histogram:
-        said = "No server has applied an update."
-        return "staleness", section(
-            "staleness", "Staleness", quiet(said), "" if _on_servers(view) else "small"
-        )
+    newest = f": mean {stale.mean:.2f}, most {stale.max}" if stale.histogram else ""
     chart = histogram(
         stale.histogram,
-        title=f"Steps of others that an update had missed: mean {stale.mean:.2f}, most {stale.max}",
+        title=f"Steps that updates missed{newest}",
         x_label="steps missed",
         y_label="updates",
+        empty="No server has applied an update.",
     )
     return "staleness", section("staleness", "Staleness", chart)
 
 
 def _traffic(view: RunView) -> tuple[str, str]:
     heading = "Traffic by link and codec"
+    kind = "broad" if _on_servers(view) else ""
     if not view.traffic:
-        return "traffic", section("traffic", heading, quiet("Nothing was sent."))
+        return "traffic", section("traffic", heading, _fill(heading, quiet("Nothing was sent.")), kind)
     rows = [(one.wire, one.codec, format_bytes(one.num_bytes), f"{one.messages:,}") for one in view.traffic]
     steps = max(1, view.step)
     each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
     columns = ("link", "codec", "sent", "messages")
     table = data_table(columns, rows, title=f"All roles together; {each} a step", words=(0, 1), scrolls=False)
-    return "traffic", section("traffic", heading, _fill(heading, table))
+    return "traffic", section("traffic", heading, _fill(heading, table), kind)
 
 
 def _members(view: RunView) -> tuple[str, str]:
     heading = "Members, faults and recoveries"
+    kind = "broad" if _on_servers(view) else ""
     if not view.happenings:
-        return "members", section("members", heading, quiet("Nobody has come or gone."), "broad")
+        nobody = _fill(heading, quiet("Nobody has come or gone."))
+        return "members", section("members", heading, nobody, kind)
+    has_epochs = any(one.epoch for one in view.happenings)
     rows = [
         (
             f"{one.at_s:.1f} s",
-            str(one.epoch) if one.epoch else "–",
+            *((str(one.epoch) if one.epoch else "–",) if has_epochs else ()),
             one.who,
             one.sentence or one.what,
         )
         for one in reversed(view.happenings)
     ]
     epoch = f"; the membership is in epoch {view.epoch}" if view.epoch else ""
-    columns = ("at", "epoch", "who", "what happened")
-    table = data_table(columns, rows, title=f"The newest first{epoch}", words=(2, 3), scrolls=False)
-    return "members", section("members", heading, _fill(heading, table), "broad")
+    columns = ("at", *(("epoch",) if has_epochs else ()), "who", "what happened")
+    words = (len(columns) - 2, len(columns) - 1)
+    table = data_table(columns, rows, title=f"The newest first{epoch}", words=words, scrolls=False)
+    return "members", section("members", heading, _fill(heading, table), kind)
 
 
 def _notes(view: RunView) -> tuple[str, str]:
     heading = "What is missing here"
     body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
-    return "notes", section("notes", heading, _fill(heading, body), "broad")
+    return "notes", section("notes", heading, body, "wide slim")
 
 
 def _on_servers(view: RunView) -> bool:
     return view.strategy.split(maxsplit=1)[:1] == ["ps"]
 
 
-def _curves(curves: list[Curve], y_label: str, caption: str) -> str:
-    if not any(curve.values for curve in curves):
-        return quiet("No step has ended yet.")
-    series = [_by_step(curve) for curve in curves]
-    return line_chart(series, title=caption, x_label="step", y_label=y_label)
-
-
 def _by_step(curve: Curve) -> Series:
     """In the order of steps: workers that do not wait for each other end them in another one."""
     points = sorted(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
-    return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points])
+    newest = (
+        f"{curve.values[-1]:.4g}" if curve.values and curve.name != "loss" else ""
+    )  # that is among the tiles
+    return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points], note=newest)
 
 
 def _fill(label: str, body: str) -> str:
@@ -310,6 +327,12 @@ def _list(sentences: tuple[str, ...]) -> str:
 
 def _shares(shares: Shares) -> tuple[float, float, float, float]:
     return shares.compute, shares.input, shares.exchange, shares.wait
+
+
+def _named(name: str, presence: Presence, phase: Phase) -> str:
+    """A member's name, and what keeps it from taking part; at the end of a run all have left."""
+    takes_part = presence is Presence.PRESENT or phase is Phase.ENDED
+    return name if takes_part else f"{name} ({presence.value})"
 
 
 def _shards(numbers: tuple[int, ...]) -> str:

@@ -38,21 +38,27 @@ main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); 
   border-radius: .5rem; display: flex; flex-direction: column; }
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
 @media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
-p { margin: 0 0 .5rem; max-width: 90ch; } ul { margin: 0; padding-left: 1.1rem; }
+main > section.absent { display: none; }
+main > section.slim { flex-flow: row wrap; align-items: baseline; gap: .1rem .9rem; padding: .55rem .85rem; }
+.slim h2, .slim p { margin: 0; }
+p { margin: 0 0 .5rem; max-width: 90ch; } .told { column-gap: 2.5rem; } .told p { break-inside: avoid; }
+@media (min-width: 60rem) { .told { columns: 2; } } ul { margin: 0; padding-left: 1.1rem; }
 .quiet { color: var(--faint); } .bad { color: var(--bad); } .good { color: var(--good); }
-figure { margin: 0 0 .5rem; min-width: 0; }
+figure { margin: 0; min-width: 0; }
 figcaption { color: var(--faint); font-size: .85rem; margin-bottom: .15rem; }
+.plot .legend { min-height: 1.3rem; } .plot .quiet { margin: .2rem 0 0; font-size: .85rem; }
 svg.chart { display: block; width: 100%; height: auto; max-height: 22rem; overflow: visible;
   font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
 svg.rows { max-width: 28rem; max-height: none; } svg.chart text { fill: var(--ink); }
 svg.chart text.tick, svg.chart text.label { fill: var(--faint); font-size: 10.5px; }
+svg.chart text.none { fill: var(--faint); font-size: 12px; }
 svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
 .axis { stroke: var(--line); } .grid { stroke: var(--grid); } .track { fill: var(--grid); }
 .curve { fill: none; stroke-width: 1.8; stroke-linecap: round; stroke-linejoin: round; } .spot { fill: transparent; }
-.spot:hover { fill: var(--ink); }
+.spot:hover { fill: var(--ink); } .striped { stroke-linecap: butt; stroke-width: 2.4; }
 .legend { display: flex; flex-wrap: wrap; gap: 0 .9rem; font-size: .82rem; margin: 0; padding: 0; list-style: none; }
 .legend li { display: flex; align-items: center; gap: .35rem; min-width: 0; overflow-wrap: anywhere; }
-.legend svg { width: 26px; height: 10px; flex: none; }
+.legend svg { width: 26px; height: 10px; flex: none; } .legend svg.swatch { width: 12px; }
 .scroll { overflow: auto; max-width: 100%; position: relative; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; }
 caption { text-align: left; color: var(--faint); font-size: .85rem; padding-bottom: .15rem; }
@@ -60,7 +66,21 @@ th, td { padding: .2rem .5rem; text-align: left; border-bottom: 1px solid var(--
 th { font-weight: 600; background: var(--card); } thead th { color: var(--faint); white-space: nowrap; }
 tbody th { white-space: nowrap; position: sticky; left: 0; } .number { text-align: right; white-space: nowrap; }
 .heat td { text-align: right; white-space: nowrap; } .heat thead th { text-align: right; }
-.heat thead th.corner { text-align: left; }
+.heat thead th.corner { text-align: left; } tbody tr:last-child > * { border-bottom: 0; }
+@media (max-width: 36rem) {
+  th, td { padding: .2rem .3rem; }
+  .stack, .stack tbody, .stack caption { display: block; }
+  .stack thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  .stack tr { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1.1rem; padding: .35rem 0;
+    border-bottom: 1px solid var(--grid); }
+  .stack tr > * { border: 0; padding: .08rem 0; white-space: normal; overflow-wrap: anywhere; }
+  .stack td.number { white-space: nowrap; } .stack td.long { grid-column: 1 / -1; }
+  .stack tbody tr:last-child { border-bottom: 0; padding-bottom: 0; }
+  .stack tbody th { grid-column: 1 / -1; position: static; }
+  .stack td { display: flex; justify-content: space-between; gap: .6rem; text-align: right; }
+  .stack td::before { content: attr(data-name); color: var(--faint); text-align: left; white-space: nowrap; }
+  .prose tr { grid-template-columns: 1fr; } .prose td { display: block; text-align: left; }
+  .prose td::before { display: block; } }
 """
 
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2")
@@ -109,7 +129,11 @@ def document(
 
 
 def section(key: str, heading: str, body: str, kind: str = "") -> str:
-    """A part of a page with its heading; `kind` is "wide" for all columns, "broad" for two, "" for one."""
+    """A part of a page with its heading.
+
+    `kind` is "wide" for all columns, "broad" for two, "" for one, "absent" for none. One that is wide and "slim" is a
+    line with its heading at the left.
+    """
     return (
         f'<section id="{escape(key)}" class="{escape(kind)}" aria-labelledby="{escape(key)}-name">\n'
         f'<h2 id="{escape(key)}-name">{escape(heading)}</h2>\n{body}\n</section>'

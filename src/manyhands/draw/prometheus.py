@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from manyhands.analyse.view import Phase, RunView, ServerView, WorkerView
+from manyhands.analyse.view import Phase, Presence, RunView, ServerView, WorkerView
 
 __all__ = ["CONTENT_TYPE", "metrics_text"]
 
@@ -78,7 +78,11 @@ def _of_workers(workers: Iterable[WorkerView]) -> list[_Family]:
         for part in ("compute", "input", "exchange", "wait")
     ]
     return [
-        _gauge("worker_up", "Whether the worker takes part.", each(lambda worker: worker.present)),
+        _gauge(
+            "worker_up",
+            "Whether the worker takes part.",
+            each(lambda worker: worker.presence is Presence.PRESENT),
+        ),
         _counter("worker_steps_total", "Steps of a worker.", each(lambda worker: worker.steps)),
         _counter("worker_samples_total", "Samples of a worker.", each(lambda worker: worker.samples)),
         _gauge(
@@ -104,7 +108,11 @@ def _of_servers(servers: Iterable[ServerView]) -> list[_Family]:
     if not servers:
         return []
     return [
-        _gauge("server_up", "Whether the server takes part.", each(lambda server: server.present)),
+        _gauge(
+            "server_up",
+            "Whether the server takes part.",
+            each(lambda server: server.presence is Presence.PRESENT),
+        ),
         _counter("server_updates_total", "Updates applied.", each(lambda server: server.updates)),
         _gauge("server_updates_per_second", "Updates, lately.", each(lambda server: server.updates_per_s)),
         _gauge(

@@ -1,19 +1,21 @@
 """A timeline as one self-contained SVG: the classic picture of a row per worker, with bars for what it did.
 
-Each window of steps is a panel with its own axis of milliseconds since the run began. A step is a pale box
-around its parts, so that what is in none of them shows as pale, with a line at its end; in a synchronous run
-the lines of all rows meet, which is the barrier. Colours follow the reader's light or dark setting, every bar
-says its numbers when pointed at, and nothing is fetched from anywhere.
+Each window of steps is a panel with its own axis of milliseconds since the run began, from its first step to its
+last and a little beyond: what reaches further, as the wait for the others to start or the save at the end, is cut
+at the edge. A step is a pale box around its parts, so that what is in none of them shows as pale, with a line at
+its end; in a synchronous run the lines of all rows meet, which is the barrier. Colours follow the reader's light
+or dark setting, every bar says its numbers when pointed at, and nothing is fetched from anywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from manyhands.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
+from manyhands.draw.axes import nice
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
@@ -27,7 +29,9 @@ MAX_SVG_STEPS = 24
 _WIDTH, _LEFT, _RIGHT = 1120, 110, 20
 _ROW, _BAR, _LABELS = 44, 24, 14  # the height of a row, of its bars, of the step numbers above them
 _HEAD, _AXIS, _SPACE = 30, 34, 18  # the height of a panel's title, of its axis, between panels
-_TOP = 68  # the title and the legend
+_TITLE, _LEGEND, _GAP = 40, 20, 8  # the height of the title, of a line of the legend, below it
+_BEYOND = 0.25  # of a panel's steps, what is shown before and after them at most
+_LETTER = 6.7  # the width of one, about
 _MIN_LABEL_PX = 26  # a narrower step gets no number
 _TICKS = 8
 
@@ -48,18 +52,24 @@ _PEER_WORDS = {
     EventKind.RECEIVE: "from",
     EventKind.SEND: "to",
 }
+_LEGEND_WORDS = {
+    "step": "in the step, none of these",
+    "arrow": "arrived, and ended a wait",
+    "message": "a message",
+}
+_MARK_WIDTHS = {"arrow": 22, "message": 22}  # of what is a line in the legend; the others are squares
 _MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAULT: "fault"}
 
 _STYLE = """
 :root { color-scheme: light dark; }
 svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --step: #eceff2;
   --compute: #2f7d4f; --exchange: #2a6fc9; --waiting: #e0912f; --evaluate: #8250df; --checkpoint: #6e7781;
-  --input: #1f9e9e;
+  --input: #1f9e9e; --apply: #8a5a2b; --receive: #9c2f7b; --send: #e58ac0;
   --fault: #cf222e; font: 12px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) {
   svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #30363d; --step: #21262d;
     --compute: #3fb068; --exchange: #4f9cf5; --waiting: #e8a23d; --evaluate: #a371f7; --checkpoint: #8b949e;
-    --input: #39c5c5;
+    --input: #39c5c5; --apply: #c98f5a; --receive: #c0569f; --send: #f6bfe0;
     --fault: #ff7b72; }
 }
 .paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
@@ -67,7 +77,7 @@ svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --ste
 .line { stroke: var(--line); } .step { fill: var(--step); stroke: var(--line); }
 .compute { fill: var(--compute); } .exchange { fill: var(--exchange); } .waiting { fill: var(--waiting); }
 .evaluate { fill: var(--evaluate); } .checkpoint { fill: var(--checkpoint); } .input { fill: var(--input); }
-.apply { fill: var(--compute); } .receive, .send { fill: var(--exchange); }
+.apply { fill: var(--apply); } .receive { fill: var(--receive); } .send { fill: var(--send); }
 .arrow { stroke: var(--ink); stroke-width: 1.2; opacity: .75; marker-end: url(#tip); } .tip { fill: var(--ink); }
 .message { stroke: var(--faint); stroke-width: .7; opacity: .6; marker-end: url(#tip); }
 .end { stroke: var(--ink); stroke-width: .8; }
@@ -90,13 +100,18 @@ class _Scale:
     def holds(self, at_ns: int) -> bool:
         return self.begin_ns <= at_ns <= self.end_ns
 
+    def cut(self, start_ns: int, end_ns: int) -> tuple[int, int]:
+        """What of a stretch lies in the panel; its end is not after its start where nothing does."""
+        return max(start_ns, self.begin_ns), min(end_ns, self.end_ns)
+
 
 def timeline_svg(timeline: Timeline, title: str) -> str:
     """The picture, with `title` above it and what was left out said below."""
     names = {row.role: row.name for row in timeline.rows}
     height_of_panel = _HEAD + _ROW * len(timeline.rows) + _AXIS
     body: list[str] = []
-    top = float(_TOP)
+    legend = list(_legend(timeline))
+    top = float(_TITLE + _LEGEND * (1 + max(line for line, _, _ in legend)) + _GAP)
     for window in timeline.windows:
         body += _panel(timeline, window, top, names)
         top += height_of_panel + _SPACE
@@ -113,20 +128,33 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
         'orient="auto"><path class="tip" d="M0 0 6 3 0 6z"/></marker></defs>',
         f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
         _text(_LEFT, 26, title, "title"),
-        *_legend({part.kind for row in timeline.rows for part in row.slices}),
+        *(_legend_item(word, x, _TITLE + _LEGEND * line) for line, x, word in legend),
     ]
     return "\n".join([*head, *body, "</svg>", ""])
 
 
-def _legend(kinds: Collection[EventKind]) -> Iterator[str]:
-    x = float(_LEFT)
-    for word in (*(word for kind, word in _WORDS.items() if kind in kinds), "step"):
-        label = "in the step, none of these" if word == "step" else word
-        yield f'<rect class="{word}" x="{x:g}" y="40" width="12" height="12" rx="2"/>'
-        yield _text(x + 17, 50, label)
-        x += 34 + 6.6 * len(label)
-    yield f'<line class="arrow" x1="{x:g}" y1="46" x2="{x + 22:g}" y2="46"/>'
-    yield _text(x + 29, 50, "arrived, and ended a wait")
+def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
+    """The line, the place in it and the word of everything that the picture has to explain."""
+    kinds = {part.kind for row in timeline.rows for part in row.slices}
+    words = [*(word for kind, word in _WORDS.items() if kind in kinds), "step"]
+    words += ["arrow"] if any(not arrow.is_message for arrow in timeline.arrows) else []
+    words += ["message"] if any(arrow.is_message for arrow in timeline.arrows) else []
+    line, x = 0, float(_LEFT)
+    for word in words:
+        width = _MARK_WIDTHS.get(word, 12) + 5 + _LETTER * len(_LEGEND_WORDS.get(word, word))
+        if x > _LEFT and x + width > _WIDTH - _RIGHT:
+            line, x = line + 1, float(_LEFT)
+        yield line, x, word
+        x += width + 15
+
+
+def _legend_item(word: str, x: float, y: float) -> str:
+    wide = _MARK_WIDTHS.get(word, 12)
+    if word in _MARK_WIDTHS:
+        mark = f'<line class="{word} key" x1="{x:g}" y1="{y + 6:g}" x2="{x + wide:g}" y2="{y + 6:g}"/>'
+    else:
+        mark = f'<rect class="{word}" x="{x:g}" y="{y:g}" width="{wide}" height="12" rx="2"/>'
+    return mark + _text(x + wide + 5, y + 10, _LEGEND_WORDS.get(word, word))
 
 
 def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, str]) -> Iterator[str]:
@@ -144,7 +172,7 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
         yield from (
             _bar(part, row, names, scale, y)
             for part in row.slices
-            if scale.holds(part.start_ns) and scale.holds(part.end_ns)
+            if part.start_ns < scale.end_ns and part.end_ns > scale.begin_ns
         )
         yield from (_boundary(step, scale, y) for step in row.steps if step.step in kept)
         yield from (_mark(mark, row, names, scale, y) for mark in row.marks if scale.holds(mark.at_ns))
@@ -154,21 +182,32 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
 
 
 def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
-    """From the first to the last thing that belongs to the window's steps, and a leave just after."""
-    spans: list[Slice | PictureStep] = []
-    for row in timeline.rows:
-        spans += [part for part in row.slices if window.first_step <= part.step <= window.last_step]
-        spans += [step for step in row.steps if window.first_step <= step.step <= window.last_step]
-    begin = min(span.start_ns for span in spans)
-    end = max(span.end_ns for span in spans)
-    near = (end - begin) // 20
-    leaves = [mark.at_ns for row in timeline.rows for mark in row.marks if end < mark.at_ns <= end + near]
-    return _Scale(begin, max([end, *leaves]), top)
+    """From the first to the last step of the window, with what belongs to them or follows at once, up to a bound.
+
+    Only rows with steps count: what a server calls a step may be a number of another kind.
+    """
+    steps = [step for row in timeline.rows for step in row.steps if _is_in(step, window)]
+    parts = [part for row in timeline.rows if row.steps for part in row.slices if _is_in(part, window)]
+    inner: list[Slice | PictureStep] = [*steps] or [
+        part for row in timeline.rows for part in row.slices if _is_in(part, window)
+    ]
+    begin, end = min(span.start_ns for span in inner), max(span.end_ns for span in inner)
+    beyond = round(_BEYOND * (end - begin))
+    leaves = [mark.at_ns for row in timeline.rows for mark in row.marks if end < mark.at_ns <= end + beyond]
+    return _Scale(
+        max(begin - beyond, min([begin, *(part.start_ns for part in parts)])),
+        min(end + beyond, max([end, *(part.end_ns for part in parts), *leaves])),
+        top,
+    )
+
+
+def _is_in(span: Slice | PictureStep, window: Window) -> bool:
+    return window.first_step <= span.step <= window.last_step
 
 
 def _axis(scale: _Scale, rows: int) -> Iterator[str]:
     bottom = scale.top + _ROW * rows
-    spacing_ms = _nice((scale.end_ns - scale.begin_ns) / 1e6 / _TICKS)
+    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
     digits = max(0, -math.floor(math.log10(spacing_ms)))
     tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
     while tick * spacing_ms * 1e6 <= scale.end_ns:
@@ -176,13 +215,7 @@ def _axis(scale: _Scale, rows: int) -> Iterator[str]:
         yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
         yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
         tick += 1
-    yield _text(_LEFT - 10, bottom + 17, "ms", "faint", 'text-anchor="end"')
-
-
-def _nice(spacing_ms: float) -> float:
-    """The next of 1, 2, 5, 10, 20 ... that is no smaller."""
-    power = 10.0 ** math.floor(math.log10(max(spacing_ms, 1e-6)))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= spacing_ms * 0.999)
+    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
 
 
 def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:
@@ -201,7 +234,7 @@ def _boundary(step: PictureStep, scale: _Scale, y: float) -> str:
 
 
 def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
-    left, right = scale.x(part.start_ns), scale.x(part.end_ns)
+    left, right = map(scale.x, scale.cut(part.start_ns, part.end_ns))
     word = _WORDS[part.kind]
     peer = (
         f" {_PEER_WORDS[part.kind]} {names.get(part.peer, part.peer)}"

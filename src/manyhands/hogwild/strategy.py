@@ -28,6 +28,7 @@ class Hogwild(Strategy):
     word: ClassVar[str] = "hogwild"
     about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
     truth: ClassVar[Truth] = Truth.ONE_MEMORY
+    moves_rows: ClassVar[bool] = True
     when_evaluating: ClassVar[str] = "Workers of hogwild meet to evaluate, and wait for each other there."
 
     order: str = setting("free", str)

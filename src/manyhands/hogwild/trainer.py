@@ -85,7 +85,8 @@ class HogwildTrainer:
         loop = self._attach(built, first)
         model.train()
         self._group.take_stats()  # who was late to start is no part of the training
-        self._reporter.begin(first)
+        extra = start.extra if start is not None else None
+        self._reporter.begin(first, extra, built.metric_scheduler)
         step, stopped = first, False
         while step < self._plan.steps and not stopped:
             step, stopped = self._until_met(loop, step)

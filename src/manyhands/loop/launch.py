@@ -19,8 +19,9 @@ from manyhands.analyse.collect import Collector
 from manyhands.cluster.capacity import of_processes
 from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role
+from manyhands.cluster.patience import check_watchdog_s
 from manyhands.cluster.room import require_room
-from manyhands.cluster.watchdog import Watched, check_watchdog_s
+from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.loop.connect import (

@@ -24,7 +24,7 @@ from manyhands.cluster.signals import signal_of
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.draw.bars import Bars, bar_view
 from manyhands.errors import UserError
-from manyhands.fitting import Options, fit
+from manyhands.fitting import fit
 from manyhands.kernel import AnyTask
 from manyhands.regression.batches import table_of
 from manyhands.regression.examples import Examples, Labelled
@@ -36,6 +36,7 @@ from manyhands.regression.spool import Spool
 from manyhands.regression.task import LogregTask, check_strategy
 from manyhands.strategy import Strategy
 from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
 
 __all__ = ["AfterPass", "LogregResult", "parse_examples", "train_logreg"]

@@ -29,12 +29,19 @@ class Ps(Strategy):
     word: ClassVar[str] = "ps"
     about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
     truth: ClassVar[Truth] = Truth.SERVERS
+    moves_rows: ClassVar[bool] = True
     can_skip_updates: ClassVar[bool] = True
-    cannot_stop_early: ClassVar[str] = (
+    cannot_stream: ClassVar[str] = (
+        "a batch of ps may be computed again, by a worker that takes over or a replay, and a stream only goes forward"
+    )
+    cannot_heed_evaluations: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )
     cannot_clip: ClassVar[str] = (
         "the servers of ps add up and apply their shards of a gradient apart, and nobody has the whole of it to clip"
+    )
+    cannot_stop: ClassVar[str] = (
+        "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
     )
     can_change_workers: ClassVar[bool] = True
     logs_updates: ClassVar[bool] = True

@@ -28,6 +28,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.task import Task
 from manyhands.training.commands import MORE_WORKERS
 from manyhands.training.computing import TrainingPlan
+from manyhands.training.dynamo import optimizer_of
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
@@ -82,7 +83,7 @@ class PsTraining(Training):
         if found is None:
             return None
         model = task.model()
-        layout = FlatLayout.of(model, task.optimizer(model.parameters()), strategy.servers, task.sparse)
+        layout = FlatLayout.of(model, optimizer_of(task, model), strategy.servers, task.sparse)
         values, _ = merge(layout, [one.state for one in found], model.state_dict())
         return found[0].state.batches, values
 
@@ -133,7 +134,7 @@ class PsTraining(Training):
             stage.say("the last checkpoint is missing: not every server could write its part of it")
             return
         try:
-            checkpoints.save(snapshot)
+            stage.take_checkpoint(snapshot.step, checkpoints.save(snapshot))
         except WriteFailed as error:
             stage.say(str(error))
 

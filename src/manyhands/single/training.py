@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from manyhands.cluster.board import State
 from manyhands.record.ring import EventRing
 from manyhands.training.exchange import SingleExchange
-from manyhands.training.reporting import WorkerNote
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trainer
 
@@ -21,7 +18,7 @@ class SingleTraining(Training):
         """Train right here."""
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
-                around = _Here(ring, stage.hear)
+                around = _Here(ring, stage)
                 trainer = Trainer(self._request.plan, SingleExchange(), around, stage.checkpoints())
                 trained = trainer.run(self._start)
             collector.flush()
@@ -38,13 +35,10 @@ class SingleTraining(Training):
 class _Here:
     """The surroundings of the plain loop, in the caller's own process."""
 
-    def __init__(self, ring: EventRing, hear: Callable[[WorkerNote], None]) -> None:
+    def __init__(self, ring: EventRing, stage: Stage) -> None:
         self.record = ring.record
-        self.note = hear
+        self.note = stage.hear
+        self.stop_requested = stage.stop_wanted  # Ctrl-C reaches the loop itself
 
     def mark(self, step: int, state: State) -> None:
         """Nobody waits for a single worker."""
-
-    def stop_requested(self) -> bool:
-        """Ctrl-C reaches the loop itself."""
-        return False

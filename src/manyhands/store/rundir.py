@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -167,8 +168,12 @@ class RunDirectory:
             _log.warning("what ended the run is not in its directory: %s", failure)
 
     def append_member(self, *events: Mapping[str, Any]) -> None:
-        """Add what happened to processes of the run to members.jsonl; WriteFailed leaves that as it was."""
-        self._members.append(b"".join(json.dumps(event).encode() + b"\n" for event in events))
+        """Add what happened to processes of the run to members.jsonl; WriteFailed leaves that as it was.
+
+        A row that does not say its time of day (`unix_s`, in seconds since 1970) happened now.
+        """
+        rows = ({**event, "unix_s": event.get("unix_s", time.time())} for event in events)
+        self._members.append(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Put what came out into summary.json, in the place of an earlier one."""

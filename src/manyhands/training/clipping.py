@@ -22,7 +22,7 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
     )
     if strategy.cannot_clip:
         raise UserError(f"task.{what}: {strategy.cannot_clip}; use another strategy, or leave it out")
-    if task.sparse and not strategy.splits_batches:
+    if task.sparse and strategy.moves_rows:
         raise UserError(
             f"task.{what}: strategy {strategy} moves rows of task.sparse apart from the rest, so that nobody sees the "
             "whole gradient; leave one of the two out"

@@ -7,27 +7,27 @@ replay computes the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
+from manyhands.data.shares import BatchShares, IndexedShares, Microbatch, StreamShares, sample_weights
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
 from manyhands.randomness import mix, seed_all
 from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping
-from manyhands.task import Task
+from manyhands.task import Metric, Task
+from manyhands.training.dynamo import optimizer_of
 
 __all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
 
@@ -64,7 +64,11 @@ class Built:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler | None
+    scheduler: LRScheduler | None = None
+    """Advances with each global batch."""
+
+    metric_scheduler: LRScheduler | None = None
+    """Advances with the task's `scheduler_metric` after each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,21 +91,34 @@ class Computer:
         self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self._task = task = plan.task
-        self._source = BatchSource(task.data, task.collate)
-        self._batches = BatchPlan(len(self._source), task.batch_size, plan.seed)
+        self._shares = _shares_of(task, plan.seed)
         self._reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0) -> Built:
         """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained."""
         seed_all(self.plan.seed)
         model = self._task.model().to(self.device)
-        optimizer = self._task.optimizer(model.parameters())
-        scheduler = self._task.scheduler(optimizer) if self._task.scheduler else None
-        if scheduler is not None:
+        optimizer = optimizer_of(self._task, model)
+        built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
+        if built.scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
             for _ in range(first_step):
-                scheduler.step()
-        return Built(model=model, optimizer=optimizer, scheduler=scheduler)
+                built.scheduler.step()
+        return built
+
+    def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
+        """The schedule under the name of what advances it, if the task has one."""
+        if self._task.scheduler is None:
+            return {}
+        scheduler = self._task.scheduler(optimizer)
+        if self._task.scheduler_metric is not None:
+            return {"metric_scheduler": scheduler}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UserError(
+                "task.scheduler is a ReduceLROnPlateau, which advances with a metric; name it: "
+                "scheduler_metric='evaluation_loss'"
+            )
+        return {"scheduler": scheduler}
 
     @property
     def task(self) -> Task:
@@ -110,12 +127,7 @@ class Computer:
 
     def batch_samples(self, step: int) -> int:
         """The number of samples in global batch `step`."""
-        return self._batches.size(step)
-
-    def batch(self, step: int, part: int, parts: int) -> Any:
-        """Part `part` of `parts` of global batch `step`, collated and on the device; None where it is empty."""
-        indices = self._batches.share(step, part, parts)
-        return self._fetch(self._source, indices) if len(indices) else None
+        return self._shares.batch_samples(step)
 
     def compute(
         self,
@@ -125,36 +137,38 @@ class Computer:
         parts: int,
         backward: Callable[[Tensor, float], None],
         prepare: Callable[[Any], None] | None = None,
+        accumulate: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Computed:
         """Forward and backward of part `part` of `parts` of batch `step`; `backward` gets the loss and its share.
 
-        `prepare` gets the batch before the model does, unless it is empty; it draws no random numbers.
+        `prepare` gets the batch before the model does, unless it is empty; it draws no random numbers. Where a part is
+        computed in several pieces, `prepare` gets the first, and all backwards but the last are run inside
+        `accumulate()`.
         """
         begin = time.monotonic()
+        asked_ns = time.monotonic_ns()
+        share = self._shares.share(step, part, parts)
+        value, input_ns = 0.0, time.monotonic_ns() - asked_ns
         seed_all(mix(self.plan.seed, step, part))
-        indices = self._batches.share(step, part, parts)
-        share = len(indices) / self._batches.size(step)
-        value, input_ns = 0.0, 0
-        if len(indices):
+        for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
-            batch = self._fetch(self._source, indices)
-            input_ns = time.monotonic_ns() - asked_ns
-            if prepare is not None:
+            batch = self._on_device(piece.fetch())
+            input_ns += time.monotonic_ns() - asked_ns
+            if prepare is not None and number == 1:
                 prepare(batch)
                 begin = time.monotonic()
-            with self._precision():
-                loss = self._task.loss(model, batch)
-            require_loss(loss)
-            answer = self._reader.ask(loss)
-            backward(loss, share)
-            value = answer()
+            with nullcontext() if number == len(share.pieces) else accumulate():
+                loss = self._loss(model, batch, piece)
+                answer = self._reader.ask(loss)
+                backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
+            value += answer() * piece.weight
         slow = self.plan.slow
         if slow is not None:
             spent_s = time.monotonic() - begin
             time.sleep(
                 slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
             )
-        return Computed(loss=value, share=share, samples=len(indices), input_ns=input_ns)
+        return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
     def evaluate(
         self,
@@ -171,7 +185,7 @@ class Computer:
         if task.evaluation is None:
             return None
         source = BatchSource(task.evaluation, task.collate)
-        functions = {"evaluation_loss": task.loss, **task.metrics}
+        functions: dict[str, Metric] = {"evaluation_loss": self._mean_loss, **task.metrics}
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
         model.eval()
         with torch.no_grad(), self._precision():
@@ -179,7 +193,7 @@ class Computer:
                 if number % parts != part:
                     continue
                 indices = range(first, min(first + task.batch_size, len(source)))
-                batch = self._fetch(source, indices)
+                batch = self._on_device(source.fetch(indices))
                 for column, function in enumerate(functions.values()):
                     totals[column] += float(function(model, batch)) * len(indices)
                 totals[-1] += len(indices)
@@ -188,14 +202,44 @@ class Computer:
         means = (totals[:-1] / totals[-1]).tolist()
         return dict(zip(functions, means, strict=True)), int(totals[-1])
 
-    def _fetch(self, source: BatchSource, indices: Sequence[int] | NDArray[np.int64]) -> Any:
-        batch = source.fetch(indices)
+    def _loss(self, model: nn.Module, batch: Any, piece: Microbatch) -> Tensor:
+        """The mean over the samples of a piece, by their weights."""
+        with self._precision():
+            loss = self._task.loss(model, batch)
+        if piece.sample_weights is None:
+            require_loss(loss)
+            return loss
+        require_losses(loss, piece.samples)
+        weights = torch.as_tensor(piece.sample_weights, dtype=loss.dtype, device=loss.device)
+        return (loss.reshape(-1) * weights).sum()
+
+    def _mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Of evaluation data, whose samples all weigh the same."""
+        loss = self._task.loss(model, batch)
+        return loss if self._task.weights is None else loss.mean()
+
+    def _on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def _precision(self) -> AbstractContextManager[object]:
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def _shares_of(task: Task, seed: int) -> BatchShares:
+    """Who computes what, of samples that are looked up or of a stream."""
+    if task.streams:
+        return StreamShares(
+            task.data,
+            task.collate,
+            task.batch_size,
+            task.microbatches,
+            seeded=lambda step: seed_all(mix(seed, step)),
+        )
+    source = BatchSource(task.data, task.collate)
+    weights = sample_weights(task.weights, len(source)) if task.weights is not None else None
+    return IndexedShares(source, BatchPlan(len(source), task.batch_size, seed), task.microbatches, weights)
 
 
 def require_loss(loss: object) -> None:
@@ -208,6 +252,23 @@ def require_loss(loss: object) -> None:
         raise UserError(
             f"task.loss returned a tensor of shape {tuple(loss.shape)}; return one number, as .mean() gives"
         )
+    _require_graph(loss)
+
+
+def require_losses(losses: object, samples: int) -> None:
+    """UserError where this is not one number for each sample, that depends on the model."""
+    if not isinstance(losses, Tensor) or losses.numel() != samples or not losses.dim():
+        what = (
+            f"tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        )
+        raise UserError(
+            f"task.loss returned a {what}; with task.weights return one loss for each of the {samples} samples, as "
+            "reduction='none' gives"
+        )
+    _require_graph(losses)
+
+
+def _require_graph(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise UserError(
             "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "

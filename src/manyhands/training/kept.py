@@ -12,7 +12,7 @@ from torch import Tensor
 from manyhands.kernel import AnyTask
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
-from manyhands.training.request import Options
+from manyhands.training.options import Options
 from manyhands.training.training import training_class
 
 __all__ = ["Keeping", "Kept", "last_kept"]

@@ -140,6 +140,8 @@ class _Hands:
         if note is None:
             return 1
         stage.hear(note, rows)
+        if stage.stop_wanted():
+            self.stop.set()
         return 0
 
     def _end(self, threads: list[threading.Thread]) -> None:

@@ -90,6 +90,7 @@ class ProcessTraining(Training):
                     self._roles(files, stage),
                     on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
                     on_failure=files.group.abort,
+                    stop_wanted=stage.stop_wanted,
                     watched=watched(request.options.watchdog_s, files.rings),
                 )
                 try:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.board import State
 from manyhands.cluster.notes import TypedNotes
@@ -17,9 +18,10 @@ from manyhands.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.stopping import StoppingCount
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.task import Task
 from manyhands.training.computing import TrainingPlan
 
-__all__ = ["NOTES", "Peers", "Reporter", "Surroundings", "WorkerNote", "is_due"]
+__all__ = ["NOTES", "Peers", "Reporter", "Saved", "Surroundings", "WorkerNote", "is_due"]
 
 _ROWS_EVERY_S = 0.1
 
@@ -30,10 +32,19 @@ Evaluate = Callable[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNote:
-    """What a worker tells the launcher: rows of the run's history, and a remark for its user."""
+    """What a worker tells the launcher: rows of the run's history, a checkpoint, and a remark for its user."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
+    saved: Saved | None = None
     remark: str | None = None
 
 
@@ -114,14 +125,26 @@ class Reporter:
         self._evaluated: dict[str, float] = {}
         self._failed_to_save = False  # and said so
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
+        self._scheduler: LRScheduler | None = None
         self.loss = math.nan
         """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
-    def begin(self, step: int = 0, extra: Mapping[str, Any] | None = None) -> None:
-        """Training begins now, with `step` steps done and what the checkpoint says besides."""
+    def begin(
+        self,
+        step: int = 0,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        """Training begins now, with `step` steps done and what the checkpoint says besides.
+
+        `scheduler` advances with the evaluations, on every worker alike.
+        """
         self._reached = step
+        self._scheduler = scheduler
         if self._patience is not None and extra and "early_stopping" in extra:
             self._patience.restore(extra["early_stopping"])
+        if scheduler is not None and extra and "scheduler" in extra:
+            scheduler.load_state_dict(extra["scheduler"])
         self._began_ns = time.monotonic_ns()
 
     @property
@@ -143,19 +166,21 @@ class Reporter:
         whether the run ends here because an evaluation says so, on every worker the same.
         """
         plan, before, self._reached = self._plan, self._reached, step
-        ends = False
-        if last or is_due(before, step, plan.evaluate_every):
-            ends = self.evaluate(step, called)
+        ends, due = False, is_due(before, step, plan.evaluate_every)
+        if last or due:
+            ends = self.evaluate(step, called, decides=due)
         last = last or ends
         if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
             self._save(step, model, self._checkpoints)
         self.send(now=last)
         return ends
 
-    def evaluate(self, step: int, called: nn.Module) -> bool:
+    def evaluate(self, step: int, called: nn.Module, *, decides: bool = False) -> bool:
         """Collective: every worker evaluates its share of the evaluation batches; all learn the means.
 
-        Returns whether they were not better for so long that the run is to end.
+        Where it `decides`, a schedule that goes by evaluations advances, and those that were not better are counted:
+        returns whether there were so many that the run is to end. One that a longer run would not have made there, as
+        at the end of a run, decides nothing, or a run that is resumed would be another.
         """
         peers = self._peers
         if self._plan.task.evaluation is None or self._evaluate is None:
@@ -170,11 +195,20 @@ class Reporter:
         )
         if peers.rank == 0:
             self.add(step=step, metrics=self._evaluated, at_s=self.seconds)
+        if not decides:
+            return False
+        self._advance_schedule()
         if self._patience is None or not self._patience.add(step, self._evaluated):
             return False
         if peers.rank == 0 and step < self._plan.steps:
             self._around.note(WorkerNote(remark=f"stopped after step {step}: {self._patience.sentence}"))
         return True
+
+    def _advance_schedule(self) -> None:
+        task = self._plan.task
+        if self._scheduler is not None and isinstance(task, Task):
+            assert task.scheduler_metric is not None, "or the schedule would go by steps"
+            self._scheduler.step(self._evaluated[task.scheduler_metric])  # type: ignore[arg-type]
 
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes what the others may have a part of."""
@@ -185,7 +219,11 @@ class Reporter:
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
         self.send(now=True)
-        kept = {"early_stopping": self._patience.state()} if self._patience is not None else {}
+        kept: dict[str, Any] = {}
+        if self._patience is not None:
+            kept["early_stopping"] = self._patience.state()
+        if self._scheduler is not None:
+            kept["scheduler"] = self._scheduler.state_dict()
         snapshot = Snapshot(
             step=step,
             model=model.state_dict(),
@@ -195,7 +233,8 @@ class Reporter:
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )
         try:
-            checkpoints.save(snapshot)
+            path = checkpoints.save(snapshot)
+            self._around.note(WorkerNote(saved=Saved(step=step, path=str(path))))
             self._failed_to_save = False
         except WriteFailed as error:  # a full disk costs the checkpoint and not the run
             if not self._failed_to_save:

@@ -70,13 +70,21 @@ class Stage:
     take_event: Callable[[Mapping[str, Any]], None]
     """Something happened to a member of the run."""
 
+    take_checkpoint: Callable[[int, Path], None]
+    """A checkpoint was written: after how many steps, and where."""
+
     say: Callable[[str], None]
     """Tells the user something, now and again in the summary."""
+
+    stop_wanted: Callable[[], bool]
+    """Whether the run is to end at the next step that it can end at."""
 
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
         """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
         rows = [dict(row) for row in note.rows]
         self.take_rows(order.add(rows) if order is not None else rows)
+        if note.saved is not None:
+            self.take_checkpoint(note.saved.step, Path(note.saved.path))
         if note.remark is not None:
             self.say(note.remark)
 

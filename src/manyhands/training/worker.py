@@ -82,7 +82,8 @@ class Trainer:
         model.train()
         agreement = self._agreement(model, first)
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
-        self._reporter.begin(first, start.extra if start is not None else None)
+        extra = start.extra if start is not None else None
+        self._reporter.begin(first, extra, built.metric_scheduler)
         step, settled, stopped = first, first, False
         while step < self._plan.steps and not stopped:
             shared = self._step(step, called, scheduler)
@@ -112,7 +113,9 @@ class Trainer:
         around.mark(step + 1, State.COMPUTING)
         before = exchange.traffic()
         begin = time.monotonic_ns()
-        mine = self._computer.compute(model, step, exchange.rank, exchange.world, exchange.backward)
+        mine = self._computer.compute(
+            model, step, exchange.rank, exchange.world, exchange.backward, accumulate=exchange.accumulate
+        )
         local = LocalStep(
             loss=mine.loss,
             share=mine.share,

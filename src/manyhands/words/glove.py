@@ -16,10 +16,11 @@ from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
 from manyhands.draw.bars import Bars, bar_view
-from manyhands.fitting import Options, fit
+from manyhands.fitting import fit
 from manyhands.run import Run
 from manyhands.strategy import Strategy
 from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
 from manyhands.words.glove_model import GloveModel, GloveOptions
 from manyhands.words.glove_server import GloveTables

@@ -20,10 +20,10 @@ from typing import Any
 
 from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
-from manyhands.fitting import Options
 from manyhands.store.atomic import reason
 from manyhands.store.rundir import RunDirectory, require_free
 from manyhands.strategy import Strategy
+from manyhands.training.options import Options
 from manyhands.words.corpus import Corpus
 from manyhands.words.counting import count_cooccurrence
 from manyhands.words.glove import AfterPass, GloveOptions, GloveResult, Keeping, check_glove, train_glove

@@ -58,7 +58,7 @@ class ReplicaModel:
                 parameter.copy_(value, non_blocking=True)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Backward, leaving `share` times the gradient in the area."""
+        """Backward, adding `share` times the gradient to what there is in the area since `begin`."""
         self._share = share
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -92,7 +92,8 @@ class ReplicaModel:
         """Move a parameter's gradient into the area."""
         gradient, name = parameter.grad, self._names[number]
         assert gradient is not None, "the hook comes after the gradient"
-        put(self._gradients[name], gradient.to_dense() if gradient.is_sparse else gradient, self._share)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        put(self._gradients[name], dense, self._share, add=name in self._reached)
         parameter.grad = None
         self._reached.add(name)
 

@@ -1,0 +1,222 @@
+"""One worker's share of a global batch, in the pieces that it is computed in.
+
+What the shares of a batch weigh adds up to 1, and so does what the pieces of a share weigh in it: whoever adds up the
+gradients of their mean losses, with these weights, has the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
+
+from manyhands.data.batches import BatchSource
+from manyhands.data.plan import BatchPlan, split
+from manyhands.errors import UserError
+
+__all__ = ["BatchShares", "IndexedShares", "Microbatch", "Share", "StreamShares", "sample_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Microbatch:
+    """Samples that are computed at once."""
+
+    samples: int
+    weight: float
+    """In the share."""
+
+    fetch: Callable[[], Any]
+    """Gives them collated."""
+
+    sample_weights: NDArray[np.float64] | None = None
+    """Of each sample in the piece, of which the sum is 1; None: all weigh the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """What one worker computes of one global batch."""
+
+    samples: int
+    weight: float
+    """In the batch."""
+
+    pieces: tuple[Microbatch, ...]
+    """None where there is nothing to compute."""
+
+
+class BatchShares(ABC):
+    """The shares of every global batch; `batch_samples` is asked about the batch that was shared out last."""
+
+    @abstractmethod
+    def batch_samples(self, step: int) -> int:
+        """The number of samples in global batch `step`."""
+
+    @abstractmethod
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """Part `part` of `parts` of global batch `step`."""
+
+
+class IndexedShares(BatchShares):
+    """Shares of batches whose samples are looked up by number, each in at most `microbatches` pieces.
+
+    With `weights`, one for each sample of the source, shares and pieces weigh what their samples do, and those that
+    weigh nothing are not computed.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        plan: BatchPlan,
+        microbatches: int = 1,
+        weights: NDArray[np.float64] | None = None,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._microbatches = microbatches
+        self._weights = weights
+
+    def batch_samples(self, step: int) -> int:
+        """As the plan has it."""
+        return self._plan.size(step)
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """By number."""
+        indices = self._plan.share(step, part, parts)
+        if self._weights is None:
+            return _share(indices, self._plan.size(step), self._microbatches, self._source.fetch)
+        whole = float(self._weights[self._plan.indices(step)].sum())
+        if not whole > 0:
+            raise UserError(
+                f"weights: no sample of batch {step} weighs more than 0, so it has no mean; leave such samples "
+                "out of data"
+            )
+        mine = self._weights[indices]
+        total = float(mine.sum())
+        pieces = []
+        for piece in cut(len(indices), self._microbatches):
+            weights = mine[piece.start : piece.stop]
+            weight = float(weights.sum())
+            if weight > 0:
+                fetch = partial(self._source.fetch, indices[piece.start : piece.stop])
+                pieces.append(
+                    Microbatch(
+                        samples=len(piece),
+                        weight=weight / total,
+                        fetch=fetch,
+                        sample_weights=weights / weight,
+                    )
+                )
+        return Share(samples=len(indices), weight=total / whole, pieces=tuple(pieces))
+
+
+class StreamShares(BatchShares):
+    """Shares of batches of samples that can only be iterated.
+
+    Everybody draws the whole stream, batch after batch, and keeps its own part of each. Batches are those of a
+    `DataLoader` of the stream which is gone through again and again, so the last one of a pass may be short. Before a
+    batch is drawn `seeded(step)` is called: what the stream draws by chance is the same for all. Whoever wants a batch
+    later than the next, as after a resume, draws those between; an earlier one, the stream from its beginning.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int], None],
+    ) -> None:
+        self._stream = stream
+        self._collate = default_collate if collate is None else collate
+        self._batch_size = batch_size
+        self._microbatches = microbatches
+        self._seeded = seeded
+        self._begin()
+
+    def batch_samples(self, step: int) -> int:
+        """Of the batch at hand."""
+        return len(self._batch(step))
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """By its place in the batch."""
+        batch = self._batch(step)
+        mine = split(len(batch), part, parts)
+        return _share(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+
+    def _begin(self) -> None:
+        self._passes, self._next = 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._drawn: list[Any] = []
+
+    def _batch(self, step: int) -> list[Any]:
+        if step < self._next - 1:
+            self._begin()
+        while self._next <= step:
+            self._seeded(self._next)
+            self._drawn = self._draw() or self._draw_again()
+            self._next += 1
+        return self._drawn
+
+    def _draw(self) -> list[Any]:
+        if self._iterator is None:
+            if hasattr(self._stream, "set_epoch"):  # of those that draw every pass in another order
+                self._stream.set_epoch(self._passes)
+            self._iterator = iter(self._stream)
+        return list(islice(self._iterator, self._batch_size))
+
+    def _draw_again(self) -> list[Any]:
+        """A pass is over: the first batch of the next."""
+        self._passes, self._iterator = self._passes + 1, None
+        drawn = self._draw()
+        if drawn:
+            return drawn
+        name = type(self._stream).__name__
+        if not self._next:
+            raise UserError(f"data, a {name}, gave no sample; give at least one")
+        raise UserError(
+            f"data, a {name}, gave no sample in pass {self._passes + 1}; it must begin anew each time it is iterated"
+        )
+
+
+def _share(mine: Any, count: int, microbatches: int, fetch: Callable[[Any], Any]) -> Share:
+    """Of a batch of `count` samples; `fetch` makes a batch of some of them."""
+    pieces = [
+        Microbatch(
+            samples=len(piece),
+            weight=len(piece) / len(mine),
+            fetch=partial(fetch, mine[piece.start : piece.stop]),
+        )
+        for piece in cut(len(mine), microbatches)
+    ]
+    return Share(samples=len(mine), weight=len(mine) / count, pieces=tuple(pieces))
+
+
+def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
+    """One number of at least 0 for each sample, some of them above; a UserError says what they are instead."""
+    allowed = f"weights must be one number of at least 0 for each of the {samples} samples of data"
+    try:
+        found = torch.as_tensor(weights).detach().cpu().to(torch.float64).numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"weights is a {type(weights).__name__}; {allowed}") from error
+    if found.shape != (samples,):
+        raise UserError(f"weights has the shape {found.shape}; {allowed}")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        wrong = int(np.argmin(np.isfinite(found) & (found >= 0)))
+        raise UserError(f"weights[{wrong}] is {found[wrong]:g}; {allowed}")
+    if not found.any():
+        raise UserError("weights are all 0; some samples must weigh more")
+    return found
+
+
+def cut(count: int, most: int) -> list[range]:
+    """`range(count)` in at most `most` pieces, none of them empty, whose sizes differ by at most one."""
+    pieces = min(count, most)
+    return [split(count, number, pieces) for number in range(pieces)]

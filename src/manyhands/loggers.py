@@ -1,0 +1,277 @@
+"""Loggers: callbacks that write a run's history where people look at it: a CSV file, Weights & Biases, MLflow.
+
+The packages of the last two are imported when a logger is made, and are no dependency of this one. Each logger has a
+parameter for the module, so that another of the same shape can be given.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from manyhands.callbacks import Beginning, Callback
+from manyhands.errors import UserError
+from manyhands.run import Run
+
+__all__ = ["CsvLogger", "MlflowLogger", "WandbLogger"]
+
+_log = logging.getLogger("manyhands")
+_FIRST_COLUMNS = ("step", "at_s", "loss", "seconds")
+_MLFLOW_VALUE_LENGTH = 250  # of a parameter, in the oldest servers
+
+
+class CsvLogger(Callback):
+    """Writes one line per step and evaluation to a CSV file: step, at_s, loss, seconds, and a column per metric.
+
+    A metric that was not there before gets a column: the file is then written anew, with that cell empty in the lines
+    above. A resumed run begins with the lines of the history that it goes on with, so that the file of a run that was
+    interrupted is that of one that was not. A file that is there already is only replaced by a resumed run, or if
+    `overwrite` says so.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        self._path = Path(path)
+        self._overwrite = overwrite
+        self._columns: list[str] = []
+        self._file: TextIO | None = None
+
+    def on_begin(self, beginning: Beginning) -> None:
+        """Write the header, and the lines of a run that goes on; UserError where that cannot be."""
+        if self._path.exists() and not (beginning.resumed or self._overwrite):
+            raise UserError(
+                f"CsvLogger: {self._path} is there already; choose another path, resume its run, or give overwrite=True"
+            )
+        rows = [_flat(row) for row in beginning.history]
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_anew([*_FIRST_COLUMNS, *_names(rows)], rows)
+        except OSError as error:
+            raise UserError(f"CsvLogger: {self._path} cannot be written: {error.strerror}") from error
+
+    def on_step(self, row: Mapping[str, Any]) -> bool | None:
+        """A line."""
+        self._add(_flat(row))
+        return None
+
+    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
+        """A line."""
+        self._add(_flat(row))
+        return None
+
+    def on_end(self, run: Run | None, error: BaseException | None) -> None:
+        """Close the file."""
+        del run, error
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, row: dict[str, Any]) -> None:
+        """A line; a full disk costs the file and not the run."""
+        if self._file is None:
+            return
+        new = [name for name in _names([row]) if name not in self._columns]
+        try:
+            if new:
+                self._write_anew([*self._columns, *new], [*self._written(), row])
+            else:
+                self._file.write(_lines(self._columns, [row]))
+                self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # it says once more what is said here
+                self._file.close()
+            self._file = None
+            _log.warning(
+                "CsvLogger: %s cannot be written: %s; the run goes on without it", self._path, error.strerror
+            )
+
+    def _written(self) -> list[dict[str, str]]:
+        with self._path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def _write_anew(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
+        """The whole file, in the place of what is there: whoever reads it meanwhile sees one or the other."""
+        beside = self._path.with_name(f"{self._path.name}.writing")
+        file = beside.open("w", newline="")
+        try:
+            file.write(_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+            file.flush()
+            os.replace(beside, self._path)
+        except OSError:
+            file.close()
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._file, self._columns = file, columns
+
+
+class WandbLogger(Callback):
+    """Sends a run's history to Weights & Biases.
+
+    `run` is one that `wandb.init` gave you, which stays yours to finish; without it one is made by
+    `wandb.init(project=project, config=…, **settings)` and finished at the end. Steps are sent every so many (`every`),
+    evaluations always.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        run: Any | None = None,
+        every: int = 1,
+        wandb: Any | None = None,
+        **settings: Any,
+    ) -> None:
+        _check_every("WandbLogger", every)
+        self._project, self._run, self._every, self._settings = project, run, every, settings
+        self._owns_run = run is None
+        self._wandb = wandb if wandb is not None or run is not None else _import("WandbLogger", "wandb")
+
+    def on_begin(self, beginning: Beginning) -> None:
+        """Make the run, or tell the one that was given what is trained."""
+        config = dict(beginning.config)
+        if self._run is None:
+            assert self._wandb is not None, "what has no run makes one"
+            self._run = self._wandb.init(project=self._project, config=config, **self._settings)
+        else:
+            self._run.config.update(config, allow_val_change=True)
+
+    def on_step(self, row: Mapping[str, Any]) -> bool | None:
+        """Loss and seconds."""
+        if row["step"] % self._every == 0:
+            self._log(row)
+        return None
+
+    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
+        """Every metric."""
+        self._log(row)
+        return None
+
+    def on_end(self, run: Run | None, error: BaseException | None) -> None:
+        """Tell what came out, and finish the run if it is ours."""
+        if self._run is None:
+            return
+        if run is not None:
+            self._run.summary.update({f"final/{name}": value for name, value in run.summary["final"].items()})
+        if self._owns_run:
+            self._run.finish(exit_code=0 if error is None else 1)
+            self._run = None
+
+    def _log(self, row: Mapping[str, Any]) -> None:
+        assert self._run is not None, "a run begins before it has rows"
+        self._run.log(_values(row), step=row["step"])
+
+
+class MlflowLogger(Callback):
+    """Sends a run's history to MLflow: the configuration as parameters, steps and evaluations as metrics.
+
+    `experiment` and `tracking_uri` are those of `mlflow.set_experiment` and `mlflow.set_tracking_uri`; `settings` go to
+    `mlflow.start_run`, as `run_id=…` to go on with one. Steps are sent every so many (`every`), evaluations always.
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        every: int = 1,
+        mlflow: Any | None = None,
+        **settings: Any,
+    ) -> None:
+        _check_every("MlflowLogger", every)
+        self._experiment, self._uri, self._every, self._settings = experiment, tracking_uri, every, settings
+        self._mlflow = mlflow if mlflow is not None else _import("MlflowLogger", "mlflow")
+        self._run_id: str | None = None
+
+    def on_begin(self, beginning: Beginning) -> None:
+        """Make the run."""
+        if self._uri is not None:
+            self._mlflow.set_tracking_uri(self._uri)
+        if self._experiment is not None:
+            self._mlflow.set_experiment(self._experiment)
+        self._run_id = self._mlflow.start_run(**self._settings).info.run_id
+        if not beginning.resumed:  # parameters cannot be changed, and steps may be more than they were
+            self._mlflow.log_params(_parameters(beginning.config))
+
+    def on_step(self, row: Mapping[str, Any]) -> bool | None:
+        """Loss and seconds."""
+        if row["step"] % self._every == 0:
+            self._log(row)
+        return None
+
+    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
+        """Every metric."""
+        self._log(row)
+        return None
+
+    def on_end(self, run: Run | None, error: BaseException | None) -> None:
+        """End the run, by a word of MLflow's."""
+        del run
+        if self._run_id is None:
+            return
+        self._run_id = None
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        self._mlflow.end_run("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
+
+    def _log(self, row: Mapping[str, Any]) -> None:
+        self._mlflow.log_metrics(_values(row), step=row["step"])
+
+
+def _import(logger: str, name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{logger} needs the package {name}, which cannot be imported ({error}); pip install {name}"
+        ) from error
+
+
+def _check_every(logger: str, every: int) -> None:
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"{logger}: every is {every!r}; it must be a whole number of at least 1")
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row of the history by name, but for its step."""
+    return {name: value for name, value in _flat(row).items() if name not in ("step", "at_s")}
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the history with its metrics beside the rest."""
+    return {**{name: value for name, value in row.items() if name != "metrics"}, **row.get("metrics", {})}
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Of all columns besides the first ones, in the order in which they came."""
+    return list(dict.fromkeys(name for row in rows for name in row if name not in _FIRST_COLUMNS))
+
+
+def _lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Not a number is an empty cell, as readers of tables have it."""
+    return "" if isinstance(value, float) and math.isnan(value) else value
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """A configuration as MLflow's parameters: flat, and short."""
+    flat = {
+        name: value
+        for name, value in config.items()
+        if name not in ("parameters", "task_options", "versions")
+    }
+    flat |= {f"version/{name}": value for name, value in config.get("versions", {}).items()}
+    flat |= {f"task/{name}": value for name, value in (config.get("task_options") or {}).items()}
+    return {name: str(value)[:_MLFLOW_VALUE_LENGTH] for name, value in flat.items()}

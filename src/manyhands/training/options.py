@@ -1,0 +1,113 @@
+"""The options of `fit`; light to import, because scripts make them before anything is trained."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from manyhands.callbacks import Callback
+from manyhands.cluster.patience import check_watchdog_s
+from manyhands.draw.showing import PROGRESS
+from manyhands.errors import UserError, nearest
+from manyhands.slowdown import Slowdown
+from manyhands.stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from manyhands.analyse.totals import TotalsSnapshot
+    from manyhands.training.commands import Command
+
+__all__ = ["Options", "View"]
+
+View: TypeAlias = "Callable[[int, Callable[[], TotalsSnapshot]], AbstractContextManager[object]]"
+"""Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What most runs leave as it is."""
+
+    evaluate_every: int | None = None
+    """Evaluate after every so many steps (None: after each epoch), and at the end."""
+
+    checkpoint_every: int | None = None
+    """Save after every so many steps (None: ten times a run, more seldom where that costs much), and at the end; needs
+    `out`."""
+
+    keep_checkpoints: int = 3
+    """How many of the last checkpoints to keep; the best one is kept besides."""
+
+    early_stopping: EarlyStopping | None = None
+    """End the run when a metric of its evaluations no longer improves."""
+
+    slow: Slowdown | None = None
+    """Slow a worker on purpose."""
+
+    skip_nonfinite: bool = False
+    """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
+
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
+
+    timeout_s: float = 300.0
+    """How long a worker waits for another that is alive before the run fails naming it."""
+
+    check_every: int = 100
+    """Compare the parameters of workers that hold copies after every so many steps; 0: never."""
+
+    watchdog_s: float = 60.0
+    """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
+
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+    resume_command: str | None = None
+    """How to go on, for the line that a broken or interrupted run ends with (None: `fit` again); empty: no line."""
+
+    tells_interruption: bool = True
+    """Whether `fit` says what an interruption left; a caller who says more turns it off."""
+
+    commands: queue.SimpleQueue[Command] | None = None
+    """Where changes of the workers come from while the run goes on; `start` makes one."""
+
+    own_files: frozenset[str] = frozenset()
+    """Names of files in `out` that are the caller's, and may be there before the run is."""
+
+    callbacks: Sequence[Callback] = ()
+    """Hear of steps, evaluations, checkpoints and the end, in the thread of `fit`, and may ask to stop."""
+
+    on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
+    """Hears rows of the history as they come, in the thread of `fit`."""
+
+    progress: str = "auto"
+    """How the run shows on stderr how far it is: `bar`, `lines` (one every few seconds) or `none`. `auto` is a bar in a
+    terminal or a notebook, lines where stderr is redirected, nothing in a test or beside the main thread; a run of a
+    second shows nothing."""
+
+    view: View | None = None
+    """Shows the run while it goes on, in the place of `progress`."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
+        if self.keep_checkpoints < 1:
+            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.check_every < 0:
+            raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
+        if not self.timeout_s > 0:
+            raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        if self.progress not in PROGRESS:
+            raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
+        check_watchdog_s(self.watchdog_s)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks has {callback!r}; each must be an instance of a subclass of manyhands.Callback"
+                )

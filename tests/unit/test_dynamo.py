@@ -1,0 +1,159 @@
+"""`torch._dynamo` is not imported by eager training, and is the real one for whoever asks more of it."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# Forks itself for every script that it is given: each has torch, and nothing more.
+_EACH = """
+import json, os, sys, traceback
+import torch
+from manyhands.training import dynamo
+print(flush=True)
+for script in json.loads(sys.stdin.read()):
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            exec(script, {"__name__": "__main__", "sys": sys, "dynamo": dynamo})
+            status = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        print("-----", flush=True)
+        os._exit(status)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit(1)
+"""
+
+
+def _tell(*scripts: str) -> list[str]:
+    """What each script printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _EACH],
+        input=json.dumps([textwrap.dedent(script) for script in scripts]),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.lstrip("\n").split("-----\n")[:-1]
+
+
+# Trains with every optimizer of torch, keeps and loads its state, and prints the digits of the weights.
+_TRAIN = """
+import warnings
+import torch
+
+if {deferred}:
+    dynamo.defer()
+    assert dynamo.is_deferred()
+warnings.simplefilter("ignore")
+made = 0
+for name, kind in sorted(vars(torch.optim).items()):
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or name in ("Optimizer", "SparseAdam"):
+        continue
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 4, bias=False), torch.nn.Tanh(), torch.nn.Linear(4, 2, bias=False))
+    optimizer = kind(net.parameters(), lr=0.01)
+    x = torch.randn(8, 5)
+    for _ in range(3):
+        def loss():
+            optimizer.zero_grad()
+            value = net(x).square().sum()
+            value.backward()
+            return value
+        optimizer.step(loss)
+        optimizer.load_state_dict(optimizer.state_dict())
+    print(name, [p.detach().double().sum().item().hex() for p in net.parameters()])
+    made += 1
+assert made >= 10
+assert ("torch._dynamo.convert_frame" in sys.modules) != {deferred}
+"""
+
+
+@pytest.mark.timeout(180)
+def test_every_optimizer_steps_as_ever_without_it() -> None:
+    deferred, imported = _tell(_TRAIN.format(deferred=True), _TRAIN.format(deferred=False))
+    assert deferred == imported
+
+
+_COMPILES = """
+import torch
+dynamo.defer()
+stand_in = torch._dynamo
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer.zero_grad()
+assert dynamo.is_deferred()
+
+x = torch.randn(4, 3)
+compiled = torch.compile(net, backend="eager")
+assert torch.equal(compiled(x), net(x))
+assert not dynamo.is_deferred()
+assert torch._dynamo is sys.modules["torch._dynamo"] is not stand_in
+assert stand_in.config is torch._dynamo.config is sys.modules["torch._dynamo.config"]
+assert not any("manyhands" in type(finder).__module__ for finder in sys.meta_path)
+
+# what was decorated before is left alone by the compiler from now on, as torch means it
+try:
+    torch.compile(lambda: optimizer.state_dict(), backend="eager", fullgraph=True)()
+except torch._dynamo.exc.Unsupported:
+    pass
+else:
+    raise AssertionError("state_dict was compiled")
+"""
+
+_ASKED = [
+    "import torch._dynamo.config as config",
+    "from torch._dynamo import config",
+    "import torch._dynamo as d; d.reset_code = print; assert sys.modules['torch._dynamo'].reset_code is print; "
+    "config = d.config",
+]
+
+_ONCE = """
+dynamo.defer()
+{asked}
+import torch
+assert not dynamo.is_deferred()
+assert config is sys.modules["torch._dynamo.config"] is torch._dynamo.config
+assert config.__spec__.loader is not None and config.__spec__.origin == config.__file__
+assert torch._dynamo.eval_frame.config is config, "two copies"
+"""
+
+_IMPORTED_ALREADY = """
+import torch._dynamo
+real = torch._dynamo
+dynamo.defer()
+assert torch._dynamo is real and not dynamo.is_deferred()
+"""
+
+
+_MADE_TO_BE_LOOKED_AT = """
+import torch
+import manyhands as mh
+
+task = mh.Task(
+    model=lambda: torch.nn.Linear(3, 1),
+    loss=lambda model, batch: model(batch).sum(),
+    data=torch.ones(4, 3),
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+)
+model = task.model()
+optimizer = dynamo.optimizer_of(task, model)
+assert len(optimizer.param_groups[0]["params"]) == 2
+assert "torch._dynamo" not in sys.modules
+assert not hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, "__dynamo_disable"), "torch is as it was"
+optimizer.step()
+assert "torch._dynamo.convert_frame" in sys.modules
+"""
+
+
+@pytest.mark.timeout(180)
+def test_who_asks_for_more_gets_the_real_one_once() -> None:
+    _tell(
+        _COMPILES, *(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT
+    )
