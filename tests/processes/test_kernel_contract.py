@@ -22,6 +22,7 @@ from manyhands.record.events import EventKind
 from manyhands.record.recorded import read_run_events
 from manyhands.registry import STRATEGIES
 from manyhands.store.rundir import RunDirectory
+from manyhands.training.passes import PassLosses
 from manyhands.words.glove_batches import TensorStep
 from manyhands.words.glove_model import GloveOptions
 from manyhands.words.glove_task import GloveTask
@@ -132,3 +133,30 @@ def test_threads_stop_where_a_callback_asks_for_it(path: Path, tmp_path: Path) -
     assert [row["step"] for row in run.history.steps] == list(range(1, end + 1))
     assert f"stopped after step {end}: Stops asked for it" in run.summary["notes"]
     assert RunDirectory.open(tmp_path / "run", lock=False).checkpoints().load().step == end
+
+
+@pytest.mark.parametrize("text", ["single", "hogwild"])
+def test_no_step_of_the_history_is_lost_to_a_signal(
+    text: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, came = PassLosses.add, []
+
+    def interrupted(passes: PassLosses, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if rows and not came:
+            came.append(rows[-1]["step"])
+            signal.raise_signal(
+                signal.SIGINT
+            )  # these rows have been taken from the threads and are not kept yet
+        return add(passes, rows)
+
+    monkeypatch.setattr(PassLosses, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mh.fit(task_of(path, passes=1_000_000), text, workers=ROWS[text], out=tmp_path / "run")
+    directory = RunDirectory.open(tmp_path / "run")
+    try:
+        steps = [row["step"] for row in directory.metrics.read() if "loss" in row]
+        assert came[0] in steps
+        assert steps == list(range(1, len(steps) + 1)), "a hole"
+        assert directory.checkpoints().load().step <= len(steps)
+    finally:
+        directory.close()

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from manyhands.cluster.board import State
+from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.errors import Aborted
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.record.events import EventKind
@@ -28,6 +29,8 @@ from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trained
 
 __all__ = ["KernelThreads"]
+
+_LOOK_S = 0.2  # how soon a signal is seen
 
 
 class KernelThreads(Training):
@@ -117,26 +120,39 @@ class _Hands:
             threading.Thread(target=life, args=(rank,), name=f"hand-{rank}", daemon=True)
             for rank in range(self.files.world)
         ]
-        left = len(threads)
-        try:
-            for thread in threads:
-                thread.start()
-            while left:
-                left -= self._hear(stage, rows)
-        except BaseException as error:
-            self.stop.set()
-            self._end(threads)
-            self._hear_the_rest(stage, rows, error)
-            raise
+        with (
+            counted_signals() as presses
+        ):  # one that came between taking a note and keeping it would lose rows
+            try:
+                self._run(threads, stage, rows, presses)
+            except BaseException as error:
+                self.stop.set()
+                self._end(threads, presses)
+                self._hear_the_rest(stage, rows, error)
+                raise
         for thread in threads:
             thread.join()
         if self._errors:  # those that were ended by the first say no more than that
             raise next((one for one in self._errors if not isinstance(one, Aborted)), self._errors[0])
         return [self._ended[rank] for rank in range(self.files.world)]
 
+    def _run(
+        self, threads: list[threading.Thread], stage: Stage, rows: RowsInOrder, presses: list[int]
+    ) -> None:
+        left = len(threads)
+        for thread in threads:
+            thread.start()
+        while left:
+            left -= self._hear(stage, rows)
+            if presses:
+                raise as_exception(presses[0])
+
     def _hear(self, stage: Stage, rows: RowsInOrder) -> int:
-        """Wait for one note; 1 where it was a thread's last."""
-        note = self.notes.get()
+        """Take the next note, if there is one soon; 1 where it was a thread's last."""
+        try:
+            note = self.notes.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return 0
         if note is None:
             return 1
         stage.hear(note, rows)
@@ -144,12 +160,16 @@ class _Hands:
             self.stop.set()
         return 0
 
-    def _end(self, threads: list[threading.Thread]) -> None:
+    def _end(self, threads: list[threading.Thread], presses: list[int]) -> None:
         """All finish their step and save; whoever presses again does not wait for that."""
         started = [thread for thread in threads if thread.ident is not None]
+        known = len(presses)
         try:
-            for thread in started:
-                thread.join()
+            while any(thread.is_alive() for thread in started):
+                for thread in started:
+                    thread.join(_LOOK_S)
+                if len(presses) > known:
+                    raise as_exception(presses[-1])
         except BaseException:
             self.files.abort()
             for thread in started:
