@@ -246,6 +246,31 @@ def check_fabric_joins_uneven_inputs_and_scales_gradients(workers: Workers) -> N
     on_both(workers, train)
 
 
+def check_fabric_fsdp2(workers: Workers) -> None:
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module, mesh: Any) -> nn.Module:
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    def train(backend: str) -> list[torch.Tensor]:
+        strategy = ModelParallelStrategy(shard, workers.world, 1, process_group_backend=backend)
+        with fabric(workers, strategy) as one:
+            model = one.setup_module(network())
+            optimizer = one.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
+            for inputs, targets in one.setup_dataloaders(DataLoader(data(), batch_size=4)):
+                one.backward(F.mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+            found = [parameter.full_tensor().detach() for parameter in model.parameters()]
+            assert any(not torch.equal(a, b) for a, b in zip(found, network().parameters(), strict=True))
+            return found
+
+    on_both(workers, train)
+
+
 # Accelerate.
 
 
