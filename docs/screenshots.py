@@ -78,7 +78,7 @@ def picture_run(driver: Any, folder: Path) -> None:
     """A run with a straggler, pictured while it goes on and after its end."""
     run = folder / "run"
     command = [sys.executable, "-m", "manyhands", "train", *TRAIN, "--out", str(run)]
-    with Dashboard(ComingRun(run, "digits", STRATEGY).poll, metrics_text) as dashboard:
+    with Dashboard(ComingRun(run, "digits", STRATEGY, 3).poll, metrics_text) as dashboard:
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             driver.get(dashboard.url)

@@ -10,7 +10,8 @@ import pytest
 
 from manyhands.analyse import follow
 from manyhands.analyse.follow import RunFollower
-from manyhands.analyse.view import Phase
+from manyhands.analyse.source import ComingRun
+from manyhands.analyse.view import Phase, Presence
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, RECORD, EventKind, Records
 from manyhands.record.files import EventFileWriter
@@ -54,6 +55,17 @@ def test_what_is_no_run_is_said_and_an_empty_directory_is_a_run_to_come(tmp_path
     with RunDirectory.create(tmp_path / "run", CONFIG):
         view = follower.poll()
     assert (view.task, view.strategy, view.steps_asked, len(view.workers)) == ("digits", "mirrored", 100, 2)
+
+
+def test_a_run_to_come_shows_whom_it_will_have(tmp_path: Path) -> None:
+    coming = ComingRun(tmp_path / "run", "digits", "mirrored", 2)
+    before = coming.poll()
+    with RunDirectory.create(tmp_path / "run", CONFIG):
+        assert coming.poll().workers == before.workers
+    assert [(worker.name, worker.presence) for worker in before.workers] == [
+        ("worker 0", Presence.STARTING),
+        ("worker 1", Presence.STARTING),
+    ]
 
 
 def test_a_run_is_seen_as_it_grows(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def existing_run(path: Path) -> RunFollower:
 class ComingRun:
     """Follows the run in `path` from the moment that there is one; before that it is shown as starting."""
 
-    def __init__(self, path: Path, task: str, strategy: str) -> None:
+    def __init__(self, path: Path, task: str, strategy: str, workers: int = 1) -> None:
         self._path = path
-        self._before = Gather(task=task, strategy=strategy).view(0)
+        self._before = Gather(task=task, strategy=strategy, workers=workers).view(0)
         self._follower: RunFollower | None = None
 
     def poll(self) -> RunView:

@@ -217,7 +217,7 @@ def _train(asked: _TrainLogreg) -> None:
         raise UserError(f"--test {asked.test}: there is no such file")
     keep = _keeping(asked, out)
     go_on = f"go on with: {command_to_resume(sys.argv, out)}"
-    page = live_page(asked.dashboard, out, "logreg", asked.strategy, asked.dashboard_port)
+    page = live_page(asked.dashboard, out, "logreg", asked.strategy, asked.dashboard_port, workers)
     try:
         with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
             result = train_logreg(

@@ -36,8 +36,10 @@ Tensorboard = Annotated[
 ]
 
 
-def live_page(shown: bool, out: Path, task: str, strategy: str, port: int) -> AbstractContextManager[object]:
-    """The run's page while it goes on, where one is asked for."""
+def live_page(
+    shown: bool, out: Path, task: str, strategy: str, port: int, workers: int = 1
+) -> AbstractContextManager[object]:
+    """The run's page while it goes on, where one is asked for; it has room for so many workers from the beginning."""
     if not shown:
         return nullcontext()
     from manyhands.analyse.source import ComingRun
@@ -45,7 +47,7 @@ def live_page(shown: bool, out: Path, task: str, strategy: str, port: int) -> Ab
     from manyhands.serve.dashboard import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
-    return serving(ComingRun(out, task, strategy).poll, LOOPBACK, port, farewell)
+    return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, port, farewell)
 
 
 def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManager[object]:

@@ -164,7 +164,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         ),
     )
     try:
-        page = live_page(common.dashboard, out, entry.name, common.strategy, common.dashboard_port)
+        asked = (out, entry.name, common.strategy, common.dashboard_port, common.workers)
+        page = live_page(common.dashboard, *asked)
         with ending(), page, live_tensorboard(out, common.tensorboard):
             run = fit_here()
     except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
