@@ -1,8 +1,13 @@
-"""What users install: a wheel, alone in an environment, has every command, all data, and a place for its cache."""
+"""What users install: a wheel, alone in an environment, has every command, all data, and a place for its cache.
+
+The scripts of `examples/` are run there, as their docstrings say, and do what they claim; timing decides nothing.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +24,7 @@ from manyhands.version import __version__
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 _EVERY_HELP = """
 import sys
@@ -32,6 +38,18 @@ for words in (*([name] for name in COMMANDS), ["train", "digits"], ["train", "gl
     except SystemExit as end:
         assert end.code in (0, None), words
     print("shown:", *words)
+"""
+
+_NOTEBOOK = """
+import json, sys
+import manyhands
+assert manyhands.__file__.startswith(sys.prefix), manyhands.__file__
+namespace = {"__name__": "__main__"}
+with open(sys.argv[1]) as file:
+    cells = json.load(file)["cells"]
+for number, cell in enumerate(cells):
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), f"notebook.ipynb, cell {number}", "exec"), namespace)
 """
 
 _WHERE_KERNELS_GO = """
@@ -141,3 +159,67 @@ def test_kernels_go_to_the_users_cache_and_not_beside_the_package(installed: Pat
     assert done.stdout == f"{cache}\n"
     assert list(cache.glob("memory.counters-*/*.nbi"))
     assert not list(site.rglob("*.nb[ic]"))
+
+
+def _example(installed: Path, folder: Path, *command: str | Path) -> str:
+    """What an example printed, run by the Python of the environment in which the wheel is installed."""
+    done = _run(installed / "bin" / "python", *command, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_told_of_and_tested() -> None:
+    told = (EXAMPLES / "README.md").read_text()
+    for file in EXAMPLES.iterdir():
+        if file.suffix in (".py", ".ipynb"):
+            assert f"]({file.name})" in told
+            assert file.name in Path(__file__).read_text()
+
+
+def test_own_loop_has_the_same_losses_alone_and_on_two_workers(installed: Path, tmp_path: Path) -> None:
+    script, words = EXAMPLES / "own_loop_cnn.py", ("--epochs", "1")
+    alone = _example(installed, tmp_path, script, *words)
+    launch = ("-m", "manyhands", "launch", script, "--workers", "2", "--")
+    launched = _example(installed, tmp_path, *launch, *words)
+    line = re.compile(r"epoch 1: loss ([\d.]+), test accuracy ([\d.]+)")
+    (loss, right), (other_loss, other_right) = (line.findall(text)[0] for text in (alone, launched))
+    assert float(loss) == pytest.approx(float(other_loss), abs=2e-3)
+    assert float(right) == pytest.approx(float(other_right), abs=0.02)
+    assert float(right) > 0.5
+
+
+def test_glove_learns_and_names_neighbours(installed: Path, tmp_path: Path) -> None:
+    words = ("--bytes", "200000", "--passes", "3", "--dim", "16", "--workers", "2")
+    printed = _example(installed, tmp_path, EXAMPLES / "glove.py", *words)
+    costs = [float(cost) for cost in re.findall(r"pass \d: cost ([\d.]+)", printed)]
+    assert len(costs) == 3
+    assert costs[-1] < costs[0]
+    assert re.search(r"^list: \w+ \d", printed, re.M)
+
+
+def test_straggler_is_given_fewer_batches_by_the_asynchronous_server(installed: Path, tmp_path: Path) -> None:
+    printed = _example(installed, tmp_path, EXAMPLES / "straggler.py", "--steps", "60", "--factor", "20")
+    rows = {line.split()[1]: line.split() for line in printed.splitlines() if line.startswith("ps ")}
+    assert set(rows) == {"consistency=sync", "consistency=async"}
+    assert rows["consistency=sync"][-2:] == ["60", "60"]
+    fast, slow = map(int, rows["consistency=async"][-2:])
+    assert fast + slow == 60
+    assert slow < fast
+
+
+def test_notebook_runs_cell_by_cell(installed: Path, tmp_path: Path) -> None:
+    file = EXAMPLES / "notebook.ipynb"
+    book = json.loads(file.read_text())
+    assert book["nbformat"] == 4
+    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+    assert all(cell.get("outputs", []) == [] for cell in book["cells"])
+    assert "largest difference of a weight" in _example(installed, tmp_path, "-c", _NOTEBOOK, file)
+
+
+def test_hugging_face_trainer_learns_on_two_workers(installed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the example needs transformers and accelerate")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = _example(installed, tmp_path, *launch, EXAMPLES / "hugging_face.py", "--steps", "12")
+    told = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
+    assert told is not None, printed
+    assert float(told[2]) < float(told[1]) - 0.3
