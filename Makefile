@@ -47,6 +47,7 @@ bench: setup
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/desync.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/first_minute.py
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 1800
