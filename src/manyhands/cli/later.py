@@ -59,6 +59,12 @@ def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
                 self.add_command(_made(args[0], command), args[0])
             return super().resolve_command(ctx, args)
 
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            """Whole sentences, over several lines where they are long."""
+            rows = [(name, self.commands[name].help or "") for name in self.list_commands(ctx)]
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
     return CommandsLater
 
 

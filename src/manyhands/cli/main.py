@@ -74,7 +74,7 @@ app = typer.Typer(
     cls=group_of(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # a plain list: half of the time to show it would go into importing what draws boxes
 )
 add_later(app, COMMANDS)
 
