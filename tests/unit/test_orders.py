@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.compiled.decorators import njit
 from manyhands.group.gate import FREE, enter, leave, require_turn
 from manyhands.group.order import ORDERS, Order
 from manyhands.group.shared import SharedGroup
 from ways import in_threads, join
 
 END = 40
+
+
+@njit(nogil=True)
+def _enter(turn, step):  # type: ignore[no-untyped-def]
+    return enter(turn, step)
+
+
+@njit(nogil=True)
+def _leave(turn, number):  # type: ignore[no-untyped-def]
+    leave(turn, number)
 
 
 def taken(name: str, world: int, stop_after: int | None = None) -> tuple[list[list[int]], list[int]]:
@@ -27,9 +38,9 @@ def taken(name: str, world: int, stop_after: int | None = None) -> tuple[list[li
                     if name == "together":
                         group.barrier()
                     elif order.turn.order != FREE:
-                        number, status = enter(tuple(order.turn), step)
+                        number, status = _enter(tuple(order.turn), step)
                         require_turn(status, order.turn)
-                        leave(tuple(order.turn), number)
+                        _leave(tuple(order.turn), number)
                     if stop_after is not None and step >= stop_after and rank == 0:
                         order.stop(step)
                 group.barrier()
