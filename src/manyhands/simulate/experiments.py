@@ -22,6 +22,7 @@ from manyhands.consistency.parse import parse_consistency
 from manyhands.simulate.driver import simulate
 from manyhands.simulate.models import SimulatedTrained
 from manyhands.simulate.spec import ComputeModel, SimulationSpec
+from manyhands.tasks.digits import read_digits
 
 __all__ = [
     "BOUNDS",
@@ -150,12 +151,10 @@ _TRAINED_ON = 1440  # images, of 1797; a multiple of 30 minibatches
 @cache
 def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Images and labels to train on, and others to test with; every pixel's mean is taken off."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.data, dtype=torch.float32)[order] / 8
-    labels = torch.tensor(data.target)[order]
+    pixels, classes = read_digits()
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(pixels, dtype=torch.float32)[order] / 8
+    labels = torch.tensor(classes)[order]
     images -= images[:_TRAINED_ON].mean(0)
     return images[:_TRAINED_ON], labels[:_TRAINED_ON], images[_TRAINED_ON:], labels[_TRAINED_ON:]
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manyhands.data.plan import permutation
+from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.tasks.builtin import BuiltinTask, about, check_options
 from manyhands.tasks.vision import ImageClassifier, accuracy, check_width, classification_loss
 
-__all__ = ["DIGITS", "DigitsOptions", "digits"]
+__all__ = ["DIGITS", "DigitsOptions", "digits", "read_digits"]
 
 _SIDE, _WHITE = 8, 16
 _NUM_TEST = 360  # a fifth
@@ -37,12 +41,10 @@ class DigitsOptions:
 
 def digits(options: DigitsOptions | None = None) -> Task:
     """Classify scikit-learn's digits with a small CNN; 1,437 samples to train on and 360 to test with."""
-    from sklearn.datasets import load_digits  # here, so that workers and the other tasks do not wait for it
-
     options = options or DigitsOptions()
-    bundle = load_digits()
-    images = torch.from_numpy(bundle.images.astype(np.uint8)).unsqueeze(1)
-    labels = torch.from_numpy(bundle.target.astype(np.int64))
+    pixels, classes = read_digits()
+    images = torch.from_numpy(pixels).view(-1, 1, _SIDE, _SIDE)
+    labels = torch.from_numpy(classes)
     order = torch.from_numpy(permutation(len(labels), options.split_seed, epoch=0))
     test, train = order[:_NUM_TEST], order[_NUM_TEST:]
     return Task(
@@ -55,6 +57,21 @@ def digits(options: DigitsOptions | None = None) -> Task:
         evaluation=(images[test], labels[test]),
         metrics={"accuracy": accuracy},
     )
+
+
+def read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Pixels, a row of 64 each, and classes; from the file inside scikit-learn, which takes seconds to import."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise UserError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
+    file = Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if not file.exists():  # another version keeps it elsewhere, and knows where
+        from sklearn.datasets import load_digits
+
+        pixels, classes = load_digits(return_X_y=True)
+        return pixels.astype(np.uint8), classes.astype(np.int64)
+    table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1].astype(np.uint8), table[:, -1].astype(np.int64)
 
 
 DIGITS = BuiltinTask(
