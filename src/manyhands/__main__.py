@@ -1,5 +1,5 @@
 """`python -m manyhands`."""
 
-from manyhands.cli.main import main
+from manyhands.cli.process import program
 
-main()
+program()

@@ -23,6 +23,7 @@ from manyhands.cli.commands import (
     write_json,
 )
 from manyhands.cli.environment import tell_ignored_variables
+from manyhands.cli.process import spare_the_compiler
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
@@ -117,6 +118,7 @@ def run_comparison(
     from manyhands.compare.run import CompareSettings, compare
     from manyhands.slowdown import Slowdown
 
+    spare_the_compiler()
     check_writable(common.json)
     parse_strategies(common.strategies)
     rate = Rate.parse(common.bandwidth) if common.bandwidth is not None else None

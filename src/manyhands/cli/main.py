@@ -104,7 +104,7 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; the console script and `python -m manyhands` both end here."""
+    """Run the command line, and turn errors into exit statuses; `process.program` is the console script."""
     try:
         app(standalone_mode=True)
     except UserError as error:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from manyhands.server.replay import Replayed
 
 from manyhands.cli.commands import check_writable
+from manyhands.cli.process import spare_the_compiler
 
 __all__ = ["replay_command"]
 
@@ -32,6 +33,7 @@ def replay_command(
     from manyhands.store.tensorfile import encode_tensors
 
     check_writable(save, "--save")
+    spare_the_compiler()
     began = time.monotonic()
     done = replay(run, until=until)
     for note in done.notes:

@@ -21,6 +21,7 @@ from manyhands.cli.commands import (
     write_json,
 )
 from manyhands.cli.environment import tell_ignored_variables
+from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import (
     CheckpointEvery,
     Dashboard,
@@ -135,6 +136,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     common = _Common(**shared)
     if common.resume and common.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
+    spare_the_compiler()
     task = entry.build(**task_options)
     steps, epochs = _length(entry, common)
     out = common.out or fresh_directory(entry.name)
