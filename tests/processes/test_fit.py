@@ -172,8 +172,8 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_weights(tmp_path: Path) 
         "manyhands",
         "train",
         "digits",
-        "--epochs",
-        "3",
+        "--steps",
+        "40",
         "--checkpoint-every",
         "5",
     ]

@@ -215,13 +215,17 @@ class SimulatedNetwork:
 
     def _reaches_s(self, pair: tuple[str, str], at_s: float) -> float:
         """The first moment from `at_s` on without a partition between the two."""
+        if not self._partitions:
+            return at_s
         for start_s, end_s in sorted(self._partitions.get(frozenset(pair), [])):
             if start_s <= at_s < end_s:
                 at_s = end_s
         return at_s
 
     def _draw(self, pair: tuple[str, str], number: int) -> tuple[float, float]:
-        """Two numbers from 0 to 1 that belong to this message."""
+        """Two numbers from 0 to 1 that belong to this message, where anything depends on them."""
+        if not self.loss and not self.jitter_s:
+            return 0.0, 0.0
         digest = hashlib.blake2b(repr((self.seed, *pair, number)).encode(), digest_size=16).digest()
         return int.from_bytes(digest[:8]) / 2**64, int.from_bytes(digest[8:]) / 2**64
 
@@ -338,7 +342,8 @@ class SimulatedLink(Link):
     def _now_s(self) -> float:
         """This role's clock; RoleKilled if it is dead."""
         now_s = self._time.clock_s(self.role)
-        self._time.move(self.role, now_s)
+        if now_s >= self._time.dies_s(self.role):
+            self._time.move(self.role, now_s)  # which raises
         return now_s
 
     def _note(self, what: str, number: int, num_bytes: int = 0) -> None:
