@@ -456,6 +456,20 @@ def choosing() -> str:
     return table.replace("---:", "---")  # sentences, which begin at the left
 
 
+def first_minute() -> str:
+    """What a new user waits for; the rows of this tree."""
+    result = load("first_minute")
+    rows = [["command", "whole", "to the first step", "counted as work"]]
+    for row in result["rows"]:
+        if row["tree"] == "now":
+            times = [
+                f"{row[name]:.1f} s" if name in row else ""
+                for name in ("seconds", "first_step_s", "counted_s")
+            ]
+            rows.append([row["what"], *times])
+    return f"**{result['cores']} cores**\n\n{markdown(rows)}"
+
+
 def show_percent(part: float | None) -> str:
     return "" if part is None else f"{100 * part:.0f} %"
 
@@ -476,6 +490,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "glove counting": glove_counting,
     "glove workers": glove_workers,
     "glove corpus": glove_corpus,
+    "first minute": first_minute,
     "regression": regression_speed,
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
