@@ -39,7 +39,7 @@ def test_the_list_says_what_the_command_says_of_itself(name: str) -> None:
 def test_help_shows_flags_as_flags(words: list[str]) -> None:
     shown = CliRunner().invoke(app, [*words, "--help"], terminal_width=120).output.lower()
     assert "--allow-overload" in shown
-    assert [line for line in shown.splitlines() if "bool" in line and "--help" not in line] == []
+    assert "bool" not in shown
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,23 @@ def _with_flags(command: Any) -> Any:
     for option in command.params:
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
+    _helped(command)
     for inner in getattr(command, "commands", {}).values():
         _with_flags(inner)
     return command
+
+
+def _helped(command: Any) -> None:
+    """The same for `--help` itself, which is made when it is first asked for."""
+    made = command.get_help_option
+
+    def without_value(ctx: Any) -> Any:
+        option = made(ctx)
+        if option is not None:
+            option.metavar = ""
+        return option
+
+    command.get_help_option = without_value
 
 
 @cache
