@@ -10,7 +10,6 @@ import csv
 import io
 import logging
 import math
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -20,6 +19,7 @@ from typing import Any, TextIO
 from manyhands.callbacks import Beginning, Callback
 from manyhands.errors import UserError
 from manyhands.run import Run
+from manyhands.store.atomic import WriteFailed, reason, write_atomically
 
 __all__ = ["CsvLogger", "MlflowLogger", "WandbLogger"]
 
@@ -28,7 +28,32 @@ _FIRST_COLUMNS = ("step", "at_s", "loss", "seconds")
 _MLFLOW_VALUE_LENGTH = 250  # of a parameter, in the oldest servers
 
 
-class CsvLogger(Callback):
+class _RowLogger(Callback):
+    """Takes the rows of a run: steps every so many, evaluations always."""
+
+    def __init__(self, every: int = 1) -> None:
+        if not isinstance(every, int) or every < 1:
+            name = type(self).__name__
+            raise UserError(f"{name}: every is {every!r}; it must be a whole number of at least 1")
+        self._every = every
+
+    def on_step(self, row: Mapping[str, Any]) -> bool | None:
+        """Loss and seconds."""
+        if row["step"] % self._every == 0:
+            self._take(_flat(row))
+        return None
+
+    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
+        """Every metric."""
+        self._take(_flat(row))
+        return None
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """The next row, its metrics beside the rest."""
+        raise NotImplementedError
+
+
+class CsvLogger(_RowLogger):
     """Writes one line per step and evaluation to a CSV file: step, at_s, loss, seconds, and a column per metric.
 
     A metric that was not there before gets a column: the file is then written anew, with that cell empty in the lines
@@ -38,6 +63,7 @@ class CsvLogger(Callback):
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        super().__init__()
         self._path = Path(path)
         self._overwrite = overwrite
         self._columns: list[str] = []
@@ -53,18 +79,8 @@ class CsvLogger(Callback):
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._write_anew([*_FIRST_COLUMNS, *_names(rows)], rows)
-        except OSError as error:
-            raise UserError(f"CsvLogger: {self._path} cannot be written: {error.strerror}") from error
-
-    def on_step(self, row: Mapping[str, Any]) -> bool | None:
-        """A line."""
-        self._add(_flat(row))
-        return None
-
-    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
-        """A line."""
-        self._add(_flat(row))
-        return None
+        except (OSError, WriteFailed) as error:
+            raise UserError(f"CsvLogger: {self._path} cannot be written: {_why(error)}") from error
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
         """Close the file."""
@@ -73,7 +89,7 @@ class CsvLogger(Callback):
             self._file.close()
             self._file = None
 
-    def _add(self, row: dict[str, Any]) -> None:
+    def _take(self, row: dict[str, Any]) -> None:
         """A line; a full disk costs the file and not the run."""
         if self._file is None:
             return
@@ -84,35 +100,28 @@ class CsvLogger(Callback):
             else:
                 self._file.write(_lines(self._columns, [row]))
                 self._file.flush()
-        except OSError as error:
+        except (OSError, WriteFailed) as error:
             with suppress(OSError):  # it says once more what is said here
                 self._file.close()
             self._file = None
             _log.warning(
-                "CsvLogger: %s cannot be written: %s; the run goes on without it", self._path, error.strerror
+                "CsvLogger: %s cannot be written: %s; the run goes on without it", self._path, _why(error)
             )
 
     def _written(self) -> list[dict[str, str]]:
-        with self._path.open(newline="") as file:
+        with self._path.open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
     def _write_anew(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
         """The whole file, in the place of what is there: whoever reads it meanwhile sees one or the other."""
-        beside = self._path.with_name(f"{self._path.name}.writing")
-        file = beside.open("w", newline="")
-        try:
-            file.write(_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-            file.flush()
-            os.replace(beside, self._path)
-        except OSError:
-            file.close()
-            raise
+        lines = _lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
+        write_atomically(self._path, [lines.encode()])
         if self._file is not None:
             self._file.close()
-        self._file, self._columns = file, columns
+        self._file, self._columns = self._path.open("a", newline="", encoding="utf-8"), columns
 
 
-class WandbLogger(Callback):
+class WandbLogger(_RowLogger):
     """Sends a run's history to Weights & Biases.
 
     `run` is one that `wandb.init` gave you, which stays yours to finish; without it one is made by
@@ -129,8 +138,8 @@ class WandbLogger(Callback):
         wandb: Any | None = None,
         **settings: Any,
     ) -> None:
-        _check_every("WandbLogger", every)
-        self._project, self._run, self._every, self._settings = project, run, every, settings
+        super().__init__(every)
+        self._project, self._run, self._settings = project, run, settings
         self._owns_run = run is None
         self._wandb = wandb if wandb is not None or run is not None else _import("WandbLogger", "wandb")
 
@@ -146,17 +155,6 @@ class WandbLogger(Callback):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def on_step(self, row: Mapping[str, Any]) -> bool | None:
-        """Loss and seconds."""
-        if row["step"] % self._every == 0:
-            self._log(row)
-        return None
-
-    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
-        """Every metric."""
-        self._log(row)
-        return None
-
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
         """Tell what came out, and finish the run if it is ours."""
         if self._run is None:
@@ -167,12 +165,12 @@ class WandbLogger(Callback):
             self._run.finish(exit_code=0 if error is None else 1)
             self._run = None
 
-    def _log(self, row: Mapping[str, Any]) -> None:
+    def _take(self, row: dict[str, Any]) -> None:
         assert self._run is not None, "a run begins before it has rows"
         self._run.log({"step": row["step"], **_values(row)})
 
 
-class MlflowLogger(Callback):
+class MlflowLogger(_RowLogger):
     """Sends a run's history to MLflow: the configuration as parameters, steps and evaluations as metrics.
 
     `experiment` and `tracking_uri` are those of `mlflow.set_experiment` and `mlflow.set_tracking_uri`; `settings` go to
@@ -188,8 +186,8 @@ class MlflowLogger(Callback):
         mlflow: Any | None = None,
         **settings: Any,
     ) -> None:
-        _check_every("MlflowLogger", every)
-        self._experiment, self._uri, self._every, self._settings = experiment, tracking_uri, every, settings
+        super().__init__(every)
+        self._experiment, self._uri, self._settings = experiment, tracking_uri, settings
         self._mlflow = mlflow if mlflow is not None else _import("MlflowLogger", "mlflow")
         self._run_id: str | None = None
 
@@ -203,17 +201,6 @@ class MlflowLogger(Callback):
         if not beginning.resumed:  # parameters cannot be changed, and steps may be more than they were
             self._mlflow.log_params(_parameters(beginning.config))
 
-    def on_step(self, row: Mapping[str, Any]) -> bool | None:
-        """Loss and seconds."""
-        if row["step"] % self._every == 0:
-            self._log(row)
-        return None
-
-    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
-        """Every metric."""
-        self._log(row)
-        return None
-
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
         """End the run, by a word of MLflow's."""
         del run
@@ -223,8 +210,14 @@ class MlflowLogger(Callback):
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         self._mlflow.end_run("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
 
-    def _log(self, row: Mapping[str, Any]) -> None:
+    def _take(self, row: dict[str, Any]) -> None:
         self._mlflow.log_metrics(_values(row), step=row["step"])
+
+
+def _why(error: OSError | WriteFailed) -> str:
+    """What the system says, without the path, which is named already."""
+    cause = error.__cause__ if isinstance(error, WriteFailed) else error
+    return reason(cause) if isinstance(cause, OSError) else str(error)
 
 
 def _import(logger: str, name: str) -> Any:
@@ -236,14 +229,9 @@ def _import(logger: str, name: str) -> Any:
         ) from error
 
 
-def _check_every(logger: str, every: int) -> None:
-    if not isinstance(every, int) or every < 1:
-        raise UserError(f"{logger}: every is {every!r}; it must be a whole number of at least 1")
-
-
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of the history by name, but for its step."""
-    return {name: value for name, value in _flat(row).items() if name not in ("step", "at_s")}
+    """The numbers of a flat row by name, but for its step."""
+    return {name: value for name, value in row.items() if name not in ("step", "at_s")}
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
