@@ -7,16 +7,24 @@ drew, and a caller's own generators are as they were when `fit` returns.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-__all__ = ["mix", "preserved", "seed_all"]
+__all__ = ["GENERATORS", "mix", "preserved", "seed_all"]
 
 _MASK = (1 << 64) - 1
+
+GENERATORS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]] = (
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+)
+"""The generators of a process, Python's, numpy's and torch's: how to take the state of each, and how to put one."""
 
 
 def mix(seed: int, *numbers: int) -> int:
@@ -48,12 +56,9 @@ def _has_accelerator() -> bool:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Give the caller's generators back as they were."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
+    states = [take() for take, _ in GENERATORS]
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+        for (_, put), state in zip(GENERATORS, states, strict=True):
+            put(state)

@@ -304,6 +304,10 @@ def test_what_can_not_be_split_is_read_whole_with_one_warning_that_says_what_to_
 
 def test_marks_tell_batches_apart() -> None:
     alike = [{"x": torch.ones(3), "y": ["a", 1]}, {"x": torch.ones(3), "y": ["a", 1]}]
+    words = [
+        np.array(["".join(["many", "hands"]), None], dtype=object) for _ in range(2)
+    ]  # at other addresses
+    assert mark_of(words[0]) == mark_of(words[1]) != mark_of(words[0][::-1])
     assert mark_of(alike[0]) == mark_of(alike[1]) != 0
     others = [torch.zeros(3), torch.zeros(3, 1), torch.zeros(3).double(), np.zeros(3), (), [0.0], "0.0", None]
     others += [torch.zeros(0), torch.cat([torch.zeros(5000), torch.ones(1)]), torch.zeros(5001), object()]

@@ -6,13 +6,14 @@ states, it gives the same samples in every worker.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 import torch
+
+from manyhands.randomness import GENERATORS
 
 __all__ = ["Draws"]
 
@@ -20,12 +21,6 @@ _WORDS: Final = 625  # of Python's generator: 624 and a position
 _KEYS: Final = 624  # of numpy's
 
 _State = Any
-_GENERATORS: Final[tuple[tuple[Callable[[], _State], Callable[[_State], None]], ...]] = (
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-    (torch.get_rng_state, torch.set_rng_state),
-)
-"""How to take the state of each, and how to put one."""
 
 
 class Draws:
@@ -33,9 +28,9 @@ class Draws:
 
     def __init__(self) -> None:
         """Those of this process, as they are now."""
-        self._states = [take() for take, _ in _GENERATORS]
+        self._states = [take() for take, _ in GENERATORS]
         self._first = list(self._states)
-        self._lent = list(range(len(_GENERATORS)))
+        self._lent = list(range(len(GENERATORS)))
 
     @classmethod
     def from_content(cls, content: torch.Tensor) -> Draws:
@@ -52,14 +47,14 @@ class Draws:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Whoever draws inside goes on from here; afterwards the process has its own states back."""
-        own = [(index, _GENERATORS[index][0]()) for index in self._lent]
+        own = [(index, GENERATORS[index][0]()) for index in self._lent]
         for index in self._lent:
-            _GENERATORS[index][1](self._states[index])
+            GENERATORS[index][1](self._states[index])
         try:
             yield
         finally:
             for index, state in own:
-                take, put = _GENERATORS[index]
+                take, put = GENERATORS[index]
                 self._states[index] = take()
                 put(state)
 
@@ -74,7 +69,7 @@ class Draws:
 
         As if whoever was lent them had drawn from the process's own.
         """
-        for (take, put), first, state in zip(_GENERATORS, self._first, self._states, strict=True):
+        for (take, put), first, state in zip(GENERATORS, self._first, self._states, strict=True):
             if _are_equal(take(), first):
                 put(state)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from manyhands.data.plan import split
 from manyhands.errors import UserError
-from manyhands.loop.readings import END, FILLERS, LoaderPart, Move, Reader
+from manyhands.loop.readings import END, FILLERS, LoaderPart, Move, Reader, remade
 from manyhands.loop.streams import OwnStreamLoader, SharedStreamLoader
 
 __all__ = ["SplitLoader", "prepare_loader"]
@@ -57,20 +57,7 @@ class SplitLoader:
         self._readings = reader.readings
         self._shares = _Shares(loader, reader)
         self.is_stopped = False
-        workers = loader.num_workers
-        self._inner: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=self._shares,
-            num_workers=workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context if workers else None,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+        self._inner = remade(loader, batch_sampler=self._shares)
 
     def __len__(self) -> int:
         return len(self._loader)

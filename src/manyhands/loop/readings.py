@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 from manyhands.loop.draws import Draws
 
-__all__ = ["END", "FILLERS", "Loader", "LoaderPart", "LoaderReading", "Move", "Reader", "Readings"]
+__all__ = ["END", "FILLERS", "Loader", "LoaderPart", "LoaderReading", "Move", "Reader", "Readings", "remade"]
 
 FILLERS: Final = 2
 """Samples for a worker without a share: batch norm needs two."""
@@ -38,6 +39,22 @@ class LoaderPart:
 
     last: bool = False
     """This worker's stream has no other batch after this one."""
+
+
+def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """The user's loader once more, but for `changes`, which say how it makes batches."""
+    kept: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context if loader.num_workers else None,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    return DataLoader(loader.dataset, **{**kept, **changes})
 
 
 class Loader(Protocol):

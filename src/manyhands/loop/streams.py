@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands.data.plan import split
 from manyhands.loop.draws import Draws
-from manyhands.loop.readings import END, FILLERS, LoaderPart, Move, Reader
+from manyhands.loop.readings import END, FILLERS, LoaderPart, Move, Reader, remade
 
 __all__ = ["OwnStreamLoader", "SharedCollate", "SharedStreamLoader", "mark_of", "narrowed", "rows_of"]
 
@@ -74,8 +74,11 @@ class SharedStreamLoader:
             self._draws_here = loader.num_workers == 0
             if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
                 self._collates = True
-                self._inner = _with_collate(
-                    loader, SharedCollate(loader.collate_fn, reader.rank, reader.world)
+                self._inner = remade(
+                    loader,
+                    batch_size=loader.batch_size,
+                    drop_last=loader.drop_last,
+                    collate_fn=SharedCollate(loader.collate_fn, reader.rank, reader.world),
                 )
 
     def __len__(self) -> int:
@@ -105,8 +108,7 @@ class SharedStreamLoader:
                     draws.keep()  # the next reading goes on where this one ended
 
     def _read(self, batches: Iterator[Any], draws: Draws | None) -> BatchShare | None:
-        lends = draws is not None and self._draws_here
-        with draws.lent() if draws is not None and lends else nullcontext():
+        with draws.lent() if draws is not None and self._draws_here else nullcontext():
             batch = self._reader.readings.read(batches)
         if batch is END:
             return None
@@ -176,25 +178,6 @@ class OwnStreamLoader:
         return getattr(self._loader, name)
 
 
-def _with_collate(loader: DataLoader[Any], collate: SharedCollate) -> DataLoader[Any]:
-    """The user's loader of iterable data, with another `collate_fn`."""
-    workers = loader.num_workers
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        num_workers=workers,
-        collate_fn=collate,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if workers else None,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
-
-
 def rows_of(batch: Any) -> int:
     """The common length of all tensors and arrays of a batch; 0 where there is none, or something else is inside."""
     sizes = set(_sizes(batch))
@@ -246,8 +229,11 @@ def _crc(value: Any, so_far: int) -> int:
         ends = (flat[:_MARKED].numpy().tobytes(), flat[-_MARKED:].numpy().tobytes())
         return zlib.crc32(repr((value.dtype, tuple(value.shape), *ends)).encode(), so_far)
     if isinstance(value, np.ndarray):
-        raw = np.ascontiguousarray(value).tobytes()
-        return zlib.crc32(repr((value.dtype, value.shape, raw[:_MARKED], raw[-_MARKED:])).encode(), so_far)
+        if value.dtype.hasobject:  # its bytes are addresses, which are each worker's own
+            return _crc(value.tolist(), so_far)
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        ends = (raw[:_MARKED].tobytes(), raw[-_MARKED:].tobytes())
+        return zlib.crc32(repr((value.dtype, value.shape, *ends)).encode(), so_far)
     if isinstance(value, Mapping):
         return _crc(list(value.items()), so_far)
     if isinstance(value, list | tuple):
