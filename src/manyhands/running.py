@@ -31,8 +31,11 @@ class Running:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._strategy = strategy
         self._run: Future[Run] = Future()
-        self._most = MORE_WORKERS + int(arguments.get("workers", 1))
-        self._next_slot = int(arguments.get("workers", 1))
+        workers = arguments.get("workers", 1)
+        self._next_slot = (
+            workers if isinstance(workers, int) else 0
+        )  # what makes no sense, `fit` refuses by name
+        self._most = MORE_WORKERS + self._next_slot
         self._slots = tuple(range(self._next_slot))
         self._changing = threading.Lock()
         self._steps = 0

@@ -73,3 +73,9 @@ def test_a_run_that_has_ended_shows_what_came_out() -> None:
         assert running._repr_html_() == run._repr_html_()
         with pytest.raises(mh.UserError, match="fixed number of workers"):
             running.add_worker()
+
+
+def test_workers_that_make_no_sense_are_refused_by_name() -> None:
+    running = mh.start(make_task(OPTIMIZERS["sgd"]), "ps", workers="two", steps=2)
+    with pytest.raises(mh.UserError, match="workers='two' must be a whole number"):
+        running.result(60)

@@ -154,6 +154,7 @@ assert "torch._dynamo.convert_frame" in sys.modules
 
 @pytest.mark.timeout(180)
 def test_who_asks_for_more_gets_the_real_one_once() -> None:
-    _tell(
-        _COMPILES, *(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT
+    scripts = [*(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT]
+    assert _tell(_COMPILES, *scripts) == [""] * (1 + len(scripts)), (
+        "each ran to its end, and had nothing to say"
     )

@@ -55,7 +55,7 @@ def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
     try:
         return task.optimizer(model.parameters())
     finally:
-        delattr(plain, _DISABLED)
+        vars(plain).pop(_DISABLED, None)  # another thread may have been first
 
 
 def is_deferred() -> bool:
