@@ -68,7 +68,7 @@ def told(traffic: Traffic) -> dict[str, Any]:
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
     """The training of a strategy that is one exchange; UserError says what to use instead of another."""
     kind = training_class(strategy)
-    if not issubclass(kind, ExchangeTraining):
+    if not issubclass(kind, ExchangeTraining) or strategy.instead_of_own_loop:
         raise UserError(
             f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
             f"{strategy.instead_of_own_loop}"

@@ -1,0 +1,33 @@
+"""Which class slices which module in which way: one table."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.tensor.channels import CONVOLUTIONS, DROPOUT, GROUP_NORM
+from manyhands.tensor.layers import EMBEDDING, LINEAR, SlicedModule
+from manyhands.tensor.plan import How, Kind
+
+__all__ = ["KINDS", "sliced_class"]
+
+KINDS: dict[type[nn.Module], dict[Kind, type[SlicedModule]]] = {
+    nn.Linear: LINEAR,
+    nn.Embedding: EMBEDDING,
+    nn.GroupNorm: GROUP_NORM,
+    nn.Dropout: DROPOUT,
+    **CONVOLUTIONS,
+}
+"""By the kind of module, then by the way."""
+
+
+def sliced_class(name: str, module: nn.Module, how: How) -> type[SlicedModule]:
+    """The class of the slice; UserError where there is none, or where this module is too small."""
+    known = KINDS.get(type(module), {})
+    if how.kind not in known:
+        ways = ", ".join(kind.value for kind in known)
+        raise UserError(
+            f"tensor_plan: module {name!r} is a {type(module).__name__}, which cannot be {how.kind.value}; "
+            f"{f'it can be {ways}' if ways else 'leave it whole'}"
+        )
+    return known[how.kind]

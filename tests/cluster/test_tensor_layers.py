@@ -1,0 +1,276 @@
+"""Each kind of sliced layer, against torch's whole one in float64: output, input gradient, weight gradients."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.grid.group import LinkGroup
+from manyhands.tensor.finding import find_plan
+from manyhands.tensor.later import WholeLater
+from manyhands.tensor.slicing import slice_modules
+from sliced import EXACT, hold_against_the_whole, together
+
+SLICES = [1, 2, 3, 4]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def tokens(most: int, *shape: int) -> Tensor:
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(1))
+
+
+def words(model: nn.Module, slices: int = 2) -> dict[str, str]:
+    return {name: str(how) for name, how in find_plan(model, slices).items()}
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_then_row(slices: int, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(7, 13, bias), nn.GELU(), nn.Dropout(0.0), nn.Linear(13, 5, bias))
+    assert words(model) == {"0": "column units=13", "2": "inside units=13", "3": "row units=13"}
+    (first, *_) = hold_against_the_whole(model, numbers(3, 2, 7), slices)
+    assert len(first.cut) == (0 if slices == 1 else 3 if bias else 2)
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_alone_gathers_its_output(slices: int, bias: bool) -> None:
+    hold_against_the_whole(nn.Linear(5, 9, bias), numbers(4, 5), slices, {"": "column gather"})
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("padding", [None, 0, 6])
+def test_embedding_by_vocabulary(slices: int, padding: int | None) -> None:
+    model = nn.Embedding(11, 6, padding_idx=padding)
+    assert words(model) == {"": "vocabulary"}
+    hold_against_the_whole(model, tokens(11, 4, 5), slices)
+
+
+class Language(nn.Module):
+    """Tied or untied, read as an attribute, too."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.positions = nn.Embedding(5, 6)
+        self.head = nn.Linear(6, 11, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tokens(x) + self.positions.weight[: x.shape[1]]))
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_head_and_a_weight_that_is_read_as_an_attribute(slices: int, tied: bool) -> None:
+    model = Language(tied=tied)
+    assert words(model)["head"] == ("vocabulary" if tied else "column gather")
+    hold_against_the_whole(model, tokens(11, 4, 3), slices)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("reduction", "ignored"), [("mean", -100), ("sum", -100), ("none", -100), ("mean", 3), ("none", 3)]
+)
+def test_cross_entropy_of_sliced_scores_needs_three_numbers_a_sample(
+    slices: int, reduction: str, ignored: int
+) -> None:
+    targets = tokens(11, 4 * 3)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        scores = model(x)
+        assert scores.shape == (4, 3, 11)
+        assert scores.dtype is torch.float64
+        flat = scores.view(-1, scores.size(-1)) if reduction == "sum" else scores.flatten(0, 1)
+        return F.cross_entropy(
+            flat * 1 if slices == 1 else flat, targets, ignore_index=ignored, reduction=reduction
+        )
+
+    found = hold_against_the_whole(
+        Language(tied=False),
+        tokens(11, 4, 3),
+        slices,
+        {"tokens": "vocabulary", "head": "vocabulary"},
+        loss,
+    )
+    for sliced in found:
+        told = sliced.traffic["head"]
+        assert told.forward_bytes == 3 * 12 * 8 * (slices - 1)
+        assert told.forward_messages == slices - 1
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"label_smoothing": 0.1}, {"weight": torch.arange(11, dtype=torch.float64)}],
+    ids=["smoothing", "weights"],
+)
+def test_other_losses_of_sliced_scores_get_the_whole(kwargs: dict[str, Any]) -> None:
+    targets = tokens(11, 12)
+    for loss in (
+        lambda model, x: F.cross_entropy(model(x).flatten(0, 1), targets, **kwargs),
+        lambda model, x: F.cross_entropy(model(x).transpose(1, 2), targets.view(4, 3)),
+        lambda model, x: -model(x).log_softmax(-1)[..., 0].mean(),
+        lambda model, x: torch.cat([model(x), model(x)]).square().mean(),
+    ):
+        found = hold_against_the_whole(Language(tied=True), tokens(11, 4, 3), 2, None, loss)
+        assert found[0].traffic["head"].forward_bytes >= 12 * 5 * 8
+
+
+def test_stand_in_is_not_changed_in_place_and_says_what_it_is() -> None:
+    def work(group: LinkGroup) -> None:
+        model = nn.Linear(3, 5).double()
+        slice_modules(model, group)
+        assert isinstance(model.weight, WholeLater)
+        assert (model.weight.shape, model.weight.ndim, len(model.weight)) == ((5, 3), 2, 5)
+        assert model.weight.requires_grad
+        assert model.weight.norm().item() > 0
+        with pytest.raises(UserError, match="mul_ would change a tensor of which each slice has a part"):
+            model.weight.mul_(2)
+
+    together(2, work)
+
+
+CONVOLUTIONS = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 3, "stride": 2},
+    {"kernel_size": (3, 5), "padding": (2, 1), "dilation": 2},
+    {"kernel_size": 1, "stride": 3, "bias": False},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+]
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("settings", CONVOLUTIONS, ids=str)
+def test_convolutions_by_channels(slices: int, settings: dict[str, Any]) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 7, **settings), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(7, 5, **settings)
+    )
+    assert words(model) == {"0": "channels_out units=7", "3": "channels_in units=7"}
+    hold_against_the_whole(model, numbers(2, 3, 17, 19), slices)
+    hold_against_the_whole(
+        nn.Conv2d(3, 7, **settings), numbers(2, 3, 9, 11), slices, {"": "channels_out gather"}
+    )
+
+
+@pytest.mark.parametrize("slices", SLICES)
+def test_convolutions_of_other_dimensions(slices: int) -> None:
+    hold_against_the_whole(
+        nn.Sequential(nn.Conv1d(2, 5, 3), nn.Tanh(), nn.Conv1d(5, 3, 2)), numbers(2, 2, 9), slices
+    )
+    hold_against_the_whole(nn.Conv3d(2, 5, 2), numbers(2, 2, 4, 3, 5), slices)
+
+
+@pytest.mark.parametrize("slices", SLICES)
+def test_convolution_with_group_normalisation_then_a_flat_head(slices: int) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 3),
+        nn.GroupNorm(4, 12),
+        nn.ReLU(),
+        nn.Conv2d(12, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3),
+        nn.MaxPool2d(2),
+        nn.Sequential(nn.Flatten(), nn.Dropout(0.0)),
+        nn.Linear(6 * 4, 5),
+    )
+    assert words(model) == {
+        "0": "channels_out units=4",
+        "1": "inside units=4 channels",
+        "3": "channels_in units=4",
+        "6": "channels_out units=6",
+        "8.1": "inside units=6 channels",
+        "9": "row units=6",
+    }
+    hold_against_the_whole(model, numbers(2, 3, 11, 11), slices)
+
+
+def test_groups_too_few_for_the_slices_are_normalised_whole() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.GroupNorm(2, 12), nn.ReLU(), nn.Conv2d(12, 8, 3))
+    assert words(model, 3) == {"0": "channels_out gather", "3": "channels_out gather"}
+    hold_against_the_whole(model, numbers(2, 3, 7, 7), 3)
+
+
+def test_module_that_comes_twice_and_one_that_is_too_small() -> None:
+    twice = nn.Linear(6, 6)
+    model = nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(6, 1))
+    assert words(model) == {"0": "column gather"}, "a single output cannot be sliced"
+    hold_against_the_whole(model, numbers(3, 6), 3)
+
+
+def test_dropout_inside_draws_as_one_process() -> None:
+    """Slices draw one after another here, each from the same seed: what they keep is the whole's."""
+    model = nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.4), nn.Linear(13, 5), nn.Dropout(0.3))
+
+    def seeded(model: nn.Module, x: Tensor) -> Tensor:
+        for module in model:
+            torch.manual_seed(3)  # nobody else draws between here and the module
+            x = module(x)
+        return x
+
+    hold_against_the_whole(model, numbers(4, 7), 3, None, seeded)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            {"0": "row"},
+            "module '0' is row, so it takes 4 features on slice 0, and got 7; in tensor_plan a layer",
+        ),
+        (
+            {"0": "column", "2": "column"},
+            "module '2' is column, so it takes 13 features on slice 0, and got 7",
+        ),
+        (
+            {"0": "vocabulary", "2": "channels_in"},
+            "module '2' is a Linear, which cannot be channels_in; it can be",
+        ),
+        ({"1": "row"}, "module '1' is a GELU, which cannot be row; leave it whole"),
+        (
+            {"0": "column units=1"},
+            "module '0' is column units=1, which is too little for 2 slices; use fewer",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan: dict[str, str], sentence: str) -> None:
+    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        hold_against_the_whole(model, numbers(3, 7), 2, plan)
+
+
+def test_shared_parameters_are_sliced_alike_or_not_at_all() -> None:
+    for plan, words_of_it in (
+        ({"tokens": "vocabulary"}, "module 'head' shares a parameter that another module slices; say how"),
+        (
+            {"tokens": "vocabulary", "head": "row"},
+            "module 'head' shares a parameter that another module slices in",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(words_of_it)):
+            hold_against_the_whole(Language(tied=True), tokens(11, 4, 3), 2, plan)
+
+
+def test_replicated_gradients_have_the_same_bits_on_all_slices() -> None:
+    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 6), nn.LayerNorm(6)).double()
+
+    def work(group: LinkGroup) -> Tensor:
+        mine = copy.deepcopy(model)
+        slice_modules(mine, group)
+        mine(numbers(3, 7)).square().sum().backward()
+        return mine[3].weight.grad
+
+    first, *others = together(3, work)
+    assert all(torch.equal(first, other) for other in others)
+    assert float(first.abs().max()) > EXACT
