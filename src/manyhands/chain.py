@@ -6,7 +6,7 @@ An `nn.Sequential` is a chain. Any other model says its chain with a method:
         return [self.embed, *self.layers, self.head]
 
 Applied in this order to the model's input they give what the model gives, to the bit. Each is a submodule of the model,
-or an `Apply`, where what happens is no module's own forward.
+or a `ChainFunction`, where what happens is no module's own forward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 
-__all__ = ["Apply", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
+__all__ = ["ChainFunction", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
 
 State: TypeAlias = tuple[Tensor, ...]
 """What a recurrent module carries from one time step to the next; the batch is dimension 1 of each tensor."""
@@ -40,8 +40,8 @@ class OverTime(Protocol):
         """What forward gives for this slice, and the state after it, given that before it (None: at the beginning)."""
 
 
-class Apply(nn.Module):
-    """A function with the modules it needs, as one module of a chain: `Apply(embed, tokens=..., positions=...)`.
+class ChainFunction(nn.Module):
+    """A function with the modules it needs, as one module of a chain: `ChainFunction(embed, tokens=..., ...)`.
 
     The function is called with the input, then these modules by name. They stay the model's own: no parameter is
     copied, and the model's `state_dict` does not change.
@@ -86,7 +86,7 @@ def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
 def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     """The same, each with its name in the model.
 
-    An `Apply` is named after its modules: `tokens+positions`; what is no module of the model, after its class.
+    A `ChainFunction` is named after its modules: `tokens+positions`; what is no module of the model, after its class.
     """
     names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.chain import Apply, OverTime, chain_of, named_chain
+from manyhands.chain import ChainFunction, OverTime, chain_of, named_chain
 from manyhands.errors import UserError
 from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentLayer, RecurrentNetwork
@@ -127,7 +127,7 @@ def test_an_applied_function_keeps_its_modules_when_copied() -> None:
     """A stage of a pipeline is a copy of some modules: tied weights stay tied, and nothing else comes along."""
     model = Transformer(context=16, layers=1, width=16, heads=2)
     stage = copy.deepcopy(nn.Sequential(*chain_of(model)))
-    assert isinstance(stage[0], Apply)
+    assert isinstance(stage[0], ChainFunction)
     assert stage[0].tokens.weight is stage[-1].weight
     assert torch.equal(stage(TOKENS), model(TOKENS))
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.chain import Apply
+from manyhands.chain import ChainFunction
 from manyhands.data.text import VOCABULARY
 from manyhands.errors import UserError
 from manyhands.task import Task
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
 
     def chain(self) -> Sequence[nn.Module]:
         """The embedding of tokens at their positions, each block, the norm, the head."""
-        embedding = Apply(_embedded, tokens=self.tokens, positions=self.positions)
+        embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
         return [embedding, *self.blocks, self.norm, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -76,10 +76,11 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(width, width, batch_first=True)
         with torch.no_grad():  # the gates lie one after another: input, forget, cell, output
-            for name, bias in self.lstm.named_parameters():
+            for name, parameter in self.lstm.named_parameters():
                 if name.startswith("bias"):
-                    bias.zero_()
-            self.lstm.bias_ih_l0[width : 2 * width] = 1
+                    parameter.zero_()
+                if name.startswith("bias_ih"):
+                    parameter[width : 2 * width] = 1
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) to the same, from a state of zeros."""

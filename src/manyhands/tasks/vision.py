@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.chain import Apply
+from manyhands.chain import ChainFunction
 from manyhands.errors import UserError
 
 __all__ = ["LEAST_DEPTH", "ImageClassifier", "accuracy", "check_width", "classification_loss"]
@@ -57,7 +57,7 @@ class ImageClassifier(nn.Module):
     def chain(self) -> Sequence[nn.Module]:
         """The first convolution, of scaled images, what follows it, and the head."""
         first, *others = self.features
-        scaled_first = Apply(partial(_convolved, white=self.white), convolution=first)
+        scaled_first = ChainFunction(partial(_convolved, white=self.white), convolution=first)
         return [scaled_first, *others, nn.Flatten(), self.head]
 
     def forward(self, images: Tensor) -> Tensor:
