@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.grid.group import LinkGroup
 from manyhands.link.simulated import SimulatedNetwork
-from manyhands.tensor.plan import How
+from manyhands.tensor.plan import Slicing
 from manyhands.tensor.slicing import Sliced, slice_modules
 
 EXACT = 1e-12
@@ -29,8 +29,8 @@ def together(world: int, work: Callable[[LinkGroup], Any]) -> list[Any]:
     return [results[str(rank)] for rank in range(world)]
 
 
-def planned(plan: Mapping[str, str] | None) -> dict[str, How] | None:
-    return None if plan is None else {name: How.parse(how) for name, how in plan.items()}
+def planned(plan: Mapping[str, str] | None) -> dict[str, Slicing] | None:
+    return None if plan is None else {name: Slicing.parse(how) for name, how in plan.items()}
 
 
 def run(

@@ -274,3 +274,59 @@ def test_replicated_gradients_have_the_same_bits_on_all_slices() -> None:
     first, *others = together(3, work)
     assert all(torch.equal(first, other) for other in others)
     assert float(first.abs().max()) > EXACT
+
+
+ROWS: dict[str, nn.Module] = {
+    "halo of one": nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1)),
+    "strides": nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=3)),
+    "wide": nn.Sequential(nn.Conv2d(2, 3, (7, 3), padding="same", dilation=(2, 1)), nn.Conv2d(3, 2, (8, 2))),
+    "groups": nn.Sequential(nn.Conv2d(2, 4, 3, groups=2, bias=False), nn.Conv2d(4, 4, 1, stride=2, groups=4)),
+    "pools": nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.MaxPool2d(3, 2, padding=1, dilation=2),
+        nn.Sequential(nn.Dropout(0.0), nn.AvgPool2d(2, 1, padding=1), nn.GroupNorm(2, 4, affine=False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("name", ROWS)
+def test_layers_by_rows_fetch_their_halo(slices: int, name: str) -> None:
+    model = ROWS[name]
+    model.tensor_plan = {"*": "spatial"}
+    plan = words(model)
+    assert plan["0"] == "spatial scatter"
+    assert list(plan.values())[-1] == "spatial gather"
+    model.tensor_plan = None
+    hold_against_the_whole(model, numbers(2, 2, 23, 9), slices, plan)
+
+
+def test_halo_of_a_row_is_all_that_travels_forward() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1))
+    (first, second, third) = hold_against_the_whole(
+        model, numbers(1, 2, 17, 9), 3, {"0": "spatial scatter", "2": "spatial gather"}
+    )
+    row = 9 * 8
+    gathered = [2 * 2 * rows * row for rows in (6, 6, 5)]
+    assert [one.traffic["0"].forward_bytes for one in (first, second, third)] == [2 * row, 4 * row, 2 * row]
+    assert [
+        one.traffic["2"].forward_bytes - all_of_it
+        for one, all_of_it in zip((first, second, third), gathered, strict=True)
+    ] == [3 * row, 6 * row, 3 * row]
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "padding_mode=circular needs rows of the other"),
+        (nn.AvgPool2d(3, padding=1, count_include_pad=False), "count_include_pad=False needs to know"),
+        (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode=True reaches beyond"),
+        (nn.Conv2d(2, 2, 3), "module '0' has an image of 1 rows, too few for 2 slices"),
+    ],
+)
+def test_what_cannot_be_sliced_by_rows_is_refused(module: nn.Module, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        hold_against_the_whole(
+            nn.Sequential(module), numbers(2, 2, 3, 5), 2, {"0": "spatial scatter gather"}
+        )

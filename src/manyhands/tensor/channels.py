@@ -12,7 +12,7 @@ from manyhands.grid.held import Cut
 from manyhands.tensor.later import settled
 from manyhands.tensor.layers import SlicedModule, along, whole_attribute
 from manyhands.tensor.moves import copied, gathered, summed
-from manyhands.tensor.plan import How, Kind, parts_of
+from manyhands.tensor.plan import SliceKind, Slicing, parts_of
 
 __all__ = ["CONVOLUTIONS", "DROPOUT", "GROUP_NORM"]
 
@@ -24,7 +24,7 @@ class OutputChannels(SlicedModule, _ConvNd):
     bias = whole_attribute("bias")
 
     @classmethod
-    def cuts(cls, module: _ConvNd, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: _ConvNd, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """Filters, and their biases."""
         parts = parts_of(module.out_channels, how.units, slices)
         return {name: along(0, parts) for name in ("weight", "bias")}
@@ -48,7 +48,7 @@ class InputChannels(SlicedModule, _ConvNd):
     weight = whole_attribute("weight")
 
     @classmethod
-    def cuts(cls, module: _ConvNd, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: _ConvNd, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """The channels of all filters; the bias is everyone's, and is added once."""
         return {"weight": along(1, parts_of(module.in_channels, how.units, slices))}
 
@@ -93,7 +93,7 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
     bias = whole_attribute("bias")
 
     @classmethod
-    def cuts(cls, module: nn.GroupNorm, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: nn.GroupNorm, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """The channels of this slice's groups."""
         units = how.units or module.num_groups
         if module.num_groups % units:
@@ -113,10 +113,10 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
 
 
 class SlicedDropout(SlicedModule, nn.Dropout):
-    """Draws for the whole activation and takes its part: so every slice draws as much as one process."""
+    """SameDraws for the whole activation and takes its part: so every slice draws as much as one process."""
 
     @classmethod
-    def cuts(cls, module: nn.Dropout, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: nn.Dropout, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """It has no parameters."""
         del module, slices
         if not how.units:
@@ -139,10 +139,10 @@ class SlicedDropout(SlicedModule, nn.Dropout):
         return x * kept.narrow(dim, each * mine.start, x.shape[dim])
 
 
-CONVOLUTIONS: dict[type[nn.Module], dict[Kind, type[SlicedModule]]] = {
-    nn.Conv1d: {Kind.CHANNELS_OUT: _OutputChannels1d, Kind.CHANNELS_IN: _InputChannels1d},
-    nn.Conv2d: {Kind.CHANNELS_OUT: _OutputChannels2d, Kind.CHANNELS_IN: _InputChannels2d},
-    nn.Conv3d: {Kind.CHANNELS_OUT: _OutputChannels3d, Kind.CHANNELS_IN: _InputChannels3d},
+CONVOLUTIONS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
+    nn.Conv1d: {SliceKind.CHANNELS_OUT: _OutputChannels1d, SliceKind.CHANNELS_IN: _InputChannels1d},
+    nn.Conv2d: {SliceKind.CHANNELS_OUT: _OutputChannels2d, SliceKind.CHANNELS_IN: _InputChannels2d},
+    nn.Conv3d: {SliceKind.CHANNELS_OUT: _OutputChannels3d, SliceKind.CHANNELS_IN: _InputChannels3d},
 }
-GROUP_NORM: dict[Kind, type[SlicedModule]] = {Kind.INSIDE: ChannelGroupNorm}
-DROPOUT: dict[Kind, type[SlicedModule]] = {Kind.INSIDE: SlicedDropout}
+GROUP_NORM: dict[SliceKind, type[SlicedModule]] = {SliceKind.INSIDE: ChannelGroupNorm}
+DROPOUT: dict[SliceKind, type[SlicedModule]] = {SliceKind.INSIDE: SlicedDropout}

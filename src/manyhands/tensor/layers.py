@@ -17,12 +17,21 @@ from manyhands.errors import UserError
 from manyhands.grid.held import Cut
 from manyhands.tensor.later import WholeLater, settled
 from manyhands.tensor.moves import Port, copied, gathered, summed
-from manyhands.tensor.plan import How, Kind, parts_of
+from manyhands.tensor.plan import SliceKind, Slicing, parts_of
 
-__all__ = ["EMBEDDING", "LINEAR", "Draws", "Slice", "SlicedModule", "along", "whole_attribute"]
+__all__ = [
+    "EMBEDDING",
+    "LINEAR",
+    "ImageRows",
+    "LayerSlice",
+    "SameDraws",
+    "SlicedModule",
+    "along",
+    "whole_attribute",
+]
 
 
-class Draws:
+class SameDraws:
     """Keeps the slices' random numbers the same where activations are whole.
 
     Between a layer that leaves its output sliced and the one that takes it, slices of different sizes draw different
@@ -55,13 +64,21 @@ def _generator(x: Tensor) -> torch.Generator:
     return torch.default_generator
 
 
+class ImageRows:
+    """How many rows the image has that is on its way through layers sliced by rows."""
+
+    def __init__(self) -> None:
+        self.height = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class LayerSlice:
     """What a sliced layer knows of its slicing."""
 
     port: Port
-    how: How
-    draws: Draws
+    how: Slicing
+    draws: SameDraws
+    rows: ImageRows
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Of its parameters, when they were whole."""
 
@@ -72,10 +89,10 @@ class Slice:
 class SlicedModule(nn.Module):
     """A module that has become a slice."""
 
-    sliced: Slice
+    sliced: LayerSlice
 
     @classmethod
-    def cuts(cls, module: Any, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: Any, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """Which part of each parameter every slice has; parameters that are not named stay whole."""
         raise NotImplementedError
 
@@ -89,7 +106,7 @@ class SlicedModule(nn.Module):
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
-        """How many items every slice has along the dimension in which a parameter is cut."""
+        """Slicing many items every slice has along the dimension in which a parameter is cut."""
         return [cut.end - cut.begin for cut in self.sliced.cuts[name]]
 
     def whole(self, name: str) -> Tensor | None:
@@ -134,7 +151,7 @@ class ColumnLinear(SlicedModule, nn.Linear):
     bias = whole_attribute("bias")
 
     @classmethod
-    def cuts(cls, module: nn.Linear, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: nn.Linear, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """Rows of the weight, and of the bias."""
         parts = parts_of(module.out_features // how.fused, how.units, slices)
         return {name: along(0, parts, how.fused) for name in ("weight", "bias")}
@@ -165,7 +182,7 @@ class RowLinear(SlicedModule, nn.Linear):
     weight = whole_attribute("weight")
 
     @classmethod
-    def cuts(cls, module: nn.Linear, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: nn.Linear, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """Columns of the weight; the bias is everyone's, and is added once."""
         return {"weight": along(1, parts_of(module.in_features, how.units, slices))}
 
@@ -186,7 +203,7 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
     weight = whole_attribute("weight")
 
     @classmethod
-    def cuts(cls, module: nn.Embedding, how: How, slices: int) -> dict[str, list[Cut]]:
+    def cuts(cls, module: nn.Embedding, how: Slicing, slices: int) -> dict[str, list[Cut]]:
         """Rows of the table."""
         return {"weight": along(0, parts_of(module.num_embeddings, how.units, slices))}
 
@@ -203,10 +220,10 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
         return summed(rows * mine[..., None], self.port)
 
 
-LINEAR: dict[Kind, type[SlicedModule]] = {
-    Kind.COLUMN: ColumnLinear,
-    Kind.HEADS: ColumnLinear,
-    Kind.ROW: RowLinear,
-    Kind.VOCABULARY: VocabularyLinear,
+LINEAR: dict[SliceKind, type[SlicedModule]] = {
+    SliceKind.COLUMN: ColumnLinear,
+    SliceKind.HEADS: ColumnLinear,
+    SliceKind.ROW: RowLinear,
+    SliceKind.VOCABULARY: VocabularyLinear,
 }
-EMBEDDING: dict[Kind, type[SlicedModule]] = {Kind.VOCABULARY: VocabularyEmbedding}
+EMBEDDING: dict[SliceKind, type[SlicedModule]] = {SliceKind.VOCABULARY: VocabularyEmbedding}

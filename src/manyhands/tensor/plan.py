@@ -1,4 +1,4 @@
-"""How each layer of a network is sliced, as data: {name of a module: how}.
+"""Slicing each layer of a network is sliced, as data: {name of a module: how}.
 
     {"blocks.0.project": "heads=4 fused=3", "blocks.0.mix": "row heads=4", "head": "vocabulary"}
 
@@ -14,7 +14,7 @@ of it). A layer that leaves its output sliced is followed by one that takes it.
 | `channels_out` | convolution | whole | sliced by channels; whole with `gather` |
 | `channels_in` | convolution | sliced by channels | whole |
 | `inside` | GroupNorm, Dropout | sliced | sliced |
-| `spatial` | Conv2d, pooling | whole, or rows of the image | rows of the image; whole with `gather` |
+| `spatial` | Conv2d, pooling, GroupNorm | rows of the image; whole with `scatter` | rows; whole with `gather` |
 | `whole` | anything | whole | whole: every slice computes all of it |
 """
 
@@ -27,11 +27,11 @@ from enum import Enum, unique
 from manyhands.data.plan import split
 from manyhands.errors import UserError, nearest
 
-__all__ = ["How", "Kind", "Plan", "parts_of"]
+__all__ = ["Plan", "SliceKind", "Slicing", "parts_of"]
 
 
 @unique
-class Kind(Enum):
+class SliceKind(Enum):
     """A way to slice a layer."""
 
     COLUMN = "column"
@@ -45,21 +45,24 @@ class Kind(Enum):
     WHOLE = "whole"
 
 
-_WORDS = tuple(kind.value for kind in Kind)
+_WORDS = tuple(kind.value for kind in SliceKind)
 _NUMBERS = ("heads", "units", "fused")
-_FLAGS = ("gather", "channels")
+_FLAGS = ("scatter", "gather", "channels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    """How one layer is sliced; `How.parse` reads the text of it."""
+class Slicing:
+    """Slicing one layer is sliced; `Slicing.parse` reads the text of it."""
 
-    kind: Kind
+    kind: SliceKind
     units: int = 0
     """Whole units that are never cut, as the heads of an attention; 0: single features."""
 
     fused: int = 1
-    """How many outputs of equal size lie one after another in the layer's, as query, key and value."""
+    """Slicing many outputs of equal size lie one after another in the layer's, as query, key and value."""
+
+    scatter: bool = False
+    """Of a layer on rows of an image: whether the image that goes in is whole."""
 
     gather: bool = False
     """Whether the output is put together again right away."""
@@ -68,9 +71,9 @@ class How:
     """Of what lies inside sliced work: whether that is sliced by channels, and not by features."""
 
     @staticmethod
-    def parse(text: str | How) -> How:
+    def parse(text: str | Slicing) -> Slicing:
         """Read `column gather`, `row heads=4`, `heads=4 fused=3`; UserError names the word that is wrong."""
-        if isinstance(text, How):
+        if isinstance(text, Slicing):
             return text
         if not isinstance(text, str) or not text.split():
             raise UserError(f"tensor_plan: {text!r} does not say how; {nearest('', _WORDS)}")
@@ -89,27 +92,27 @@ class How:
             else:
                 raise UserError(
                     f"tensor_plan: {setting!r} in {text!r} makes no sense; allowed: heads=4, units=4, fused=3, "
-                    "gather, channels"
+                    "scatter, gather, channels"
                 )
-        kind = Kind(word)
-        if kind is Kind.HEADS and "units" not in numbers:
+        kind = SliceKind(word)
+        if kind is SliceKind.HEADS and "units" not in numbers:
             raise UserError(f"tensor_plan: {text!r} does not say how many; write heads=4")
-        return How(kind=kind, units=numbers.get("units", 0), fused=numbers.get("fused", 1), **flags)
+        return Slicing(kind=kind, units=numbers.get("units", 0), fused=numbers.get("fused", 1), **flags)
 
     def __str__(self) -> str:
-        word = f"heads={self.units}" if self.kind is Kind.HEADS else self.kind.value
-        units = f" units={self.units}" if self.units and self.kind is not Kind.HEADS else ""
+        word = f"heads={self.units}" if self.kind is SliceKind.HEADS else self.kind.value
+        units = f" units={self.units}" if self.units and self.kind is not SliceKind.HEADS else ""
         fused = f" fused={self.fused}" if self.fused > 1 else ""
         return f"{word}{units}{fused}{''.join(f' {flag}' for flag in _FLAGS if getattr(self, flag))}"
 
     @property
     def leaves_sliced(self) -> bool:
         """Whether the output of a Linear or a convolution stays sliced."""
-        return self.kind in (Kind.COLUMN, Kind.HEADS, Kind.CHANNELS_OUT) and not self.gather
+        return self.kind in (SliceKind.COLUMN, SliceKind.HEADS, SliceKind.CHANNELS_OUT) and not self.gather
 
 
-Plan = Mapping[str, How]
-"""How each module is sliced, by its name in the model; whoever is not named is whole."""
+Plan = Mapping[str, Slicing]
+"""Slicing each module is sliced, by its name in the model; whoever is not named is whole."""
 
 
 def parts_of(count: int, units: int, slices: int) -> list[range]:

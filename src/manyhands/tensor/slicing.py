@@ -12,9 +12,9 @@ from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Cut
 from manyhands.tensor.finding import find_plan
 from manyhands.tensor.kinds import sliced_class
-from manyhands.tensor.layers import Draws, Slice
+from manyhands.tensor.layers import ImageRows, LayerSlice, SameDraws
 from manyhands.tensor.moves import Clock, LayerTraffic, Port
-from manyhands.tensor.plan import How, Kind, Plan
+from manyhands.tensor.plan import Plan, SliceKind, Slicing
 
 __all__ = ["CutParameter", "Sliced", "slice_modules"]
 
@@ -43,7 +43,7 @@ class Sliced:
 
 
 def slice_modules(model: nn.Module, group: LinkGroup, plan: Plan | None = None) -> Sliced:
-    """Slice the modules of `model` in place over the members of `group`; `plan` is found where none is given.
+    """LayerSlice the modules of `model` in place over the members of `group`; `plan` is found where none is given.
 
     All members do this with the same model. Whoever holds the model, or a module of it, goes on with the slice; whoever
     holds a parameter of `cut` (an optimizer, say) takes its `local` instead.
@@ -53,7 +53,7 @@ def slice_modules(model: nn.Module, group: LinkGroup, plan: Plan | None = None) 
     named = dict(model.named_modules())
     owners = _owners(model)
     for name, how in plan.items():
-        if how.kind is not Kind.WHOLE and group.world > 1:
+        if how.kind is not SliceKind.WHOLE and group.world > 1:
             slicer.slice(name, named[name], how)
     slicer.check_tied(owners)
     return Sliced(plan=plan, cut=slicer.cut, traffic=slicer.traffic, clock=slicer.clock)
@@ -76,9 +76,10 @@ class _Slicer:
         self.traffic: dict[str, LayerTraffic] = {}
         self.clock = Clock()
         self._group = group
-        self._draws = Draws()
+        self._draws = SameDraws()
+        self._rows = ImageRows()
 
-    def slice(self, name: str, module: nn.Module, how: How) -> None:
+    def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
         """Make this module a slice."""
         kind = sliced_class(name, module, how)
         cuts = {key: tuple(found) for key, found in kind.cuts(module, how, self._group.world).items()}
@@ -88,10 +89,11 @@ class _Slicer:
                 "slices, or say 'whole'"
             )
         traffic = self.traffic[name] = LayerTraffic(how=str(how))
-        sliced = Slice(
+        sliced = LayerSlice(
             port=Port(self._group, name, traffic, self.clock),
             how=how,
             draws=self._draws,
+            rows=self._rows,
             shapes={key: value.shape for key, value in module.named_parameters(recurse=False)},
             cuts=cuts,
         )
