@@ -278,7 +278,9 @@ def test_replicated_gradients_have_the_same_bits_on_all_slices() -> None:
 
 ROWS: dict[str, nn.Module] = {
     "halo of one": nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1)),
-    "strides": nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=3)),
+    "strides": nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=3)
+    ),
     "wide": nn.Sequential(nn.Conv2d(2, 3, (7, 3), padding="same", dilation=(2, 1)), nn.Conv2d(3, 2, (8, 2))),
     "groups": nn.Sequential(nn.Conv2d(2, 4, 3, groups=2, bias=False), nn.Conv2d(4, 4, 1, stride=2, groups=4)),
     "pools": nn.Sequential(
@@ -319,7 +321,10 @@ def test_halo_of_a_row_is_all_that_travels_forward() -> None:
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "padding_mode=circular needs rows of the other"),
+        (
+            nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+            "padding_mode=circular needs rows of the other",
+        ),
         (nn.AvgPool2d(3, padding=1, count_include_pad=False), "count_include_pad=False needs to know"),
         (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode=True reaches beyond"),
         (nn.Conv2d(2, 2, 3), "module '0' has an image of 1 rows, too few for 2 slices"),
@@ -327,6 +332,60 @@ def test_halo_of_a_row_is_all_that_travels_forward() -> None:
 )
 def test_what_cannot_be_sliced_by_rows_is_refused(module: nn.Module, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        hold_against_the_whole(
-            nn.Sequential(module), numbers(2, 2, 3, 5), 2, {"0": "spatial scatter gather"}
-        )
+        hold_against_the_whole(nn.Sequential(module), numbers(2, 2, 3, 5), 2, {"0": "spatial scatter gather"})
+
+
+class Attending(nn.Module):
+    """Torch's attention, called in one of its ways."""
+
+    def __init__(self, *, batch_first: bool, bias: bool = True, **how: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=batch_first, bias=bias)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, weights = self.attention(x, x if x.dim() == 2 else x.flip(1), x, **self.how)
+        return output if weights is None else torch.cat([output.flatten(), weights.flatten()])
+
+
+CAUSAL = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+PADDED = torch.tensor([[False] * 5, [False, False, False, True, True]])
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Attending(batch_first=True, need_weights=False, attn_mask=CAUSAL), (2, 5, 12)),
+        (Attending(batch_first=True, key_padding_mask=PADDED), (2, 5, 12)),
+        (Attending(batch_first=False, bias=False, average_attn_weights=False), (5, 2, 12)),
+        (
+            Attending(batch_first=True, attn_mask=numbers(8, 5, 5), key_padding_mask=PADDED.double()),
+            (2, 5, 12),
+        ),
+        (Attending(batch_first=False, attn_mask=CAUSAL), (5, 12)),
+    ],
+    ids=["causal", "padded", "time first", "mask of each head", "no batch"],
+)
+def test_attention_by_heads(slices: int, model: nn.Module, shape: tuple[int, ...]) -> None:
+    assert words(model) == {"attention": "heads=4"}
+    (first, *_) = hold_against_the_whole(model, numbers(*shape), slices)
+    assert not first.cut if slices == 1 else len(first.cut) >= 2
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_layers_of_torchs_transformer(slices: int, norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 4, 17, dropout=0.0, batch_first=True, norm_first=norm_first)
+    assert words(layer) == {
+        "self_attn": "heads=4",
+        "linear1": "column",
+        "dropout": "inside units=17",
+        "linear2": "row",
+    }
+    hold_against_the_whole(layer, numbers(2, 5, 12), slices)
+    hold_against_the_whole(layer.eval(), numbers(2, 5, 12), slices)
+    decoder = nn.TransformerDecoderLayer(12, 4, 17, dropout=0.0, batch_first=True, norm_first=norm_first)
+    hold_against_the_whole(
+        decoder, numbers(2, 5, 12), slices, None, lambda model, x: model(x, x.flip(0), tgt_mask=CAUSAL)
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from manyhands.errors import UserError
+from manyhands.tensor.attention import ATTENTION
 from manyhands.tensor.channels import CONVOLUTIONS, DROPOUT, GROUP_NORM
 from manyhands.tensor.layers import EMBEDDING, LINEAR, SlicedModule
 from manyhands.tensor.plan import SliceKind, Slicing
@@ -15,6 +17,8 @@ __all__ = ["KINDS", "sliced_class"]
 KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
     nn.Linear: LINEAR,
     nn.Embedding: EMBEDDING,
+    NonDynamicallyQuantizableLinear: LINEAR,  # what torch's attention has for its output
+    nn.MultiheadAttention: ATTENTION,
     nn.GroupNorm: GROUP_NORM,
     nn.Dropout: DROPOUT,
     **CONVOLUTIONS,

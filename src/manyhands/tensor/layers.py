@@ -96,6 +96,12 @@ class SlicedModule(nn.Module):
         """Which part of each parameter every slice has; parameters that are not named stay whole."""
         raise NotImplementedError
 
+    @classmethod
+    def beside(cls, module: Any, how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
+        """Submodules that are sliced with it, by their names in it."""
+        del module, how
+        return {}
+
     @property
     def port(self) -> Port:
         """To the other slices."""

@@ -101,9 +101,10 @@ class _Slicer:
             whole = module._parameters[key]
             if whole is not None:
                 module._parameters[key] = self._local(name, whole, found[self._group.index])
-        module.__class__ = (
-            kind  # as torch's own parametrizations do: whoever holds the module holds the slice
-        )
+        for below, (submodule, its_how) in kind.beside(module, how).items():
+            self.slice(f"{name}.{below}" if name else below, submodule, its_how)
+        # As torch's own parametrizations do: whoever holds the module goes on with the slice.
+        module.__class__ = kind
         module.sliced = sliced  # type: ignore[assignment]
 
     def _local(self, name: str, whole: nn.Parameter, cut: Cut) -> nn.Parameter:
