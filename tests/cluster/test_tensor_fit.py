@@ -1,5 +1,4 @@
-"""`tensor` through the common loop, in virtual time: after 20 steps the weights and the optimizer's state are those of
-one process; a checkpoint is whole, and goes both ways."""
+"""`tensor` through the common loop, in virtual time: weights and optimizer are those of one process after 20 steps."""
 
 from __future__ import annotations
 
@@ -156,7 +155,7 @@ def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data
     task = TASKS[name]()
     expected, state, evaluated = alone(name)
     found = sliced(task, Grid(slices=slices, data=data))
-    (weights, optimizer, told), *others = found
+    (weights, optimizer, _), *others = found
     assert distance(weights, expected) < 1e-9
     assert largest_difference(optimizer, state) < 1e-9
     assert all(other[1] is None for other in others)

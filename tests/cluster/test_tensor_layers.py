@@ -11,10 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manyhands.chain import chain_of
 from manyhands.errors import UserError
 from manyhands.grid.group import LinkGroup
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.vision import ImageClassifier
 from manyhands.tensor.finding import find_plan
 from manyhands.tensor.later import WholeLater
+from manyhands.tensor.layers import SameDraws
+from manyhands.tensor.plan import Slicing, parts_of
 from manyhands.tensor.slicing import slice_modules
 from sliced import EXACT, hold_against_the_whole, together
 
@@ -209,17 +214,38 @@ def test_module_that_comes_twice_and_one_that_is_too_small() -> None:
     hold_against_the_whole(model, numbers(3, 6), 3)
 
 
-def test_dropout_inside_draws_as_one_process() -> None:
-    """Slices draw one after another here, each from the same seed: what they keep is the whole's."""
-    model = nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.4), nn.Linear(13, 5), nn.Dropout(0.3))
+@pytest.mark.parametrize(("how", "dim"), [("inside units=5", 2), ("inside units=5 channels", 1)])
+def test_dropout_inside_draws_as_one_process(how: str, dim: int) -> None:
+    """And as much: what is drawn after it is the same on all slices."""
+    x = numbers(3, 10, 10)
+    torch.manual_seed(3)
+    whole, after = F.dropout(x, 0.4), torch.rand(2)
+    for index, part in enumerate(parts_of(10, 5, 3)):
+        model = nn.Sequential(nn.Dropout(0.4))
+        slice_modules(model, LinkGroup(index, range(3), {}, 1.0, kind=1), {"0": Slicing.parse(how)})
+        torch.manual_seed(3)
+        assert torch.equal(
+            model(x.narrow(dim, part.start, len(part))), whole.narrow(dim, part.start, len(part))
+        )
+        assert torch.equal(torch.rand(2), after)
+    assert torch.equal(model.eval()(x[..., :2]), x[..., :2])
 
-    def seeded(model: nn.Module, x: Tensor) -> Tensor:
-        for module in model:
-            torch.manual_seed(3)  # nobody else draws between here and the module
-            x = module(x)
-        return x
 
-    hold_against_the_whole(model, numbers(4, 7), 3, None, seeded)
+def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
+    def after(count: int) -> Tensor:
+        torch.manual_seed(5)
+        draws = SameDraws()
+        draws.enter(x)
+        torch.rand(count)
+        draws.leave(x)
+        return torch.rand(3)
+
+    x = numbers(1)
+    assert torch.equal(after(4), after(7))
+    torch.manual_seed(5)
+    plain = torch.rand(3)
+    assert torch.equal(after(0), plain), "where nothing is drawn, one process draws the same"
+    assert not torch.equal(after(4), plain)
 
 
 @pytest.mark.parametrize(
@@ -389,3 +415,32 @@ def test_layers_of_torchs_transformer(slices: int, norm_first: bool) -> None:
     hold_against_the_whole(
         decoder, numbers(2, 5, 12), slices, None, lambda model, x: model(x, x.flip(0), tgt_mask=CAUSAL)
     )
+
+
+def test_part_of_a_chain_is_sliced_as_a_stage_of_a_pipeline() -> None:
+    """Stages of one model, sliced one after another, give what the whole gives; a tied weight is cut alike in both."""
+    model = Transformer(context=8, layers=2, width=12, heads=3, vocabulary=17)
+    classifier = ImageClassifier(side=9, white=255, width=8)
+
+    def staged(model: nn.Module, x: Tensor) -> Tensor:
+        for module in chain_of(model):
+            x = module(x)
+        return x
+
+    for whole, x in ((model.double(), tokens(17, 2, 7)), (classifier.double(), numbers(2, 1, 9, 9))):
+        expected = staged(whole, x).detach()
+
+        def work(group: LinkGroup, whole: nn.Module = whole, x: Tensor = x) -> tuple[Tensor, list[Any]]:
+            mine = copy.deepcopy(whole)
+            chain = chain_of(mine)
+            cut = len(chain) // 2
+            halves = [slice_modules(mine, group, part=part) for part in (chain[:cut], chain[cut:])]
+            for module in chain:
+                x = module(x)
+            return x.detach() * 1, [half.cut for half in halves]
+
+        for y, (first, second) in together(2, work):
+            assert float((y - expected).abs().max()) < EXACT
+            tied = first.keys() & second.keys()
+            assert len(tied) == (1 if whole is model else 0)
+            assert all(first[one].cut == second[one].cut for one in tied)

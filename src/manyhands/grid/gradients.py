@@ -1,9 +1,13 @@
-"""What workers of a grid do with gradients between backward and step: sum them, clip them, agree on the loss."""
+"""What workers of a grid do with gradients between backward and step: sum them, clip them, agree on the loss.
+
+A parameter that nobody reached keeps no gradient, as in one process: weight decay and momentum would move it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -12,48 +16,40 @@ from manyhands.grid.group import LinkGroup
 from manyhands.settings import MIB
 from manyhands.training.exchange import LocalStep, SharedStep
 
-__all__ = ["agree_on", "clip_norm", "sum_gradients"]
+__all__ = ["agree_on", "scale_to", "squared_norm", "sum_gradients"]
 
-_BUCKET_BYTES = 25 * MIB
+_BUCKET_BYTES: Final = 25 * MIB
 
 
-def sum_gradients(
-    parameters: Sequence[nn.Parameter], group: LinkGroup, bucket_bytes: int = _BUCKET_BYTES
-) -> None:
-    """Collective: each parameter's gradient becomes the sum over the members, in their order.
+def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
+    """Collective: each parameter's gradient becomes the sum over the members, with the same bits on all of them.
 
-    All members give the same parameters. One that no member has a gradient of keeps none; a member that has none where
-    another has one counts as zero.
+    All members give parameters of the same shapes, in the same order.
     """
-    if group.world == 1 or not parameters:
+    trained = [one for one in parameters if one.requires_grad]
+    if group.world == 1 or not trained:
         return
-    reached = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32)
-    reached = group.all_reduce(reached)
-    summed = [one for one, count in zip(parameters, reached.tolist(), strict=True) if count]
-    for bucket in _buckets(summed, bucket_bytes):
-        _sum_bucket(bucket, group)
+    reached = group.all_reduce(torch.tensor([one.grad is not None for one in trained], dtype=torch.int32))
+    anyone = [one for one, count in zip(trained, reached.tolist(), strict=True) if count]
+    for bucket in _buckets(anyone):
+        flat = group.all_reduce(torch.cat([_gradient(one).reshape(-1) for one in bucket]))
+        for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+            one.grad = part.view(one.shape)
 
 
-def clip_norm(
-    parameters: Sequence[nn.Parameter], counted: Sequence[bool], group: LinkGroup, max_norm: float
-) -> float:
-    """Collective: as `torch.nn.utils.clip_grad_norm_` on a model that the members hold together; the norm that it had.
+def squared_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """Of their gradients together."""
+    norms = [torch.linalg.vector_norm(one.grad) for one in parameters if one.grad is not None]
+    return sum(float(norm) ** 2 for norm in norms)
 
-    `counted` says which parameters count in this member's sum: of what several members hold, one counts it.
-    """
-    squares = [
-        one.grad.detach().double().square().sum().cpu()
-        for one, counts in zip(parameters, counted, strict=True)
-        if counts and one.grad is not None
-    ]
-    own = torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64)
-    norm = math.sqrt(float(group.all_reduce(own)))
+
+def scale_to(max_norm: float, norm: float, parameters: Sequence[nn.Parameter]) -> None:
+    """Scale gradients, whose norm over all workers is `norm`, down to `max_norm`, as torch does."""
     factor = max_norm / (norm + 1e-6)
-    if not factor >= 1:  # not a number, too: then torch makes all gradients so
+    if not factor >= 1:  # a norm that is not a number is passed on, as torch does
         for one in parameters:
             if one.grad is not None:
                 one.grad.mul_(factor)
-    return norm
 
 
 def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> SharedStep:
@@ -62,39 +58,32 @@ def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> Shar
     Where several workers work on the same samples, one of them `counts`.
     """
     told = torch.zeros(2 + group.world, dtype=torch.float64)
-    if local.is_finite:
-        told[0] = local.loss * local.share if counts and local.share else 0.0
-    else:
-        told[2 + group.index] = 1
     told[1] = local.stop
+    if not local.is_finite:
+        told[2 + group.index] = 1
+    elif counts and local.share:
+        told[0] = local.loss * local.share
     told = group.all_reduce(told)
     bad = tuple(index for index, flag in enumerate(told[2:].tolist()) if flag)
-    return SharedStep(loss=float("nan") if bad else float(told[0]), bad_workers=bad, stop=bool(told[1]))
+    return SharedStep(loss=math.nan if bad else float(told[0]), bad_workers=bad, stop=bool(told[1]))
 
 
-def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """In their order, each of one type and device."""
-    buckets: list[list[nn.Parameter]] = []
+def _gradient(one: nn.Parameter) -> Tensor:
+    if one.grad is None:
+        return torch.zeros_like(one)
+    return one.grad.to_dense() if one.grad.is_sparse else one.grad
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one type on one device, up to so many bytes together."""
+    bucket: list[nn.Parameter] = []
     size = 0
     for one in parameters:
-        last = buckets[-1][0] if buckets else None
-        alike = last is not None and (last.dtype, last.device) == (one.dtype, one.device)
-        if not alike or size + one.nbytes > bucket_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(one)
+        alike = not bucket or (one.dtype, one.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or size + one.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(one)
         size += one.nbytes
-    return buckets
-
-
-def _sum_bucket(bucket: Sequence[nn.Parameter], group: LinkGroup) -> None:
-    for one in bucket:
-        if one.grad is None:
-            one.grad = torch.zeros_like(one)
-    gradients: list[Tensor] = [one.grad for one in bucket if one.grad is not None]
-    if len(gradients) == 1:
-        group.all_reduce(gradients[0])
-        return
-    flat = group.all_reduce(torch.cat([one.reshape(-1) for one in gradients]))
-    for gradient, part in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
-        gradient.copy_(part.view(gradient.shape))
+    if bucket:
+        yield bucket

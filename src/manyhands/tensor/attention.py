@@ -89,7 +89,7 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         assert weight is not None, "one projection for all three"
         biases = bias.chunk(3) if bias is not None else (None, None, None)
         return [
-            F.linear(one, part, its_bias).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            F.linear(one, part, its_bias).view(*one.shape[:2], -1, self.head_dim).transpose(1, 2)
             for one, part, its_bias in zip(given, weight.chunk(3), biases, strict=True)
         ]
 

@@ -113,7 +113,7 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
 
 
 class SlicedDropout(SlicedModule, nn.Dropout):
-    """SameDraws for the whole activation and takes its part: so every slice draws as much as one process."""
+    """Draws for the whole activation and takes its part: so every slice draws as much as one process."""
 
     @classmethod
     def cuts(cls, module: nn.Dropout, how: Slicing, slices: int) -> dict[str, list[Cut]]:

@@ -6,6 +6,7 @@ data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.grid.gradients import agree_on, clip_norm, sum_gradients
+from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
 from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import Grid, GridAxis
@@ -99,15 +100,18 @@ class TensorExchange(Exchange):
         """Collective: gradients are summed over the replicas."""
         shared = agree_on(self._everyone, local, counts=self._place.slice == 0)
         if not shared.bad_workers:
-            sum_gradients([one.local for one in self._need().held if one.local.requires_grad], self._data)
+            sum_gradients(self._data, [one.local for one in self._need().held])
         self._steps += 1
         return shared
 
     def clip(self, max_norm: float) -> float:
         """Collective: what is sliced counts on every slice, what is whole on the first."""
         held = self._need().held
-        counted = [one.cut is not None or self._place.slice == 0 for one in held]
-        return clip_norm([one.local for one in held], counted, self._slices, max_norm)
+        counted = [one.local for one in held if one.cut is not None or self._place.slice == 0]
+        squares = self._slices.all_reduce(torch.tensor([squared_norm(counted)], dtype=torch.float64))
+        norm = math.sqrt(float(squares))
+        scale_to(max_norm, norm, [one.local for one in held])
+        return norm
 
     def apply(self) -> None:
         """Each worker steps what it holds."""

@@ -69,12 +69,18 @@ _KNOWN: dict[type[nn.Module], Mapping[str, str]] = {
 """Torch's own modules that are no chains: the plan of each."""
 
 
-def find_plan(model: nn.Module, slices: int) -> Plan:
-    """Slicing each module is sliced, in the order of the model's modules; pure: nothing of the model changes."""
+def find_plan(model: nn.Module, slices: int, part: Sequence[nn.Module] | None = None) -> Plan:
+    """How each module is sliced, in the order of the model's modules; pure: nothing of the model changes.
+
+    Of a `part` of a model's chain, only those modules, and pairs inside it.
+    """
     plan: dict[str, Slicing] = {}
     finder = _Finder(model, slices)
-    finder.visit("", model, plan)
-    _join_rows(model, plan)
+    if part is None:
+        finder.visit("", model, plan)
+    else:
+        finder.visit_part(part, plan)
+    _join_rows(model, part, plan)
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(plan.items(), key=lambda entry: order[entry[0]]))
 
@@ -107,6 +113,7 @@ class _Finder:
     """Goes through a model once."""
 
     def __init__(self, model: nn.Module, slices: int) -> None:
+        self._model = model
         self._slices = slices
         self._tied = _tied(model)
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -133,6 +140,17 @@ class _Finder:
                 return
             if not isinstance(module, nn.MultiheadAttention):
                 self._visit_children(module, plan)
+
+    def visit_part(self, part: Sequence[nn.Module], plan: dict[str, Slicing]) -> None:
+        """Plan some modules of the model's chain, which are applied one after another."""
+        if getattr(self._model, "tensor_plan", None) is None:
+            flat = [one for module in part for one in _flat(module)]
+            self._visit_chain([(self._names.get(id(one), ""), one) for one in flat], plan)
+            return
+        whole: dict[str, Slicing] = {}
+        self.visit("", self._model, whole)
+        here = {self._names.get(id(one)) for module in part for one in module.modules()}
+        plan |= {name: how for name, how in whole.items() if name in here}
 
     def _visit_known(self, path: str, module: nn.Module, plan: dict[str, Slicing]) -> None:
         """One of torch's own; whole where it has fewer heads or features than there are slices."""
@@ -186,7 +204,7 @@ class _Finder:
         )
 
     def _alone(self, module: nn.Module) -> Slicing | None:
-        """Slicing a layer is sliced whose neighbours are not known; None: not at all."""
+        """How a layer is sliced whose neighbours are not known; None: not at all."""
         tied = [id(one) for one in module.parameters(recurse=False) if id(one) in self._tied]
         by_vocabulary = all(self._tied[one] for one in tied)
         if type(module) is nn.Embedding:
@@ -208,7 +226,7 @@ class _Finder:
         return None
 
 
-def _join_rows(model: nn.Module, plan: dict[str, Slicing]) -> None:
+def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[str, Slicing]) -> None:
     """Of layers one after another that are sliced by rows, the first scatters the image and the last gathers it."""
     named = dict(model.named_modules())
     for name in [name for name, how in plan.items() if how.kind is SliceKind.SPATIAL]:
@@ -218,8 +236,10 @@ def _join_rows(model: nn.Module, plan: dict[str, Slicing]) -> None:
     by_rows = {name for name, how in plan.items() if how.kind is SliceKind.SPATIAL}
     runs: list[list[str]] = []
     seen: set[int] = set()
-    for module in model.modules():
-        chain = _chain(module)
+    chains = [_chain(module) for module in model.modules()]
+    if part is not None:
+        chains[0] = [one for module in part for one in _flat(module)]
+    for chain in chains:
         if all(id(one) in seen for one in chain):
             continue  # part of a longer one
         seen |= {id(one) for one in chain}
@@ -242,7 +262,7 @@ class LayerPair:
 
     plan: Plan
     length: int
-    """Slicing many modules of the chain it takes."""
+    """How many modules of the chain it takes."""
 
 
 def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:

@@ -112,7 +112,7 @@ class SlicedModule(nn.Module):
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
-        """Slicing many items every slice has along the dimension in which a parameter is cut."""
+        """How many items every slice has along the dimension in which a parameter is cut."""
         return [cut.end - cut.begin for cut in self.sliced.cuts[name]]
 
     def whole(self, name: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Slicing each layer of a network is sliced, as data: {name of a module: how}.
+"""How each layer of a network is sliced, as data: {name of a module: how}.
 
     {"blocks.0.project": "heads=4 fused=3", "blocks.0.mix": "row heads=4", "head": "vocabulary"}
 
@@ -52,14 +52,14 @@ _FLAGS = ("scatter", "gather", "channels")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """Slicing one layer is sliced; `Slicing.parse` reads the text of it."""
+    """How one layer is sliced; `Slicing.parse` reads the text of it."""
 
     kind: SliceKind
     units: int = 0
     """Whole units that are never cut, as the heads of an attention; 0: single features."""
 
     fused: int = 1
-    """Slicing many outputs of equal size lie one after another in the layer's, as query, key and value."""
+    """How many outputs of equal size lie one after another in the layer's, as query, key and value."""
 
     scatter: bool = False
     """Of a layer on rows of an image: whether the image that goes in is whole."""
@@ -112,7 +112,7 @@ class Slicing:
 
 
 Plan = Mapping[str, Slicing]
-"""Slicing each module is sliced, by its name in the model; whoever is not named is whole."""
+"""How each module is sliced, by its name in the model; whoever is not named is whole."""
 
 
 def parts_of(count: int, units: int, slices: int) -> list[range]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
@@ -42,16 +43,23 @@ class Sliced:
     clock: Clock
 
 
-def slice_modules(model: nn.Module, group: LinkGroup, plan: Plan | None = None) -> Sliced:
-    """LayerSlice the modules of `model` in place over the members of `group`; `plan` is found where none is given.
+def slice_modules(
+    model: nn.Module,
+    group: LinkGroup,
+    plan: Plan | None = None,
+    *,
+    part: Sequence[nn.Module] | None = None,
+) -> Sliced:
+    """Slice the modules of `model` in place over the members of `group`; `plan` is found where none is given.
 
-    All members do this with the same model. Whoever holds the model, or a module of it, goes on with the slice; whoever
+    With `part`, some modules of the model's chain, only these and what is in them: a stage of a pipeline. All members
+    do this with the same model. Whoever holds the model, or a module of it, goes on with the slice; whoever
     holds a parameter of `cut` (an optimizer, say) takes its `local` instead.
     """
-    plan = find_plan(model, group.world) if plan is None else plan
+    plan = find_plan(model, group.world, part) if plan is None else plan
     slicer = _Slicer(group)
     named = dict(model.named_modules())
-    owners = _owners(model)
+    owners = _owners([model] if part is None else part)
     for name, how in plan.items():
         if how.kind is not SliceKind.WHOLE and group.world > 1:
             slicer.slice(name, named[name], how)
@@ -59,10 +67,10 @@ def slice_modules(model: nn.Module, group: LinkGroup, plan: Plan | None = None) 
     return Sliced(plan=plan, cut=slicer.cut, traffic=slicer.traffic, clock=slicer.clock)
 
 
-def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+def _owners(modules: Sequence[nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
     """By the identity of a parameter: which modules have it, under which name."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules():
+    for path, module in chain.from_iterable(one.named_modules() for one in modules):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), []).append((path, module, name))
     return found

@@ -24,13 +24,13 @@ from manyhands.tensor.layers import SlicedModule
 from manyhands.tensor.moves import Port, copied, gathered, scattered, summed
 from manyhands.tensor.plan import Slicing, parts_of
 
-__all__ = ["SPATIAL", "Window", "fetched", "why_not"]
+__all__ = ["SPATIAL", "RowWindow", "fetched", "why_not"]
 
 _ROWS = -2  # the dimension of rows in (…, channels, rows, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class RowWindow:
     """Which input rows an output row needs."""
 
     kernel: int
@@ -157,7 +157,7 @@ class SpatialModule(SlicedModule):
             )
         return parts_of(height, 0, self.port.world)
 
-    def windowed(self, x: Tensor, window: Window, value: float) -> Tensor:
+    def windowed(self, x: Tensor, window: RowWindow, value: float) -> Tensor:
         """The rows that this slice's output rows need, padded with `value`; the height becomes the output's."""
         rows = self.sliced.rows
         has, height = self.shares(rows.height), window.height(rows.height)
@@ -175,7 +175,7 @@ class SpatialConv2d(SpatialModule, nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Rows of the output."""
         left, right, top, bottom = self._reversed_padding_repeated_twice
-        window = Window(
+        window = RowWindow(
             kernel=self.kernel_size[0],
             stride=self.stride[0],
             dilation=self.dilation[0],
@@ -195,7 +195,7 @@ class SpatialMaxPool2d(SpatialModule, nn.MaxPool2d):
         """Rows of the output."""
         (kernel, across), (stride, sideways) = _pair(self.kernel_size), _pair(self.stride)
         (above, beside), (dilation, along) = _pair(self.padding), _pair(self.dilation)
-        window = Window(kernel=kernel, stride=stride, dilation=dilation, top=above, bottom=above)
+        window = RowWindow(kernel=kernel, stride=stride, dilation=dilation, top=above, bottom=above)
         x = self.windowed(self.entered(x), window, -torch.inf)
         y = F.max_pool2d(x, (kernel, across), (stride, sideways), (0, beside), (dilation, along))
         return self.left(y)
@@ -208,7 +208,7 @@ class SpatialAvgPool2d(SpatialModule, nn.AvgPool2d):
         """Rows of the output."""
         (kernel, across), (stride, sideways) = _pair(self.kernel_size), _pair(self.stride)
         above, beside = _pair(self.padding)
-        window = Window(kernel=kernel, stride=stride, top=above, bottom=above)
+        window = RowWindow(kernel=kernel, stride=stride, top=above, bottom=above)
         x = F.pad(self.windowed(self.entered(x), window, 0.0), (beside, beside))
         y = F.avg_pool2d(x, (kernel, across), (stride, sideways), divisor_override=self.divisor_override)
         return self.left(y)
