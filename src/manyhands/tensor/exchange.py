@@ -22,7 +22,7 @@ from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.tensor.slicing import Sliced, slice_modules
-from manyhands.training.computing import Computer
+from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 
 __all__ = ["TensorExchange"]
@@ -49,6 +49,7 @@ class TensorExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._held: HeldModel | None = None
         self._sliced: Sliced | None = None
+        self._posts: dict[int, Post] = {}
         self._counted_ns = 0
         self._steps = 0
 
@@ -88,6 +89,12 @@ class TensorExchange(Exchange):
         self._optimizer = optimizer
         keep_freed_memory()  # every step frees what the next one takes
 
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Together with the other slices of this replica."""
+        for group in self._groups:
+            group.take_posts()  # of what was done between steps
+        return super().compute(computer, model, step)
+
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
         """Collective: each replica goes over its part of the evaluation data."""
         return computer.evaluate(model, self.part, self.parts, self._data.all_reduce)
@@ -102,6 +109,9 @@ class TensorExchange(Exchange):
         if not shared.bad_workers:
             sum_gradients(self._data, [one.local for one in self._need().held])
         self._steps += 1
+        for group in self._groups:
+            for peer, post in group.take_posts().items():
+                _add(self._posts.setdefault(peer, Post()), post)
         return shared
 
     def clip(self, max_norm: float) -> float:
@@ -133,13 +143,10 @@ class TensorExchange(Exchange):
         return self._everyone.all_reduce(values.clone())
 
     def take_times(self) -> Times:
-        """What passed between slices inside forward and backward."""
+        """What passed between slices inside forward and backward; messages, once all have agreed on the step."""
         spent_ns = self._sliced.clock.spent_ns if self._sliced is not None else 0
         spent_ns, self._counted_ns = spent_ns - self._counted_ns, spent_ns
-        posts: dict[int, Post] = {}
-        for group in self._groups:
-            for peer, post in group.take_posts().items():
-                _add(posts.setdefault(peer, Post()), post)
+        posts, self._posts = self._posts, {}
         return Times(exchange_ns=spent_ns, posts=posts)
 
     def traffic(self) -> Traffic:
@@ -149,6 +156,12 @@ class TensorExchange(Exchange):
             messages_sent=sum(one.messages_sent for one in sent),
             bytes_sent=sum(one.bytes_sent for one in sent),
         )
+
+    def told(self) -> Mapping[str, Any]:
+        """What a step of training sends for each layer, from this worker."""
+        layers = self._sliced.traffic if self._sliced is not None else {}
+        steps = max(1, self._steps)
+        return {"layers": [{"layer": name, **one.per_step(steps)} for name, one in layers.items()]}
 
     def close(self) -> None:
         """Close the links."""

@@ -17,7 +17,7 @@ from manyhands.tensor.layers import ImageRows, LayerSlice, SameDraws
 from manyhands.tensor.moves import Clock, LayerTraffic, Port
 from manyhands.tensor.plan import Plan, SliceKind, Slicing
 
-__all__ = ["CutParameter", "Sliced", "slice_modules"]
+__all__ = ["CutParameter", "Sliced", "check_plan", "slice_modules"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +67,25 @@ def slice_modules(
     return Sliced(plan=plan, cut=slicer.cut, traffic=slicer.traffic, clock=slicer.clock)
 
 
+def check_plan(model: nn.Module, slices: int) -> None:
+    """UserError where a model's plan cannot be, before anything is sliced."""
+    modules = dict(model.named_modules())
+    for name, how in find_plan(model, slices).items():
+        if how.kind is not SliceKind.WHOLE and slices > 1:
+            _cuts(name, modules[name], how, slices)
+
+
+def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
+    """Of each parameter that is cut: what every slice has."""
+    cuts = sliced_class(name, module, how).cuts(module, how, slices)
+    if any(cut.begin == cut.end for found in cuts.values() for cut in found):
+        raise UserError(
+            f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
+            "'whole'"
+        )
+    return {key: tuple(found) for key, found in cuts.items()}
+
+
 def _owners(modules: Sequence[nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
     """By the identity of a parameter: which modules have it, under which name."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -90,12 +109,7 @@ class _Slicer:
     def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
         """Make this module a slice."""
         kind = sliced_class(name, module, how)
-        cuts = {key: tuple(found) for key, found in kind.cuts(module, how, self._group.world).items()}
-        if any(cut.begin == cut.end for found in cuts.values() for cut in found):
-            raise UserError(
-                f"tensor_plan: module {name!r} is {how}, which is too little for {self._group.world} slices; use fewer "
-                "slices, or say 'whole'"
-            )
+        cuts = _cuts(name, module, how, self._group.world)
         traffic = self.traffic[name] = LayerTraffic(how=str(how))
         sliced = LayerSlice(
             port=Port(self._group, name, traffic, self.clock),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from manyhands.tensor.exchange import TensorExchange
+from manyhands.tensor.slicing import check_plan
 from manyhands.tensor.strategy import Tensor
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
+from manyhands.training.training import Result, Stage
 
 __all__ = ["TensorTraining"]
 
@@ -21,3 +26,25 @@ class TensorTraining(ExchangeTraining):
             return SingleExchange()  # nobody to exchange with
         grid = strategy.grid(resources.world)
         return TensorExchange(resources.rank, grid, resources.links(), resources.timeout_s)
+
+    def run(self, stage: Stage) -> Result:
+        """Look at the plan before anybody is started."""
+        strategy = self._request.strategy
+        assert isinstance(strategy, Tensor), "the registry leads here from its own value"
+        check_plan(self._model, strategy.grid(self._request.workers).slices)
+        return super().run(stage)
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """What all workers together sent for each layer, in a step of training."""
+        samples, besides = super().gather(finished)
+        told = [one["layers"] for one in finished if "layers" in one]
+        layers = [_together(rows) for rows in zip(*told, strict=True)]
+        return samples, {**besides, "layers": layers} if layers else besides
+
+
+def _together(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
+    return {
+        **first,
+        **{name: sum(row[name] for row in rows) for name in first if name not in ("layer", "how")},
+    }

@@ -55,7 +55,7 @@ class ExchangeTraining(ProcessTraining):
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
-                return trained, told(exchange.traffic())
+                return trained, {**told(exchange.traffic()), **exchange.told()}
 
             yield train
 
