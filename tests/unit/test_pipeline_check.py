@@ -11,30 +11,31 @@ from manyhands.allreduce.schedule import ScheduleError
 from manyhands.pipeline.check import check, held_during
 from manyhands.pipeline.play import PartTimes, play
 from manyhands.pipeline.schedules import SCHEDULES
-from manyhands.pipeline.table import Schedule, Turn, Work
+from manyhands.pipeline.table import Schedule, StageTurn, Pass
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 
 
-def table(*turns: tuple[int, int, int, Work], stages: int, microbatches: int, **facts: bool) -> Schedule:
+def table(*turns: tuple[int, int, int, Pass], stages: int, microbatches: int, **facts: bool) -> Schedule:
     """A table by hand, of (tick, stage, micro-batch, work)."""
     return Schedule(
         name="by hand",
         stages=stages,
         microbatches=microbatches,
         turns=tuple(
-            Turn(tick=t, stage=s, microbatch=m, work=w) for t, s, m, w in sorted(turns, key=lambda t: t[:2])
+            StageTurn(tick=t, stage=s, microbatch=m, work=w)
+            for t, s, m, w in sorted(turns, key=lambda t: t[:2])
         ),
         **facts,
     )
 
 
-def with_turns(schedule: Schedule, turns: list[Turn]) -> Schedule:
+def with_turns(schedule: Schedule, turns: list[StageTurn]) -> Schedule:
     """The schedule with other turns, in the order that a table has."""
     return replace(schedule, turns=tuple(sorted(turns, key=lambda turn: (turn.tick, turn.stage))))
 
 
-F, B, W = Work.FORWARD, Work.BACKWARD, Work.WEIGHTS
+F, B, W = Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHTS
 TWO = ((0, 0, 0, F), (1, 1, 0, F), (2, 1, 0, B), (3, 0, 0, B))
 
 
@@ -69,7 +70,7 @@ def test_a_table_by_hand_is_right() -> None:
         ((*TWO, (-1, 1, 0, F)), "there is no forward of micro-batch 0 on stage 1 at tick -1"),
     ],
 )
-def test_what_is_wrong_is_named(turns: tuple[tuple[int, int, int, Work], ...], said: str) -> None:
+def test_what_is_wrong_is_named(turns: tuple[tuple[int, int, int, Pass], ...], said: str) -> None:
     with pytest.raises(ScheduleError) as raised:
         check(table(*turns, stages=2, microbatches=1))
     assert str(raised.value).startswith("by hand of 2 stages and 1 micro-batches: ")
@@ -107,7 +108,7 @@ def test_what_is_wrong_is_named(turns: tuple[tuple[int, int, int, Work], ...], s
     ],
 )
 def test_facts_of_a_schedule_are_needs(
-    turns: tuple[tuple[int, int, int, Work], ...], facts: dict[str, bool], said: str
+    turns: tuple[tuple[int, int, int, Pass], ...], facts: dict[str, bool], said: str
 ) -> None:
     with pytest.raises(ScheduleError, match=said):
         check(table(*turns, stages=1, microbatches=2, **facts))

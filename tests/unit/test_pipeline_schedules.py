@@ -10,7 +10,7 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.pipeline.check import check
 from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES, interleaved
-from manyhands.pipeline.table import Schedule, Work
+from manyhands.pipeline.table import Schedule, Pass
 
 STAGES = range(1, 17)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 13, 16, 17, 32, 33, 64)
@@ -68,10 +68,10 @@ def peak_of(schedule: Schedule, stage: int) -> int:
     peak = 0
     for turn in schedule.of_stage(stage):
         key = (turn.microbatch, turn.chunk)
-        if turn.work is Work.FORWARD:
+        if turn.work is Pass.FORWARD:
             held.add(key)
             peak = max(peak, len(held))
-        elif turn.work is (Work.WEIGHTS if schedule.splits_backward else Work.BACKWARD):
+        elif turn.work is (Pass.WEIGHTS if schedule.splits_backward else Pass.BACKWARD):
             held.remove(key)
     return peak
 
@@ -101,18 +101,18 @@ def execute(schedule: Schedule) -> None:
             while own:
                 turn = own[0]
                 part = schedule.part(turn)
-                if turn.work is Work.FORWARD and part > 0:
+                if turn.work is Pass.FORWARD and part > 0:
                     inbox = outputs[stage]
-                elif turn.work is Work.BACKWARD and part < last:
+                elif turn.work is Pass.BACKWARD and part < last:
                     inbox = gradients[stage]
                 else:
                     inbox = deque([(part, turn.microbatch)])
                 if not inbox:
                     break
                 assert inbox.popleft() == (part, turn.microbatch)
-                if turn.work is Work.FORWARD and part < last:
+                if turn.work is Pass.FORWARD and part < last:
                     outputs[(stage + 1) % schedule.stages].append((part + 1, turn.microbatch))
-                if turn.work is Work.BACKWARD and part > 0:
+                if turn.work is Pass.BACKWARD and part > 0:
                     gradients[(stage - 1) % schedule.stages].append((part - 1, turn.microbatch))
                 own.popleft()
                 moved = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from manyhands.allreduce.schedule import ScheduleError
 from manyhands.pipeline.schedules import MOST_HELD
-from manyhands.pipeline.table import Schedule, Turn, Work
+from manyhands.pipeline.table import Schedule, StageTurn, Pass
 
 __all__ = ["check", "held_during"]
 
@@ -33,20 +33,20 @@ def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None =
         raise ScheduleError(f"{schedule.name} of {sizes}: {error}") from None
 
 
-def held_during(schedule: Schedule) -> Iterator[tuple[Turn, int]]:
+def held_during(schedule: Schedule) -> Iterator[tuple[StageTurn, int]]:
     """Every turn by tick, and of how many (micro-batch, chunk) its stage holds activations while it is taken.
 
     They are held from forward until backward, or until the weight gradient where the schedule splits it off.
     """
-    release = Work.WEIGHTS if schedule.splits_backward else Work.BACKWARD
+    release = Pass.WEIGHTS if schedule.splits_backward else Pass.BACKWARD
     held = [0] * schedule.stages
     for turn in schedule.turns:
-        held[turn.stage] += turn.work is Work.FORWARD
+        held[turn.stage] += turn.work is Pass.FORWARD
         yield turn, held[turn.stage]
         held[turn.stage] -= turn.work is release
 
 
-_Done = dict[Work, list[int]]
+_Done = dict[Pass, list[int]]
 """When each (part, micro-batch) had each kind of work; -1 for never."""
 
 
@@ -57,7 +57,7 @@ def _all(schedule: Schedule, _stage: int) -> int:
 def _check_places(schedule: Schedule) -> None:
     """Every turn is of this schedule, they stand by tick and stage, and no stage has two at one tick."""
     works = set(_works(schedule))
-    before: Turn | None = None
+    before: StageTurn | None = None
     for turn in schedule.turns:
         inside = (
             0 <= turn.stage < schedule.stages
@@ -80,7 +80,7 @@ def _check_places(schedule: Schedule) -> None:
 def _taken(schedule: Schedule) -> _Done:
     """The ticks of all work; refuses what is there twice."""
     count = schedule.microbatches
-    done: _Done = {work: [-1] * (schedule.parts * count) for work in Work}
+    done: _Done = {work: [-1] * (schedule.parts * count) for work in Pass}
     for turn in schedule.turns:
         cell = schedule.part(turn) * count + turn.microbatch
         ticks = done[turn.work]
@@ -95,23 +95,23 @@ def _check_all_there(schedule: Schedule, done: _Done) -> None:
         if -1 in done[work]:
             part, microbatch = divmod(done[work].index(-1), schedule.microbatches)
             chunk, stage = divmod(part, schedule.stages)
-            missing = Turn(tick=0, stage=stage, microbatch=microbatch, work=work, chunk=chunk)
+            missing = StageTurn(tick=0, stage=stage, microbatch=microbatch, work=work, chunk=chunk)
             raise ScheduleError(f"{_named(missing, when=False)} is missing")
 
 
 def _check_needs(schedule: Schedule, done: _Done) -> None:
     """Whatever a turn needs has been done at an earlier tick."""
     count, parts = schedule.microbatches, schedule.parts
-    forward, backward = done[Work.FORWARD], done[Work.BACKWARD]
+    forward, backward = done[Pass.FORWARD], done[Pass.BACKWARD]
     for turn in schedule.turns:
         part = schedule.part(turn)
         cell = part * count + turn.microbatch
-        if turn.work is Work.FORWARD:
+        if turn.work is Pass.FORWARD:
             if part and forward[cell - count] >= turn.tick:
                 raise _too_early(turn, "the output of the part before", forward[cell - count])
             if schedule.over_time and turn.microbatch and forward[cell - 1] >= turn.tick:
                 raise _too_early(turn, "its own state after the slice before", forward[cell - 1])
-        elif turn.work is Work.BACKWARD:
+        elif turn.work is Pass.BACKWARD:
             if forward[cell] >= turn.tick:
                 raise _too_early(turn, "its own forward", forward[cell])
             if part + 1 < parts and backward[cell + count] >= turn.tick:
@@ -132,16 +132,16 @@ def _check_held(schedule: Schedule, most_held: Callable[[Schedule, int], int]) -
             )
 
 
-def _works(schedule: Schedule) -> tuple[Work, ...]:
-    split = (Work.WEIGHTS,) if schedule.splits_backward else ()
-    return Work.FORWARD, Work.BACKWARD, *split
+def _works(schedule: Schedule) -> tuple[Pass, ...]:
+    split = (Pass.WEIGHTS,) if schedule.splits_backward else ()
+    return Pass.FORWARD, Pass.BACKWARD, *split
 
 
-def _too_early(turn: Turn, need: str, tick: int) -> ScheduleError:
+def _too_early(turn: StageTurn, need: str, tick: int) -> ScheduleError:
     return ScheduleError(f"{_named(turn)} needs {need}, which is there after tick {tick}")
 
 
-def _named(turn: Turn, *, when: bool = True) -> str:
+def _named(turn: StageTurn, *, when: bool = True) -> str:
     at = f" at tick {turn.tick}" if when else ""
     chunk = f", chunk {turn.chunk}," if turn.chunk else ""
     return f"{turn.work.value} of micro-batch {turn.microbatch}{chunk} on stage {turn.stage}{at}"

@@ -11,11 +11,11 @@ from itertools import islice
 from typing import TypeAlias
 
 from manyhands.allreduce.schedule import ScheduleError
-from manyhands.pipeline.table import Schedule, Work
+from manyhands.pipeline.table import Schedule, Pass
 
 __all__ = ["Order", "PartTimes", "play"]
 
-Order: TypeAlias = Sequence[tuple[Work, int, int]]
+Order: TypeAlias = Sequence[tuple[Pass, int, int]]
 """What one stage does: (work, micro-batch, chunk), one after the other."""
 
 
@@ -89,11 +89,11 @@ class _Player:
             begun.append(begin)
             self._free[stage] = self._done(work, stage, part, cell, begin)
 
-    def _need(self, work: Work, part: int, microbatch: int, cell: int) -> float | None:
+    def _need(self, work: Pass, part: int, microbatch: int, cell: int) -> float | None:
         """When all that a turn needs is there; None while that is not known."""
-        if work is Work.WEIGHTS:
+        if work is Pass.WEIGHTS:
             return self._backward[cell]
-        if work is Work.FORWARD:
+        if work is Pass.FORWARD:
             first = self._output[cell - self._count] if part else 0
             second = self._forward[cell - 1] if self._over_time and microbatch else 0
         else:
@@ -104,12 +104,12 @@ class _Player:
             second = self._backward[cell + 1] if self._over_time and not last else 0
         return None if first is None or second is None else max(first, second)
 
-    def _done(self, work: Work, stage: int, part: int, cell: int, begin: float) -> float:
+    def _done(self, work: Pass, stage: int, part: int, cell: int, begin: float) -> float:
         """Note the end of a turn, and when its message arrives."""
-        if work is Work.FORWARD:
+        if work is Pass.FORWARD:
             end = self._forward[cell] = begin + self._forward_s[part]
             self._output[cell] = self._arrival(0, stage, part, end)
-        elif work is Work.BACKWARD:
+        elif work is Pass.BACKWARD:
             end = self._backward[cell] = begin + self._backward_s[part]
             self._gradient[cell] = self._arrival(1, stage, part, end)
         else:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from manyhands.errors import UserError
 from manyhands.pipeline.play import Order, PartTimes, play
-from manyhands.pipeline.table import Maker, Schedule, Turn, Work
+from manyhands.pipeline.table import Maker, Schedule, StageTurn, Pass
 
 __all__ = [
     "MOST_HELD",
@@ -29,7 +29,7 @@ __all__ = [
 def naive(stages: int, microbatches: int) -> Schedule:
     """One micro-batch after the other through the layers, forward and back: one stage works, the others wait."""
     order = [
-        (work, microbatch, 0) for microbatch in range(microbatches) for work in (Work.FORWARD, Work.BACKWARD)
+        (work, microbatch, 0) for microbatch in range(microbatches) for work in (Pass.FORWARD, Pass.BACKWARD)
     ]
     return _placed(_shape("naive", stages, microbatches), [order] * stages)
 
@@ -37,7 +37,7 @@ def naive(stages: int, microbatches: int) -> Schedule:
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All micro-batches forward, then all backward (Huang et al. 2019)."""
     order = [
-        (work, microbatch, 0) for work in (Work.FORWARD, Work.BACKWARD) for microbatch in range(microbatches)
+        (work, microbatch, 0) for work in (Pass.FORWARD, Pass.BACKWARD) for microbatch in range(microbatches)
     ]
     return _placed(_shape("gpipe", stages, microbatches), [order] * stages)
 
@@ -77,12 +77,12 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
     for stage in range(stages):
         # Stage s puts weight gradients off by s micro-batches. It then holds as many as stage 0, which is the most
         # that 1F1B holds, and the stages before it have their gradients so much earlier.
-        order: list[tuple[Work, int, int]] = []
+        order: list[tuple[Pass, int, int]] = []
         for turn in _alternating(whole, whole, min(stages - stage - 1, microbatches)):
             order.append(turn)
-            if turn[0] is Work.BACKWARD and turn[1] >= stage:
-                order.append((Work.WEIGHTS, turn[1] - stage, 0))
-        order += [(Work.WEIGHTS, k, 0) for k in range(max(0, microbatches - stage), microbatches)]
+            if turn[0] is Pass.BACKWARD and turn[1] >= stage:
+                order.append((Pass.WEIGHTS, turn[1] - stage, 0))
+        order += [(Pass.WEIGHTS, k, 0) for k in range(max(0, microbatches - stage), microbatches)]
         orders.append(order)
     return _placed(_shape("zb-h1", stages, microbatches, splits_backward=True), orders)
 
@@ -91,8 +91,8 @@ def wavefront(stages: int, microbatches: int) -> Schedule:
     """Slices of a sequence in time: a layer is at slice t while the layer below it is at slice t + 1."""
     slices = range(microbatches)
     order = [
-        *((Work.FORWARD, time, 0) for time in slices),
-        *((Work.BACKWARD, time, 0) for time in reversed(slices)),
+        *((Pass.FORWARD, time, 0) for time in slices),
+        *((Pass.BACKWARD, time, 0) for time in reversed(slices)),
     ]
     return _placed(_shape("wavefront", stages, microbatches, over_time=True), [order] * stages)
 
@@ -149,13 +149,13 @@ def _shape(
 
 def _alternating(
     forward: Sequence[tuple[int, int]], backward: Sequence[tuple[int, int]], ahead: int
-) -> list[tuple[Work, int, int]]:
+) -> list[tuple[Pass, int, int]]:
     """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    order = [(Work.FORWARD, *one) for one in forward[:ahead]]
+    order = [(Pass.FORWARD, *one) for one in forward[:ahead]]
     for number, back in enumerate(backward, start=ahead):
         if number < len(forward):
-            order.append((Work.FORWARD, *forward[number]))
-        order.append((Work.BACKWARD, *back))
+            order.append((Pass.FORWARD, *forward[number]))
+        order.append((Pass.BACKWARD, *back))
     return order
 
 
@@ -164,7 +164,7 @@ def _placed(shape: Schedule, orders: Sequence[Order]) -> Schedule:
     one, none = (1,) * shape.parts, (0,) * shape.parts
     times = PartTimes(forward=one, backward=one, weights=one if shape.splits_backward else none, send=none)
     turns = [
-        Turn(tick=int(tick), stage=stage, microbatch=microbatch, work=work, chunk=chunk)
+        StageTurn(tick=int(tick), stage=stage, microbatch=microbatch, work=work, chunk=chunk)
         for stage, begins in enumerate(play(shape, orders, times))
         for tick, (work, microbatch, chunk) in zip(begins, orders[stage], strict=True)
     ]
