@@ -11,7 +11,7 @@ from manyhands.allreduce.schedule import ScheduleError
 from manyhands.pipeline.check import check, held_during
 from manyhands.pipeline.play import PartTimes, play
 from manyhands.pipeline.schedules import SCHEDULES
-from manyhands.pipeline.table import Schedule, StageTurn, Pass
+from manyhands.pipeline.table import Pass, Schedule, StageTurn
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 

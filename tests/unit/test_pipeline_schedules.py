@@ -10,7 +10,7 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.pipeline.check import check
 from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES, interleaved
-from manyhands.pipeline.table import Schedule, Pass
+from manyhands.pipeline.table import Pass, Schedule
 
 STAGES = range(1, 17)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 13, 16, 17, 32, 33, 64)

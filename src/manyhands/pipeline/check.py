@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from manyhands.allreduce.schedule import ScheduleError
 from manyhands.pipeline.schedules import MOST_HELD
-from manyhands.pipeline.table import Schedule, StageTurn, Pass
+from manyhands.pipeline.table import Pass, Schedule, StageTurn
 
 __all__ = ["check", "held_during"]
 

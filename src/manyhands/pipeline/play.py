@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from manyhands.allreduce.schedule import ScheduleError
-from manyhands.pipeline.table import Schedule, Pass
+from manyhands.pipeline.table import Pass, Schedule
 
 __all__ = ["Order", "PartTimes", "play"]
 
@@ -32,6 +32,12 @@ class PartTimes:
 
     send: tuple[float, ...]
     """How long what a part passes on is on its way: its output to the next part, its gradient to the part before."""
+
+    def of_turns(self, schedule: Schedule) -> dict[Pass, tuple[float, ...]]:
+        """How long a turn of each kind takes, by part: backward has both gradients unless the schedule splits them."""
+        both = tuple(map(sum, zip(self.backward, self.weights, strict=True)))
+        backward = self.backward if schedule.splits_backward else both
+        return {Pass.FORWARD: self.forward, Pass.BACKWARD: backward, Pass.WEIGHTS: self.weights}
 
 
 def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[list[float]]:
@@ -63,12 +69,9 @@ class _Player:
     def __init__(self, schedule: Schedule, times: PartTimes) -> None:
         self._stages, self._parts = schedule.stages, schedule.parts
         self._count, self._over_time = schedule.microbatches, schedule.over_time
-        self._forward_s, self._send_s, self._weights_s = times.forward, times.send, times.weights
-        self._backward_s = (
-            times.backward
-            if schedule.splits_backward
-            else tuple(map(sum, zip(times.backward, times.weights, strict=True)))
-        )
+        took = times.of_turns(schedule)
+        self._forward_s, self._backward_s = took[Pass.FORWARD], took[Pass.BACKWARD]
+        self._weights_s, self._send_s = took[Pass.WEIGHTS], times.send
         cells = self._parts * self._count
         self._forward: list[float | None] = [None] * cells
         self._backward: list[float | None] = [None] * cells

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from manyhands.errors import UserError
 from manyhands.pipeline.play import Order, PartTimes, play
-from manyhands.pipeline.table import Maker, Schedule, StageTurn, Pass
+from manyhands.pipeline.table import Maker, Pass, Schedule, StageTurn
 
 __all__ = [
     "MOST_HELD",
