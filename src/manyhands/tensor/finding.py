@@ -1,8 +1,8 @@
 """The plan by which a network is sliced: what its modules say, and what is found for chains of known layers.
 
 A module says its own with a method or an attribute `tensor_plan`, names of its submodules (patterns as `blocks.*.mix`
-are allowed) to how. What it does not name stays whole, except that submodules with a plan of their own keep it. For
-everything else one is found:
+are allowed) to how. What it does not name stays whole, except that submodules with a plan of their own keep what is not
+said already. For everything else one is found:
 
 - in an `nn.Sequential`, or what a model's `chain()` says, a layer that slices its output and the next one that takes it
   so are a pair: column then row, channels_out then channels_in; what lies between must work on slices;
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any, TypeGuard
@@ -24,7 +25,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands.chain import SaysChain
-from manyhands.errors import UserError, nearest
+from manyhands.errors import UserError
 from manyhands.tensor.plan import Plan, SliceKind, Slicing
 
 __all__ = ["find_plan", "pair_up", "said_plan"]
@@ -102,8 +103,9 @@ def said_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | None:
     for pattern, how in said.items():
         matching = [pattern] if pattern in names else [one for one in layers if fnmatchcase(one, pattern)]
         if not matching:
+            (close,) = get_close_matches(str(pattern), names, n=1, cutoff=0) or ("none",)
             raise UserError(
-                f"tensor_plan: {type(module).__name__} has no module {pattern!r}; {nearest(str(pattern), names)}"
+                f"tensor_plan: {type(module).__name__} has no module {pattern!r}; the nearest is {close!r}"
             )
         plan |= dict.fromkeys(matching, Slicing.parse(how))
     return {_joined(prefix, name): how for name, how in plan.items()}
@@ -124,7 +126,7 @@ class _Finder:
             return
         said = said_plan(module, path)
         if said is not None:
-            plan |= said
+            plan |= {name: how for name, how in said.items() if name not in plan}  # the outer says more
             for name, child in module.named_modules(prefix=path):
                 if child is not module and getattr(child, "tensor_plan", None) is not None:
                     self.visit(name, child, plan)
