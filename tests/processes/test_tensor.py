@@ -121,3 +121,8 @@ def test_a_loss_that_is_not_finite_names_its_worker() -> None:
     )
     with pytest.raises(Exception, match="worker 0, step 1: the loss is not finite"):
         mh.fit(task, "tensor", workers=2, steps=2)
+
+
+def test_compiling_a_slice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"compile: torch\.compile takes a whole model, and under `tensor`"):
+        mh.fit(language(), "tensor", workers=2, steps=2, options=mh.Options(compile=True))

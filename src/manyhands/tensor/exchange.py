@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.device import device_of
 from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
 from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Held, HeldModel, Outline
@@ -34,7 +35,11 @@ _EVERYONE, _SLICES, _DATA = 41, 42, 43
 class TensorExchange(Exchange):
     """One worker's end: its slice of one replica of the model."""
 
-    def __init__(self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float) -> None:
+    builds_on_host = True
+
+    def __init__(
+        self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float, device: str = "cpu"
+    ) -> None:
         self.rank, self.world = rank, grid.workers
         self._grid, self._place, self._links = grid, grid.place(rank), links
         wires = {link.wire for link in links.values()}
@@ -46,6 +51,7 @@ class TensorExchange(Exchange):
         self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
         self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
         self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
+        self._device = device_of(device, rank)
         self._optimizer: Optimizer | None = None
         self._held: HeldModel | None = None
         self._sliced: Sliced | None = None
@@ -64,12 +70,13 @@ class TensorExchange(Exchange):
         return self._grid.data
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: everybody takes worker 0's weights, and keeps its slice of them."""
+        """Collective: everybody takes worker 0's weights, and keeps its slice of them, on its device."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._everyone.broadcast(tensor.detach())
         outline = Outline.of(model)
         whole = {id(one): one for one in outline.parameters.values()}
         self._sliced = slice_modules(model, self._slices)
+        model.to(self._device)  # the slices alone: the wholes are no longer the model's
         first = self._place.data == 0
         held = []
         for identity, parameter in whole.items():

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from manyhands.errors import UserError
 from manyhands.tensor.moves import Port, gathered
+from manyhands.wire.dtypes import HALVES
 
 __all__ = ["WholeLater", "cross_entropy", "settled"]
 
@@ -200,7 +201,12 @@ def _loss_of(
     valid = target[target != ignore_index]
     if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < sum(sizes):
         return None  # torch says what is wrong with it
-    losses = cross_entropy(scores._part, target, port, sum(sizes[: port.index]), ignore_index)
+    exact = (
+        scores._part.float() if scores.dtype in HALVES else scores._part
+    )  # as torch's, 16 bits lose the sum
+    losses = cross_entropy(exact, target, port, sum(sizes[: port.index]), ignore_index)
+    if not torch.is_autocast_enabled(scores.device.type):
+        losses = losses.to(scores.dtype)
     if reduction == "none":
         return losses
     total = losses.sum()

@@ -248,7 +248,12 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         return kind.attach(context.rank, descriptors)
 
     return Resources(
-        rank=context.rank, world=context.world, timeout_s=job.timeout_s, group=group, links=links
+        rank=context.rank,
+        world=context.world,
+        timeout_s=job.timeout_s,
+        group=group,
+        links=links,
+        device=job.plan.device,
     )
 
 

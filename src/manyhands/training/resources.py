@@ -23,3 +23,6 @@ class Resources:
 
     links: Callable[[], Mapping[int, Link]]
     """A link to each of the others; only where the strategy `uses_links`."""
+
+    device: str = "cpu"
+    """What the workers compute on, in the words of `fit`."""
