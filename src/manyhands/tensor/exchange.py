@@ -90,8 +90,12 @@ class TensorExchange(Exchange):
                     tells=first and (cut is not None or self._place.slice == 0),
                 )
             )
-        buffers = {key: value for key, value in model.named_buffers() if key in outline.shapes}
-        self._held = HeldModel(outline, optimizer, held, buffers if self.rank == 0 else {})
+        buffers = {
+            key: value
+            for key, value in model.named_buffers()
+            if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
+        }
+        self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
         keep_freed_memory()  # every step frees what the next one takes

@@ -51,6 +51,7 @@ _PER_CHANNEL = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _ANY_ROWS = (*_ELEMENTWISE, nn.Dropout)
 _KNOWN: dict[type[nn.Module], Mapping[str, str]] = {
     nn.TransformerEncoderLayer: {
@@ -291,6 +292,8 @@ def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
             inside.append(between)
         elif not flat and type(module) is nn.GroupNorm:
             units = gcd(units, module.num_groups)
+            inside.append(between)
+        elif not flat and type(module) in _BATCH_NORMS:
             inside.append(between)
         elif not flat and type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
             flat = True

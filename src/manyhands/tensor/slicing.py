@@ -37,6 +37,9 @@ class Sliced:
     cut: Mapping[int, CutParameter]
     """By the identity of the whole; parameters that are not here are whole on every slice."""
 
+    buffers: Mapping[str, Cut]
+    """By the names of buffers of which this slice has a part."""
+
     traffic: Mapping[str, LayerTraffic]
     """What each layer has sent so far, by its name."""
 
@@ -64,7 +67,9 @@ def slice_modules(
         if how.kind is not SliceKind.WHOLE and group.world > 1:
             slicer.slice(name, named[name], how)
     slicer.check_tied(owners)
-    return Sliced(plan=plan, cut=slicer.cut, traffic=slicer.traffic, clock=slicer.clock)
+    return Sliced(
+        plan=plan, cut=slicer.cut, buffers=slicer.buffers, traffic=slicer.traffic, clock=slicer.clock
+    )
 
 
 def check_plan(model: nn.Module, slices: int) -> None:
@@ -100,6 +105,7 @@ class _Slicer:
 
     def __init__(self, group: LinkGroup) -> None:
         self.cut: dict[int, CutParameter] = {}
+        self.buffers: dict[str, Cut] = {}
         self.traffic: dict[str, LayerTraffic] = {}
         self.clock = Clock()
         self._group = group
@@ -120,9 +126,13 @@ class _Slicer:
             cuts=cuts,
         )
         for key, found in cuts.items():
-            whole = module._parameters[key]
+            whole, mine = module._parameters.get(key), found[self._group.index]
+            buffer = module._buffers.get(key)
             if whole is not None:
-                module._parameters[key] = self._local(name, whole, found[self._group.index])
+                module._parameters[key] = self._local(name, whole, mine)
+            elif buffer is not None:
+                module._buffers[key] = mine.of(buffer)
+                self.buffers[f"{name}.{key}" if name else key] = mine
         for below, (submodule, its_how) in kind.beside(module, how).items():
             self.slice(f"{name}.{below}" if name else below, submodule, its_how)
         # As torch's own parametrizations do: whoever holds the module goes on with the slice.
