@@ -72,21 +72,23 @@ class StagePost:
         workers: Sequence[int],
         links: Mapping[int, Link],
         timeout_s: float,
-        *,
-        heed: Callable[[Waited], None] | None = None,
     ) -> None:
         self.stage = stage
         self._workers = tuple(workers)
         self._links = links
         self._timeout_s = timeout_s
-        self._heed = heed
+        self.heed: Callable[[Waited], None] = lambda _: None
+        """Called after each wait."""
+
         self._pass = 0
         self._checked = True
         self._unsent: dict[int, deque[Message]] = {other: deque() for other in range(len(workers))}
         self._put_by: dict[_Key, Tensor] = {}
         self._told: dict[int, tuple[int, ...]] = {}  # by part: of its outputs, without the batch
         self._heard: dict[int, tuple[int, ...]] = {}
-        self._seen: dict[int, tuple[int, tuple[int, ...]]] = {}  # in this pass, by part: micro-batch and shape
+        self._seen: dict[
+            int, tuple[int, tuple[int, ...]]
+        ] = {}  # in this pass, by part: micro-batch and shape
         self._posts: dict[int, Post] = {}
         self._messages = self._bytes = 0
 
@@ -112,21 +114,20 @@ class StagePost:
         self._push(to)
 
     def receive(self, flow: Flow, part: int, microbatch: int, source: int) -> Tensor:
-        """The output of `part` in its shape, or the gradient of that output in one row, as it comes from stage `source`."""
+        """From stage `source`: the output of `part` in its shape, or the gradient of that output in one row."""
         key = (flow, part, microbatch)
         if key not in self._put_by:
             begin_ns = time.monotonic_ns()
             while key not in self._put_by:
                 self._take_next(source, key)
-            if self._heed is not None:
-                self._heed(
-                    Waited(
-                        begin_ns=begin_ns,
-                        end_ns=time.monotonic_ns(),
-                        worker=self._workers[source],
-                        microbatch=microbatch,
-                    )
+            self.heed(
+                Waited(
+                    begin_ns=begin_ns,
+                    end_ns=time.monotonic_ns(),
+                    worker=self._workers[source],
+                    microbatch=microbatch,
                 )
+            )
         return self._put_by.pop(key)
 
     def settle(self) -> None:
@@ -162,8 +163,9 @@ class StagePost:
         first = self._seen.setdefault(part, (microbatch, tuple(output.shape)))
         if self._checked and (len(first[1]) != output.dim() or first[1][1:] != tuple(output.shape[1:])):
             raise UserError(
-                f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(output.shape)}, that of "
-                f"micro-batch {first[0]} has {first[1]}; only the first dimension, the batch, may differ: pad the others"
+                f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(output.shape)}, that "
+                f"of micro-batch {first[0]} has {first[1]}; only the first dimension, the batch, may differ: pad the "
+                "others"
             )
 
     def _announce(self, part: int, microbatch: int, output: Tensor, to: int) -> None:
@@ -201,8 +203,8 @@ class StagePost:
         part, microbatch = divmod(message.tag, _MOST_MICROBATCHES)
         if message.step != self._pass or message.payload is None or message.kind not in tuple(Flow):
             raise ManyhandsError(
-                f"{self._here()}: {self._name(source)} sent a message of kind {message.kind}, pass {message.step}; due was "
-                f"{awaited[0].words} of micro-batch {awaited[2]}, pass {self._pass}"
+                f"{self._here()}: {self._name(source)} sent a message of kind {message.kind}, pass {message.step}; due "
+                f"was {awaited[0].words} of micro-batch {awaited[2]}, pass {self._pass}"
             )
         flow = Flow(message.kind)
         if flow is Flow.SHAPE:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,8 +23,9 @@ from manyhands.errors import UserError
 from manyhands.pipeline.post import Flow, StagePost, Waited
 from manyhands.pipeline.table import Pass, Schedule, StageTurn
 from manyhands.pipeline.weights import PutOff
+from manyhands.training.exchange import TurnTime
 
-__all__ = ["ChainPart", "Ends", "PipelineStage", "TurnTime"]
+__all__ = ["ChainPart", "Ends", "PipelineStage"]
 
 
 class ChainPart:
@@ -35,7 +36,9 @@ class ChainPart:
         self.first = first
         self.modules = tuple(modules)
         self._copies_input = any(
-            getattr(inner, "inplace", False) is True for module in self.modules[:1] for inner in module.modules()
+            getattr(inner, "inplace", False) is True
+            for module in self.modules[:1]
+            for inner in module.modules()
         )
 
     def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
@@ -64,6 +67,12 @@ class ChainPart:
 class Ends(Protocol):
     """What the task has at both ends of the chain, of one pass of micro-batches; and its random numbers."""
 
+    def computing(self) -> AbstractContextManager[object]:
+        """In which modules are applied."""
+
+    def prepare(self, microbatch: int) -> None:
+        """Get the samples that the loss of a micro-batch needs, if they are not here."""
+
     def input(self, microbatch: int) -> Any:
         """What the first part is called with."""
 
@@ -74,17 +83,6 @@ class Ends(Protocol):
         """A module of the chain is about to be applied to a micro-batch: set the random generators."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnTime:
-    """How long a turn took, what it waited for not included; or how long it waited, and for which worker."""
-
-    begin_ns: int
-    end_ns: int
-    microbatch: int
-    work: Pass | None = None
-    worker: int = -1
-
-
 @dataclass(slots=True)
 class _Kept:
     """What forward leaves of a micro-batch."""
@@ -93,6 +91,9 @@ class _Kept:
     root: Tensor | None = None
     """The part's output, or the loss; None where it is to be computed again."""
 
+    has_gradient: bool = True
+    """Whether the output is a number that one comes back for."""
+
     put_off: PutOff | None = None
 
 
@@ -100,7 +101,13 @@ class PipelineStage:
     """One worker's parts of a pipeline, by their number, and what it keeps of micro-batches under way."""
 
     def __init__(
-        self, schedule: Schedule, stage: int, parts: Sequence[ChainPart], post: StagePost, *, recompute: bool = False
+        self,
+        schedule: Schedule,
+        stage: int,
+        parts: Sequence[ChainPart],
+        post: StagePost,
+        *,
+        recompute: bool = False,
     ) -> None:
         self._schedule = schedule
         self._stage = stage
@@ -141,7 +148,8 @@ class PipelineStage:
     def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Tensor | None:
         """The output of one part for one micro-batch, without a graph: sent on, or returned where it is the last."""
         x = self._input(part.number, microbatch, ends)
-        output = part.forward(x, lambda place: ends.begin(microbatch, place))
+        with ends.computing():
+            output = part.forward(x, lambda place: ends.begin(microbatch, place))
         if part.number + 1 == self._schedule.parts:
             return _tensor(output, part, self._stage, microbatch)
         self._send_output(part, microbatch, output)
@@ -154,7 +162,7 @@ class PipelineStage:
                 begin_ns=waited.begin_ns,
                 end_ns=waited.end_ns,
                 microbatch=waited.microbatch,
-                worker=waited.worker,
+                waited_for=waited.worker,
             )
         )
 
@@ -167,14 +175,17 @@ class PipelineStage:
         part, microbatch = self._parts[self._schedule.part(turn)], turn.microbatch
         x = self._input(part.number, microbatch, ends)
         kept = self._kept[part.number, microbatch] = _Kept(x)
+        is_last = part.number + 1 == self._schedule.parts
+        if is_last:
+            ends.prepare(microbatch)
         with self._timed(turn):
-            is_last = part.number + 1 == self._schedule.parts
             if is_last and self._recompute:
                 return  # backward follows, and computes all of it
             with torch.no_grad() if self._recompute else nullcontext():
                 output = self._compute(part, kept, microbatch, ends)
             if not is_last:
                 self._send_output(part, microbatch, output)
+            kept.has_gradient = output.is_floating_point()
             if not self._recompute:
                 kept.root = output
 
@@ -192,7 +203,7 @@ class PipelineStage:
             gradient = None
             if root.requires_grad:
                 if arrived is not None:
-                    gradient = arrived.view(root.shape).to(root.device)
+                    gradient = arrived.reshape(root.shape).to(root.device)
                 if self._schedule.splits_backward:
                     kept.put_off = PutOff(root, gradient, _leaf(kept.input), part.parameters())
                     kept.put_off.input_gradient()
@@ -212,7 +223,8 @@ class PipelineStage:
 
     def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: Ends) -> Tensor:
         """The part's output, or the loss where it is the last."""
-        output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
+        with ends.computing():
+            output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
         output = _tensor(output, part, self._stage, microbatch)
         return output if part.number + 1 < self._schedule.parts else ends.loss(microbatch, output)
 
@@ -226,31 +238,28 @@ class PipelineStage:
 
     def _gradient(self, number: int, microbatch: int) -> Tensor | None:
         """Of a part's output; None where it is no number that has one, and none is sent."""
-        root = self._kept[number, microbatch].root
-        if root is not None and not root.is_floating_point():
+        if not self._kept[number, microbatch].has_gradient:
             return None
         return self._post.receive(Flow.GRADIENT, number, microbatch, (number + 1) % self._schedule.stages)
 
     def _send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
         output = _tensor(output, part, self._stage, microbatch)
-        self._post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self._schedule.stages)
+        self._post.send(
+            Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self._schedule.stages
+        )
 
     def _send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
         if not part.number or not x.is_floating_point():
             return
         gradient = x.grad if x.grad is not None else torch.zeros_like(x)
         before = part.number - 1
-        self._post.send(Flow.GRADIENT, before, microbatch, gradient.view(-1), before % self._schedule.stages)
+        self._post.send(Flow.GRADIENT, before, microbatch, gradient, before % self._schedule.stages)
 
     @contextmanager
     def _timed(self, turn: StageTurn) -> Iterator[None]:
         begin_ns = time.monotonic_ns()
         yield
-        self.times.append(
-            TurnTime(
-                begin_ns=begin_ns, end_ns=time.monotonic_ns(), microbatch=turn.microbatch, work=turn.work
-            )
-        )
+        self.times.append(TurnTime(begin_ns=begin_ns, end_ns=time.monotonic_ns(), microbatch=turn.microbatch))
 
 
 def _leaf(x: Any) -> Tensor | None:

@@ -96,8 +96,8 @@ class GivesOutput(_StandIn):
         del given
         if self._called:
             raise UserError(
-                f"{self._what} calls the model twice; a model that is cut into stages is gone through once for a batch: "
-                "call it once, on all inputs together"
+                f"{self._what} calls the model twice; a model that is cut into stages is gone through once for a "
+                "batch: call it once, on all inputs together"
             )
         self._called = True
         return self.output
@@ -132,6 +132,6 @@ class _Refusing:
 
 def _refuse(what: str, name: str) -> NoReturn:
     raise UserError(
-        f"{what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so a loss can only call it: "
-        "model(input)"
+        f"{what} asks the model for {name!r}; under `pipeline` no worker has the whole model, so it can only be "
+        "called: model(input)"
     )
