@@ -99,7 +99,8 @@ def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
     if _is_plain(module):
-        for child in module.children():
+        assert isinstance(module, nn.Sequential), "as plain ones are"
+        for child in module:  # and not its children(), of which one that comes twice is told once
             yield from _flat(child)
     else:
         yield module
