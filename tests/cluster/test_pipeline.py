@@ -33,6 +33,16 @@ def test_loss_and_every_gradient_are_those_of_one_process(name: str, schedule: s
         assert distance(ended.weights, expected.weights) < 1e-9, text
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_slices_of_time_give_the_gradients_of_whole_sequences(stages: int) -> None:
+    for slices in (1, 2, 4, 6):
+        text = f"pipeline stages={stages} microbatches={slices} schedule=wavefront"
+        ended = train_in_stages(task_of("lstm", sgd), text, stages, steps=1)
+        expected = alone("lstm", sgd, 1)
+        assert ended.losses == pytest.approx(expected.losses, rel=1e-9), text
+        assert distance(ended.weights, expected.weights) < 1e-9, text
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("text", ["pipeline stages=3 microbatches=4", "pipeline schedule=zb-h1"])
 def test_twenty_steps_of_adamw_are_those_of_one_process(name: str, text: str) -> None:

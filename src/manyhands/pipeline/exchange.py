@@ -18,6 +18,7 @@ from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import GridAxis
 from manyhands.memory.heap import keep_freed_memory
+from manyhands.pipeline.borders import StageBorders
 from manyhands.pipeline.ends import MeasureEnds, TrainingEnds
 from manyhands.pipeline.gradients import scale_to, squared_norm, sum_gradients
 from manyhands.pipeline.holding import holding_of
@@ -28,6 +29,7 @@ from manyhands.pipeline.stage import PipelineStage
 from manyhands.pipeline.standin import input_of
 from manyhands.pipeline.strategy import Pipeline
 from manyhands.pipeline.table import Pass, Schedule
+from manyhands.pipeline.wave import WaveStage
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 from manyhands.training.resources import Resources
@@ -109,10 +111,12 @@ class PipelineExchange(Exchange):
             (self._group_of(stages, _TIED + number), parameters)
             for number, (stages, parameters) in enumerate(holding.tied)
         ]
-        self._stage = PipelineStage(
-            self._table, place.stage, holding.parts, self._post, recompute=strategy.recompute
+        self._borders = StageBorders(self._table, place.stage, holding.parts, self._post, computer.device)
+        self._stage = (
+            WaveStage(self._borders)
+            if self._table.over_time
+            else PipelineStage(self._borders, recompute=strategy.recompute)
         )
-        self._post.heed = self._stage.waited
         for part in holding.parts:
             part.train()
         keep_freed_memory()  # every step frees what the next one takes
@@ -150,7 +154,7 @@ class PipelineExchange(Exchange):
                 for column, measure in enumerate(functions.items()):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
-                        output = self._stage.forward_only(part, number % _MOST_EVALUATIONS, ends)
+                        output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
                         if output is not None:
                             totals[column] += ends.measured(output)
                     self._post.settle()
@@ -214,7 +218,7 @@ class PipelineExchange(Exchange):
     def take_times(self) -> Times:
         """The turns of the last step, and its messages once all have agreed."""
         posts, self._posts = self._posts, {}
-        return Times(posts=posts, turns=self._stage.take_times())
+        return Times(posts=posts, turns=self._borders.take_times())
 
     def traffic(self) -> Traffic:
         """Of the stage and of all its groups."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from manyhands.pipeline.borders import ChainPart
 from manyhands.pipeline.split import parts_of
-from manyhands.pipeline.stage import ChainPart
 
 __all__ = ["Holding", "holding_of"]
 

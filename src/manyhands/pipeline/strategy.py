@@ -77,6 +77,10 @@ class Pipeline(Strategy):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
         table = self.table()
+        if table.over_time and self.recompute:
+            raise UserError(
+                f"recompute=true: schedule={self.schedule} cannot; it needs the states of all slices"
+            )
         if self.cuts:
             check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
 

@@ -14,6 +14,7 @@ from manyhands.errors import UserError
 from manyhands.pipeline.exchange import PipelineExchange
 from manyhands.pipeline.split import check_cuts
 from manyhands.pipeline.strategy import Pipeline
+from manyhands.pipeline.wave import check_over_time
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.task import Task
 from manyhands.training.computing import TrainingPlan
@@ -69,6 +70,8 @@ def check_model(strategy: Pipeline, model: nn.Module) -> None:
         )
     if strategy.cuts:
         check_cuts(strategy.cuts, len(chain), parts)
+    if strategy.table().over_time:
+        check_over_time(chain)
 
 
 def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:
