@@ -15,6 +15,7 @@ from torch import nn
 
 import manyhands as mh
 from equality import Silent
+from manyhands.errors import WorkerFailed
 from manyhands.link.base import Link
 from manyhands.link.shared import SharedLink
 from manyhands.pipeline.exchange import PipelineExchange
@@ -113,7 +114,7 @@ def train_in_stages(task: mh.Task, text: str, workers: int, steps: int, start: A
         thread.join(timeout=60)
         assert not thread.is_alive(), f"{thread.name} hangs"
     if errors:
-        raise errors[0][1]
+        raise min(errors, key=lambda one: isinstance(one[1], WorkerFailed))[1]  # who lost another is no cause
     first = trained[0]
     assert first is not None
     assert first.weights is not None

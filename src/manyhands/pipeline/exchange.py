@@ -74,6 +74,16 @@ class PipelineExchange(Exchange):
         self._posts: dict[int, Post] = {}
 
     @property
+    def table(self) -> Schedule:
+        """The schedule that all stages follow."""
+        return self._table
+
+    @property
+    def most_kept(self) -> int:
+        """Of how many micro-batches this stage kept activations at once, at most, in the last step."""
+        return self._stage.most_kept
+
+    @property
     def part(self) -> int:
         """All stages of a pipeline work on the same samples."""
         return self._place.data

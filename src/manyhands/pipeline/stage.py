@@ -139,4 +139,4 @@ def _unmoved(buffers: Sequence[Tensor]) -> Iterator[None]:
     before = [buffer.clone() for buffer in buffers]
     yield
     for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+        buffer.data.copy_(value)  # unseen by the graph, which may hold the buffer and does not need it

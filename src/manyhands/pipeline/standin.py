@@ -56,10 +56,9 @@ class _StandIn(nn.Module, ABC):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward."""
         if len(inputs) != 1 or named:
-            count = len(inputs) + len(named)
             raise UserError(
-                f"{self._what} calls the model with {count} arguments; a model that is cut into stages takes one: its "
-                "first layer's input"
+                f"{self._what} calls the model with several inputs, or with named ones; a model that is cut into "
+                "stages takes one, its first layer's: model(input)"
             )
         return self._take(inputs[0])
 

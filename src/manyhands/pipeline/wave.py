@@ -169,7 +169,7 @@ class WaveStage:
                     else type(whole).__name__
                 )
                 raise UserError(
-                    f"microbatches={self._slices}: schedule=wavefront cuts dimension 1 of the model's input, time, into "
+                    f"microbatches={self._slices}: schedule=wavefront cuts dimension 1 of the input, time, into "
                     f"so many slices, and the input is {what}; use fewer"
                 )
             self._whole = whole
