@@ -71,7 +71,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "async": "ps consistency=async",
     "localsgd": "local",
     "gpipe": "pipeline schedule=gpipe",
-    "1f1b": "pipeline schedule=1f1b",
+    "1f1b": "pipeline",
     "pp": "pipeline",
 }
 """What other frameworks call it, and the text that comes nearest here."""

@@ -34,14 +34,14 @@ from manyhands.training.computing import Computed, Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 from manyhands.training.resources import Resources
 
-__all__ = ["Mark", "PipelineExchange"]
+__all__ = ["PipelineExchange", "ShowsPlace"]
 
 _ALL, _REPLICAS, _TIED = 0x60, 0x61, 0x62  # kinds of messages: the last one and on, a group each
 _LOSS, _STOP, _FLAGS = 0, 1, 2
 _MOST_EVALUATIONS: Final = 1 << 16
 
 
-class Mark(Protocol):
+class ShowsPlace(Protocol):
     """Shows where this worker is."""
 
     def __call__(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
@@ -53,7 +53,7 @@ class PipelineExchange(Exchange):
 
     builds_on_host = True
 
-    def __init__(self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: Mark) -> None:
+    def __init__(self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace) -> None:
         self.rank, self.world = resources.rank, resources.world
         self._strategy = strategy
         self._plan = plan
