@@ -186,3 +186,55 @@ def test_interleaved_names_the_nearest_that_fit(microbatches: int, nearest: str)
         interleaved(4, microbatches)
     with pytest.raises(UserError, match="chunks=0 is not allowed"):
         interleaved(4, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "chunks"),
+    [
+        ("gpipe", "ScheduleGPipe", 1),
+        ("1f1b", "ScheduleInterleavedZeroBubble", 1),
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+        ("interleaved", "ScheduleInterleaved1F1B", 3),
+        ("zb-h1", "ScheduleInterleavedZeroBubble", 1),
+    ],
+)
+def test_every_stage_does_its_work_in_the_order_that_torch_has(name: str, theirs: str, chunks: int) -> None:
+    """torch.distributed.pipelining plans the same schedules as lists of actions, written by others.
+
+    1F1B is its zero bubble less the weight gradients: the list of its 1F1B numbers the last rank's forwards from 1.
+    """
+    for stages, rounds in product((1, 2, 3, 4, 8), (1, 2, 4)):
+        microbatches = stages * rounds
+        schedule = (
+            interleaved(stages, microbatches, chunks) if chunks > 1 else SCHEDULES[name](stages, microbatches)
+        )
+        planned = planned_by_torch(theirs, stages, microbatches, chunks)
+        for stage in range(stages):
+            ours = [(turn.work, schedule.part(turn), turn.microbatch) for turn in schedule.of_stage(stage)]
+            assert ours == [
+                one for one in planned[stage] if schedule.splits_backward or one[0] is not Pass.WEIGHTS
+            ]
+
+
+def planned_by_torch(
+    kind: str, stages: int, microbatches: int, chunks: int
+) -> list[list[tuple[Pass, int, int]]]:
+    """Every rank's order of one of torch's schedules, which are planned without processes and models."""
+    import torch.distributed.pipelining.schedules as torch_schedules
+
+    made = object.__new__(getattr(torch_schedules, kind))
+    made._n_microbatches, made._num_stages = microbatches, stages
+    made.pp_group_size, made.n_local_stages, made.microbatches_per_round = stages, chunks, stages
+    if hasattr(made, "_calculate_single_rank_operations"):
+        planned = {rank: made._calculate_single_rank_operations(rank) for rank in range(stages)}
+    else:
+        planned = made._get_pipeline_order()
+    works = {"F": Pass.FORWARD, "B": Pass.BACKWARD, "I": Pass.BACKWARD, "W": Pass.WEIGHTS}
+    return [
+        [
+            (works[action.computation_type.value], action.stage_index, action.microbatch_index)
+            for action in planned[rank]
+            if action is not None and action.is_compute_op
+        ]
+        for rank in range(stages)
+    ]

@@ -43,14 +43,14 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """As soon as the first gradient is back, one forward and one backward in turn (PipeDream-Flush, Narayanan 2021)."""
+    """One forward and one backward in turn once the first gradient is back (Narayanan et al. 2021)."""
     whole = [(k, 0) for k in range(microbatches)]
     orders = [_alternating(whole, whole, min(stages - stage - 1, microbatches)) for stage in range(stages)]
     return _placed(_shape("1f1b", stages, microbatches), orders)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with several smaller parts on every stage, which micro-batches pass in rounds (Narayanan et al. 2021)."""
+    """1F1B with several smaller parts on every stage, passed in rounds (Narayanan et al. 2021)."""
     shape = _shape("interleaved", stages, microbatches, chunks=chunks)
     if microbatches % stages:
         below = microbatches // stages * stages
@@ -71,7 +71,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose weight gradients are put off, to be computed where a stage would wait (ZB-H1, Qi et al. 2023)."""
+    """1F1B that puts weight gradients off to where a stage would wait (zero bubble, Qi et al. 2023)."""
     whole = [(k, 0) for k in range(microbatches)]
     orders = []
     for stage in range(stages):
@@ -88,7 +88,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def wavefront(stages: int, microbatches: int) -> Schedule:
-    """Slices of a sequence in time: a layer is at slice t while the layer below it is at slice t + 1."""
+    """Slices of a sequence in time: layer l is at slice t while layer l - 1 is at slice t + 1."""
     slices = range(microbatches)
     order = [
         *((Pass.FORWARD, time, 0) for time in slices),
