@@ -53,7 +53,9 @@ class PipelineExchange(Exchange):
 
     builds_on_host = True
 
-    def __init__(self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace) -> None:
+    def __init__(
+        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace
+    ) -> None:
         self.rank, self.world = resources.rank, resources.world
         self._strategy = strategy
         self._plan = plan
