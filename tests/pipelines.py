@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,18 +15,26 @@ from torch import nn
 
 import manyhands as mh
 from equality import Silent
+from manyhands.chain import chain_of
 from manyhands.errors import WorkerFailed
 from manyhands.link.base import Link
 from manyhands.link.shared import SharedLink
+from manyhands.pipeline.borders import StageBorders
+from manyhands.pipeline.ends import TrainingEnds
 from manyhands.pipeline.exchange import PipelineExchange
+from manyhands.pipeline.holding import holding_of
+from manyhands.pipeline.post import StagePost
+from manyhands.pipeline.stage import PipelineStage
 from manyhands.pipeline.strategy import Pipeline
+from manyhands.pipeline.table import Schedule
 from manyhands.pipeline.training import in_microbatches
+from manyhands.pipeline.wave import WaveStage
 from manyhands.randomness import preserved
 from manyhands.strategy import Strategy
 from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.text import next_byte_loss
-from manyhands.training.computing import TrainingPlan
+from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.exchange import SingleExchange
 from manyhands.training.resources import Resources
 from manyhands.training.worker import Trained, Trainer
@@ -107,12 +115,7 @@ def train_in_stages(task: mh.Task, text: str, workers: int, steps: int, start: A
         except BaseException as error:
             errors.append((rank, error))
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"worker {rank}") for rank in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), f"{thread.name} hangs"
+    in_threads(work, workers)
     if errors:
         raise min(errors, key=lambda one: isinstance(one[1], WorkerFailed))[1]  # who lost another is no cause
     first = trained[0]
@@ -120,6 +123,50 @@ def train_in_stages(task: mh.Task, text: str, workers: int, steps: int, start: A
     assert first.weights is not None
     assert all(one is not None and one.weights is None for one in trained[1:]), "worker 0 has the whole"
     return Ended(weights=dict(first.weights), optimizer=states[0], rows=told[0].rows, exchanges=exchanges)
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=work, args=(rank,), name=f"worker {rank}") for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+
+
+def gradients_of(task: mh.Task, table: Schedule, *, recompute: bool = False) -> tuple[float, State]:
+    """Loss and gradients of the first batch, by stages that are threads and share one model.
+
+    Nothing is summed here over stages that share a parameter: they add up in the one that there is.
+    """
+    microbatches = 1 if table.over_time else table.microbatches
+    computer = Computer(plan_of(replace(task, microbatches=microbatches), 1), 0)
+    model = task.model()
+    chain, links = chain_of(model), links_between(table.stages)
+    cuts = [len(chain) * part // table.parts for part in range(1, table.parts)]
+    losses, errors = [0.0] * table.stages, []
+
+    def work(stage: int) -> None:
+        try:
+            parts = holding_of(model, chain, cuts, table.stages, stage).parts
+            post = StagePost(stage, range(table.stages), links[stage], 30.0)
+            borders = StageBorders(table, stage, parts, post)
+            share = computer.share(0, 0, 1)
+            ends = TrainingEnds(computer, share, 0, 0)
+            at_work = WaveStage(borders) if table.over_time else PipelineStage(borders, recompute=recompute)
+            at_work.run(ends, len(share.pieces), lambda _: None)
+            losses[stage] = ends.mean_loss()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            for link in links[stage].values():
+                link.close()
+
+    in_threads(work, table.stages)
+    if errors:
+        raise errors[0]
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return losses[-1], gradients
 
 
 def transformer() -> nn.Module:
