@@ -99,9 +99,9 @@ def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
     if _is_plain(module):
-        assert isinstance(module, nn.Sequential), "as plain ones are"
-        for child in module:  # and not its children(), of which one that comes twice is told once
-            yield from _flat(child)
+        for child in module._modules.values():  # children() leaves out whoever comes a second time
+            if child is not None:
+                yield from _flat(child)
     else:
         yield module
 

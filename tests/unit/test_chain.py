@@ -161,3 +161,9 @@ def test_layers_equal_torchs_stacked_lstm() -> None:
     theirs.load_state_dict(weights)
     expected = ours.head(theirs(ours.tokens(TOKENS))[0])
     torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_that_comes_twice_is_applied_twice() -> None:
+    twice = nn.Tanh()
+    model = nn.Sequential(nn.Linear(2, 2), twice, nn.Linear(2, 2), twice)
+    assert len(chain_of(model)) == 4

@@ -228,6 +228,10 @@ class Exchange(ABC):
         """What was sent so far."""
         return Traffic()
 
+    def told(self) -> Mapping[str, Any]:
+        """What this worker tells at the end of a run, besides its traffic: plain values."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most have something to let go of, the plain loop has not
         """Let go of everything."""
 
