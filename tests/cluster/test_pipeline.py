@@ -33,7 +33,9 @@ def alone(name: str) -> tuple[float, State]:
     (piece,) = computer.share(0, 0, 1).pieces
     loss = task.loss(model, piece.fetch())
     loss.backward()
-    return float(loss.detach()), {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+    return float(loss.detach()), {
+        key: one.grad for key, one in model.named_parameters() if one.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -44,6 +44,25 @@ def test_replicas_share_out_the_batch(text: str) -> None:
     equal(train_in_stages(task, text, workers=4, steps=4), train_alone(task, 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "workers"),
+    [
+        ("transformer", "pipeline tensor=2 data=2", 8),
+        ("transformer", "pipeline microbatches=2 schedule=interleaved tensor=2 recompute=true", 4),
+        ("transformer", "pipeline schedule=zb-h1 tensor=2", 4),
+        ("cnn", "pipeline schedule=zb-h1 tensor=3", 6),
+        ("cnn", "pipeline stages=1 schedule=interleaved tensor=2", 2),
+    ],
+)
+def test_layers_of_stages_are_sliced(name: str, text: str, workers: int) -> None:
+    task = task_of(name, clip_norm=0.5)
+    expected, ended = train_alone(task, 3), train_in_stages(task, text, workers, steps=3)
+    equal(ended, expected)
+    for position, state in expected.optimizer["state"].items():
+        for key, value in state.items():
+            assert torch.allclose(ended.optimizer["state"][position][key], value, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("text", ["pipeline microbatches=3", "pipeline stages=2 microbatches=2 data=4"])
 def test_parameters_that_nobody_or_somebody_reaches_are_stepped_as_alone(text: str) -> None:
     task = make_task(OPTIMIZERS["momentum"])  # some workers have no samples at all in short batches

@@ -79,6 +79,18 @@ def test_run_goes_on_from_mirrored_and_to_single(tmp_path: Path) -> None:
     assert not same_bits(whole.model.state_dict(), task.model().state_dict()), "it learned something"
 
 
+def test_replicas_of_stages_of_slices_train_language_as_one_process() -> None:
+    options = LanguageOptions(context=8, layers=2, width=8, heads=2, batch_size=8, evaluation_bytes=64)
+    task = language(options)
+    task = replace(task, model=lambda: task_model(options).double())
+    alone = mh.fit(task, "single", steps=3)
+    run = mh.fit(task, "pipeline microbatches=2 tensor=2", workers=8, steps=3)
+    losses = [row["loss"] for row in run.history.steps]
+    assert losses == pytest.approx([row["loss"] for row in alone.history.steps], rel=1e-9)
+    assert run.history.metrics[-1]["bits_per_byte"] == pytest.approx(alone.history.metrics[-1]["bits_per_byte"])
+    assert distance(run.model.state_dict(), alone.model.state_dict()) < 1e-9
+
+
 class Deadly(nn.Module):
     """Kills its process at its `calls`-th call, and says when."""
 

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from manyhands.chain import chain_of
 from manyhands.cluster.board import State
 from manyhands.footprint import sizes_of
+from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
 from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import GridAxis
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.pipeline.borders import StageBorders
 from manyhands.pipeline.ends import MeasureEnds, TrainingEnds
-from manyhands.pipeline.gradients import scale_to, squared_norm, sum_gradients
-from manyhands.pipeline.holding import holding_of
+from manyhands.pipeline.holding import Holding, holding_of
 from manyhands.pipeline.measure import layer_costs
 from manyhands.pipeline.post import StagePost
 from manyhands.pipeline.split import part_bytes, planned
@@ -30,14 +30,21 @@ from manyhands.pipeline.standin import input_of
 from manyhands.pipeline.strategy import Pipeline
 from manyhands.pipeline.table import Pass, Schedule
 from manyhands.pipeline.wave import WaveStage
+from manyhands.tensor.finding import find_plan
+from manyhands.tensor.plan import Slicing
+from manyhands.tensor.slicing import slice_modules
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 from manyhands.training.resources import Resources
 
 __all__ = ["PipelineExchange", "ShowsPlace"]
 
-_ALL, _REPLICAS, _TIED = 0x60, 0x61, 0x62  # kinds of messages: the last one and on, a group each
-_LOSS, _STOP, _FLAGS = 0, 1, 2
+_ALL, _REPLICAS, _SLICES, _TIED = (
+    0x60,
+    0x61,
+    0x62,
+    0x63,
+)  # kinds of messages: from the last one on, a group each
 _MOST_EVALUATIONS: Final = 1 << 16
 
 
@@ -66,10 +73,11 @@ class PipelineExchange(Exchange):
         self._links = links = resources.links() if self.world > 1 else {}
         self.wire = next((link.wire for link in links.values()), self.wire)
         self._timeout_s = timeout_s = resources.timeout_s
-        everyone = range(self.world)
-        self._all = LinkGroup(self.rank, everyone, links, timeout_s, kind=_ALL, name="all workers")
-        replicas = self._grid.along(GridAxis.DATA, self.rank)
-        self._replicas = LinkGroup(self.rank, replicas, links, timeout_s, kind=_REPLICAS, name="replicas")
+        self._all = self._group(range(self.world), _ALL, "all workers")
+        self._replicas = self._group(
+            self._grid.along(GridAxis.DATA, self.rank), _REPLICAS, "replicas of a stage"
+        )
+        self._slices = self._group(self._grid.along(GridAxis.SLICE, self.rank), _SLICES, "slices of a stage")
         self._stages = self._grid.along(GridAxis.STAGE, self.rank)
         self._post = StagePost(self._place.stage, self._stages, links, timeout_s)
         self._tied: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []
@@ -105,24 +113,19 @@ class PipelineExchange(Exchange):
         strategy, place = self._strategy, self._place
         self._holding = holding = holding_of(model, chain, self.cuts, strategy.stages, place.stage)
         computer = Computer(self._plan, self.rank)
-        for part in holding.parts:
-            for module in part.modules:
-                module.to(computer.device)
-        held = [
-            Held(whole=one, local=one, shape=one.shape, tells=place.data == 0 and id(one) in holding.first)
-            for one in holding.parameters
-        ]
+        held = self._slice(model, holding, computer.device)
         self._told = {
             name: buffer
             for name, buffer in model.named_buffers()
-            if name in holding.buffers and name in outline.keys and place.data == 0
+            if name in holding.buffers and name in outline.keys and place.data == place.slice == 0
         }
         self._held = HeldModel(outline, optimizer, held, self._told)
         self._held.drop_rest()
-        self._tied = [
-            (self._group_of(stages, _TIED + number), parameters)
-            for number, (stages, parameters) in enumerate(holding.tied)
-        ]
+        local = {id(one.whole): one.local for one in held}
+        for number, (stages, parameters) in enumerate(holding.tied):
+            members = [self._stages[stage] for stage in stages]
+            group = self._group(members, _TIED + number, "stages that share weights")
+            self._tied.append((group, tuple(local[id(one)] for one in parameters)))
         self._borders = StageBorders(self._table, place.stage, holding.parts, self._post, computer.device)
         self._stage = (
             WaveStage(self._borders)
@@ -147,7 +150,7 @@ class PipelineExchange(Exchange):
         )
         loss = ends.mean_loss()
         computer.slow_down(step, time.monotonic() - begin)
-        samples = share.samples if self._is_last else 0  # of all stages one counts them
+        samples = share.samples if self._counts else 0
         return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
@@ -171,7 +174,9 @@ class PipelineExchange(Exchange):
                             totals[column] += ends.measured(output)
                     self._post.settle()
                     number += 1
-                totals[-1] += piece.samples if self._is_last else 0
+                totals[-1] += piece.samples
+        if not self._counts:
+            totals.zero_()
         for part in parts:
             part.train()
         return computer.means(self.total(totals))
@@ -183,20 +188,12 @@ class PipelineExchange(Exchange):
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: sum gradients over replicas, then over the stages that share a parameter; and the loss."""
-        sum_gradients(self._replicas, self._holding.parameters)
+        sum_gradients(self._replicas, [one.local for one in self._held.held])
         for group, parameters in self._tied:
             sum_gradients(group, parameters)
-        values = torch.zeros(_FLAGS + self.world, dtype=torch.float64)
-        values[_STOP] = local.stop
-        if not local.is_finite:
-            values[_FLAGS + self.rank] = 1
-        elif self._is_last and self._place.slice == 0:
-            values[_LOSS] = local.loss * local.share
-        self._all.all_reduce(values)
+        shared = agree_on(self._all, local, counts=self._counts)
         self._collect_posts()
-        bad = tuple(torch.nonzero(values[_FLAGS:]).view(-1).tolist())
-        loss = math.nan if bad else float(values[_LOSS])
-        return SharedStep(loss=loss, bad_workers=bad, stop=bool(values[_STOP]))
+        return shared
 
     def clip(self, max_norm: float) -> float:
         """Collective: the norm is over all stages, a parameter that several have counted once."""
@@ -246,17 +243,35 @@ class PipelineExchange(Exchange):
             link.close()
 
     @property
-    def _is_last(self) -> bool:
-        return self._place.stage == self._strategy.stages - 1
+    def _counts(self) -> bool:
+        """Whether this worker speaks for all of its replica, of which it has the loss."""
+        return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
 
     def _groups(self) -> list[LinkGroup]:
-        return [self._all, self._replicas, *(group for group, _ in self._tied)]
+        return [self._all, self._replicas, self._slices, *(group for group, _ in self._tied)]
 
-    def _group_of(self, stages: Sequence[int], kind: int) -> LinkGroup:
-        members = [self._stages[stage] for stage in stages]
-        return LinkGroup(
-            self.rank, members, self._links, self._timeout_s, kind=kind, name="shared parameters"
-        )
+    def _group(self, members: Sequence[int], kind: int, name: str) -> LinkGroup:
+        return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
+
+    def _slice(self, model: nn.Module, holding: Holding, device: torch.device) -> list[Held]:
+        """Keep this worker's slice of its layers, on its device; what it then has of each parameter."""
+        modules = [module for part in holding.parts for module in part.modules]
+        slices = self._slices
+        plan: dict[str, Slicing] = {}
+        for (
+            part
+        ) in holding.parts:  # one by one: no layer of one part takes what a layer of another leaves sliced
+            plan |= find_plan(model, slices.world, part.modules)
+        cut = slice_modules(model, slices, plan, part=modules).cut if slices.world > 1 else {}
+        for module in modules:
+            module.to(device)
+        place, held = self._place, []
+        for one in holding.parameters:
+            mine = cut.get(id(one))
+            tells = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
+            local, where = (one, None) if mine is None else (mine.local, mine.cut)
+            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, tells=tells))
+        return held
 
     def _collect_posts(self) -> None:
         for posts in (self._post.take_posts(), *(group.take_posts() for group in self._groups())):
@@ -296,7 +311,8 @@ class PipelineExchange(Exchange):
             )
         strategy = self._strategy
         need = part_bytes(layers, most_held(self._table), recompute=strategy.recompute)
-        return planned(layers, strategy.stages, self._table.chunks, need, strategy.memory)
+        limit = strategy.memory * strategy.tensor  # of the slices of a stage together
+        return planned(layers, strategy.stages, self._table.chunks, need, limit)
 
 
 def most_held(table: Schedule) -> list[int]:

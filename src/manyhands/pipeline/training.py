@@ -17,6 +17,7 @@ from manyhands.pipeline.strategy import Pipeline
 from manyhands.pipeline.wave import check_over_time
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.task import Task
+from manyhands.tensor.slicing import check_plan
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchanging import told
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
@@ -70,6 +71,8 @@ def check_model(strategy: Pipeline, model: nn.Module) -> None:
         )
     if strategy.cuts:
         check_cuts(strategy.cuts, len(chain), parts)
+    if strategy.tensor > 1:
+        check_plan(model, strategy.tensor)
     if strategy.table().over_time:
         check_over_time(chain)
 
