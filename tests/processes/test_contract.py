@@ -39,6 +39,8 @@ class Row:
 
     workers: int = 2
     optimizer: str = "momentum"
+    calls: int = 1
+    """How often a worker calls the loss in a step, at most."""
 
 
 ROWS = {
@@ -49,6 +51,7 @@ ROWS = {
     "ps": Row(text="ps servers=2"),
     "hogwild": Row(text="hogwild order=turns"),
     "local": Row(text="local steps=1", optimizer="sgd"),
+    "pipeline": Row(text="pipeline microbatches=3", calls=3),
     "tensor": Row(text="tensor slices=2"),
 }
 VARIANTS = {
@@ -83,7 +86,7 @@ def test_run_goes_on_from_its_directory_to_the_weights_of_an_uninterrupted_one(
     options = mh.Options(checkpoint_every=4)
     arguments: dict[str, Any] = {"workers": row.workers, "steps": STEPS, "options": options}
     whole = mh.fit(task, row.text, **arguments)
-    broken = replace(task, loss=breaking_loss(task, after=5))
+    broken = replace(task, loss=breaking_loss(task, after=5 * row.calls))
     with pytest.raises(Exception, match="on purpose"):
         mh.fit(broken, row.text, out=tmp_path / "run", **arguments)
     resumed = mh.fit(task, row.text, out=tmp_path / "run", resume=True, **arguments)

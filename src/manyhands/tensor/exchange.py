@@ -23,6 +23,7 @@ from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.tensor.slicing import Sliced, slice_modules
+from manyhands.tensor.telling import layers_told
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 
@@ -170,9 +171,8 @@ class TensorExchange(Exchange):
 
     def told(self) -> Mapping[str, Any]:
         """What a step of training sends for each layer, from this worker."""
-        layers = self._sliced.traffic if self._sliced is not None else {}
-        steps = max(1, self._steps)
-        return {"layers": [{"layer": name, **one.per_step(steps)} for name, one in layers.items()]}
+        traffic = self._sliced.traffic if self._sliced is not None else {}
+        return {"layers": layers_told(traffic, self._steps)}
 
     def close(self) -> None:
         """Close the links."""

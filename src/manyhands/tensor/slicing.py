@@ -74,9 +74,11 @@ def slice_modules(
 
 def check_plan(model: nn.Module, slices: int) -> None:
     """UserError where a model's plan cannot be, before anything is sliced."""
+    if slices == 1:
+        return  # nothing is
     modules = dict(model.named_modules())
     for name, how in find_plan(model, slices).items():
-        if how.kind is not SliceKind.WHOLE and slices > 1:
+        if how.kind is not SliceKind.WHOLE:
             _cuts(name, modules[name], how, slices)
 
 

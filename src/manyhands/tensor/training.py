@@ -9,6 +9,7 @@ from manyhands.errors import UserError
 from manyhands.tensor.exchange import TensorExchange
 from manyhands.tensor.slicing import check_plan
 from manyhands.tensor.strategy import Tensor
+from manyhands.tensor.telling import layers_together
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
@@ -43,14 +44,5 @@ class TensorTraining(ExchangeTraining):
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """What all workers together sent for each layer, in a step of training."""
         samples, besides = super().gather(finished)
-        told = [one["layers"] for one in finished if "layers" in one]
-        layers = [_together(rows) for rows in zip(*told, strict=True)]
+        layers = layers_together(one.get("layers", []) for one in finished)
         return samples, {**besides, "layers": layers} if layers else besides
-
-
-def _together(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first = rows[0]
-    return {
-        **first,
-        **{name: sum(row[name] for row in rows) for name in first if name not in ("layer", "how")},
-    }
