@@ -25,6 +25,10 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "schedule": Later(
+        home="manyhands.cli.schedule:schedule_command",
+        help="Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
+    ),
     "audit": Later(
         home="manyhands.cli.audit:audit_command",
         help="Check from a run's records that every batch was applied once and that no read was staler than allowed.",

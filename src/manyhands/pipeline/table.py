@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from typing import TypeAlias
 
-__all__ = ["Maker", "Schedule", "Turn", "Work"]
+__all__ = ["Maker", "Pass", "Schedule", "StageTurn"]
 
 
 @unique
-class Work(Enum):
+class Pass(Enum):
     """What a stage does with a micro-batch in one turn."""
 
     FORWARD = "forward"
@@ -28,7 +28,7 @@ class Work(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class StageTurn:
     """One piece of work of one stage."""
 
     tick: int
@@ -36,7 +36,7 @@ class Turn:
 
     stage: int
     microbatch: int
-    work: Work
+    work: Pass
     chunk: int = 0
     """Which of the stage's parts."""
 
@@ -48,7 +48,7 @@ class Schedule:
     name: str
     stages: int
     microbatches: int
-    turns: tuple[Turn, ...]
+    turns: tuple[StageTurn, ...]
     """By tick, then by stage."""
 
     chunks: int = 1
@@ -59,11 +59,11 @@ class Schedule:
     """Whether micro-batches are slices of a sequence in time: a part needs its own state after the slice before, and in
     backward the gradient of its state from the slice after."""
 
-    def of_stage(self, stage: int) -> tuple[Turn, ...]:
+    def of_stage(self, stage: int) -> tuple[StageTurn, ...]:
         """What one worker does, in order."""
         return tuple(turn for turn in self.turns if turn.stage == stage)
 
-    def part(self, turn: Turn) -> int:
+    def part(self, turn: StageTurn) -> int:
         """Which part of the chain a turn is about, from 0 at the input."""
         return turn.chunk * self.stages + turn.stage
 

@@ -94,10 +94,15 @@ class Computer:
         self._shares = _shares_of(task, plan.seed)
         self._reader = NumberReader(self.device)
 
-    def build(self, first_step: int = 0) -> Built:
-        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained."""
+    def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
+        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained.
+
+        On the worker's device, or in the host's memory.
+        """
         seed_all(self.plan.seed)
-        model = self._task.model().to(self.device)
+        model = self._task.model()
+        if not on_host:
+            model = model.to(self.device)
         optimizer = optimizer_of(self._task, model)
         built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
         if built.scheduler is not None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.link.wire import Wire
+from manyhands.training.computing import Computed, Computer
 
 __all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic"]
 
@@ -114,12 +115,33 @@ class Exchange(ABC):
     when_broken: ClassVar[str] = "all workers stopped before this step and no parameter was changed"
     """What a loss that is not finite has done to the run."""
 
+    builds_on_host: ClassVar[bool] = False
+    """Whether the model is built in the host's memory, and `attach` moves to a GPU what belongs there."""
+
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
+
+    @property
+    def part(self) -> int:
+        """Which part of each global batch this worker computes on."""
+        return self.rank
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch has: fewer than workers where several share the work on one."""
+        return self.world
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Forward and backward of this worker's part of batch `step`."""
+        return computer.compute(model, step, self.part, self.parts, self.backward, accumulate=self.accumulate)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: means over the evaluation data and the number of samples; each goes over its part."""
+        return computer.evaluate(model, self.rank, self.world, self.total)
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, share: float) -> None:
@@ -146,7 +168,7 @@ class Exchange(ABC):
         As `torch.nn.utils.clip_grad_norm_` on all parameters of the model in one process.
         """
 
-    def parts(self) -> Sequence[torch.Tensor]:
+    def held_gradients(self) -> Sequence[torch.Tensor]:
         """Between `agree` and `apply`: what this worker holds of the gradient, in place, where it `steps_itself`.
 
         None elsewhere: there each parameter's `grad` is the whole.
@@ -173,6 +195,10 @@ class Exchange(ABC):
         It is the same under every strategy, so a run may go on under another one. On the way back each worker loads
         it into its optimizer as usual, before `attach` or between steps.
         """
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Collective, between steps: the whole model's `state_dict()` on worker 0, None on the others."""
+        return model.state_dict() if self.rank == 0 else None
 
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
@@ -207,7 +206,8 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
         around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         trained, told = train(start)
         if context.rank == 0:
-            _leave_weights(context.descriptor("weights"), trained.model)
+            weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+            _leave_weights(context.descriptor("weights"), weights)
         around.record(EventKind.LEAVE, time.monotonic_ns())
     return {
         "steps_done": trained.steps_done,
@@ -252,7 +252,7 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
     )
 
 
-def _leave_weights(descriptor: int, model: nn.Module) -> None:
+def _leave_weights(descriptor: int, weights: Mapping[str, torch.Tensor]) -> None:
     with os.fdopen(os.dup(descriptor), "wb") as file:
-        for chunk in encode_tensors(model.state_dict()):
+        for chunk in encode_tensors(weights):
             file.write(chunk)
