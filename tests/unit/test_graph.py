@@ -19,7 +19,7 @@ from manyhands.cli.main import app
 from manyhands.draw.graph import graph_svg, graph_text
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Truth
-from manyhands.placement.graph import Crossing, Edge, Graph, Node, Shared, cut_of, places_by_name
+from manyhands.placement.graph import Crossing, Edge, Graph, Node, TiedParameters, cut_of, places_by_name
 from manyhands.placement.tracing import trace
 from manyhands.strategy import Strategy
 from manyhands.tasks.language import Transformer
@@ -116,7 +116,7 @@ def test_a_chain_is_traced_module_by_module() -> None:
     assert len(found.edges) == 4
     assert found.parameters == sum(one.numel() for one in model.parameters())
     assert found.parameter_bytes == 4 * found.parameters
-    assert found.shared == (Shared(nodes=(0, 4), num_bytes=256 * 16 * 4),)
+    assert found.shared == (TiedParameters(nodes=(0, 4), num_bytes=256 * 16 * 4),)
     assert found.parameters == sum(one.parameters for one in found.nodes) - 256 * 16
     assert all(one.seconds > 0 for one in found.nodes)
     assert not model._forward_pre_hooks

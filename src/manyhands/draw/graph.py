@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 from manyhands.draw.aligned import aligned
 from manyhands.errors import format_bytes
-from manyhands.placement.graph import Crossing, Graph, Node, Shared, cut_of
+from manyhands.placement.graph import Crossing, Graph, Node, TiedParameters, cut_of
 
 __all__ = ["graph_svg", "graph_text"]
 
@@ -93,7 +93,7 @@ def _crossing(graph: Graph, one: Crossing) -> str:
     return f"{graph.nodes[one.source].name} → {to}: {size}, {one.from_place} → {one.to_place}"
 
 
-def _sharing(graph: Graph, one: Shared, places: Sequence[str]) -> str:
+def _sharing(graph: Graph, one: TiedParameters, places: Sequence[str]) -> str:
     names = ", ".join(graph.nodes[number].name for number in one.nodes)
     apart = len({places[number] for number in one.nodes}) > 1
     return (

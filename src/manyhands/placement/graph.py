@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from manyhands.placement.patterns import assigned
 
-__all__ = ["Crossing", "Edge", "Graph", "Node", "Shared", "cut_of", "places_by_name"]
+__all__ = ["Crossing", "Edge", "Graph", "Node", "TiedParameters", "cut_of", "places_by_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class TiedParameters:
     """Parameters that several nodes have, as tied weights; in several places, their gradients have to be added."""
 
     nodes: tuple[int, ...]
@@ -78,7 +78,7 @@ class Graph:
     parameter_bytes: int
     """Of the whole model."""
 
-    shared: tuple[Shared, ...]
+    shared: tuple[TiedParameters, ...]
     """What several nodes share of them."""
 
     is_chain: bool

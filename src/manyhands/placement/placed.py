@@ -13,7 +13,7 @@ from manyhands.device import moved
 from manyhands.errors import UserError
 from manyhands.placement.log import PlacementLog
 from manyhands.placement.patterns import assigned
-from manyhands.placement.running import Course, Entering, Leaving, Placing, tensors_in
+from manyhands.placement.running import Entering, ForwardPass, Leaving, Placing, tensors_in
 
 __all__ = ["Placed", "place"]
 
@@ -43,7 +43,7 @@ def place(
             f"{type(model).__name__} has an attribute `log` of its own, where a placed model has its placement log; "
             "rename it, or place the modules inside"
         )
-    course = Course(soft=soft)
+    course = ForwardPass(soft=soft)
     named = dict(model.named_modules())
     devices = _agreed(named, _asked(named, where, course), course)
     _move(named, devices)
@@ -64,7 +64,7 @@ _CLASSES: dict[type[nn.Module], type[Placed]] = {}
 class Placed(nn.Module):
     """A model whose modules are placed: its own class with a log, made by `place`."""
 
-    _placement: Course
+    _placement: ForwardPass
 
     @property
     def log(self) -> PlacementLog:
@@ -123,7 +123,7 @@ def _blank(kind: type[nn.Module]) -> Placed:
 
 
 def _asked(
-    named: Mapping[str, nn.Module], where: Mapping[str, str | None] | str | None, course: Course
+    named: Mapping[str, nn.Module], where: Mapping[str, str | None] | str | None, course: ForwardPass
 ) -> dict[str, torch.device]:
     """By the name of a module, where it is to be; those that nobody speaks of are left out."""
     if not isinstance(where, Mapping):
@@ -134,7 +134,7 @@ def _asked(
     return {name: found[pattern] for name, pattern in patterns.items()}
 
 
-def _found(name: str | torch.device | None, what: str, course: Course) -> torch.device:
+def _found(name: str | torch.device | None, what: str, course: ForwardPass) -> torch.device:
     """The device of this name, or the CPU in its place."""
     if name is None or name == AUTO:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
@@ -167,7 +167,7 @@ def _there(device: torch.device) -> torch.device | None:
 
 
 def _agreed(
-    named: Mapping[str, nn.Module], asked: Mapping[str, torch.device], course: Course
+    named: Mapping[str, nn.Module], asked: Mapping[str, torch.device], course: ForwardPass
 ) -> dict[str, torch.device | None]:
     """Where each module is: as asked for, but for parameters that several modules share, which are in one place.
 

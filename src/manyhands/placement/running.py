@@ -21,14 +21,14 @@ from manyhands.device import moved
 from manyhands.errors import UserError
 from manyhands.placement.log import PlacedOperation, PlacementLog
 
-__all__ = ["Course", "Entering", "Leaving", "Placing", "tensors_in"]
+__all__ = ["Entering", "ForwardPass", "Leaving", "Placing", "tensors_in"]
 
 _COPIES = {"to", "cpu", "cuda", "copy_"}
 _CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
-class Course:
+class ForwardPass:
     """Where a forward pass is: the modules that are running, innermost last, and the log of what they did."""
 
     soft: bool
@@ -57,7 +57,7 @@ class Course:
 class Entering:
     """A forward pre-hook: the module runs now, and its tensors come to where it is placed."""
 
-    course: Course
+    course: ForwardPass
     name: str
     device: torch.device | None
 
@@ -75,7 +75,7 @@ class Entering:
 class Leaving:
     """A forward hook: the module has ended."""
 
-    course: Course
+    course: ForwardPass
 
     def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         """Called after errors, too."""
@@ -86,7 +86,7 @@ class Leaving:
 class Placing(TorchFunctionMode):
     """Active while a placed model runs: each operation has all its tensors on one device, and is logged."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: ForwardPass) -> None:
         super().__init__()
         self._course = course
 

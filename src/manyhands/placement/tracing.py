@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.chain import ChainFunction, SaysChain, named_chain
 from manyhands.errors import UserError
-from manyhands.placement.graph import Edge, Graph, Node, Shared
+from manyhands.placement.graph import Edge, Graph, Node, TiedParameters
 from manyhands.placement.running import tensors_in
 
 __all__ = ["trace"]
@@ -86,7 +86,7 @@ def _chain_nodes(model: nn.Module, x: Any) -> tuple[list[Node], list[nn.Module]]
     return nodes, modules
 
 
-def _shared(modules: Sequence[nn.Module]) -> Iterator[Shared]:
+def _shared(modules: Sequence[nn.Module]) -> Iterator[TiedParameters]:
     """Parameters that several nodes have, by the nodes; a module that ran twice shares all with itself."""
     holders: dict[int, list[int]] = {}
     parameters = {}
@@ -99,7 +99,7 @@ def _shared(modules: Sequence[nn.Module]) -> Iterator[Shared]:
         if len(nodes) > 1:
             sizes[tuple(nodes)] = sizes.get(tuple(nodes), 0) + _num_bytes([parameters[key]])
     for nodes_of_it, num_bytes in sizes.items():
-        yield Shared(nodes=nodes_of_it, num_bytes=num_bytes)
+        yield TiedParameters(nodes=nodes_of_it, num_bytes=num_bytes)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
