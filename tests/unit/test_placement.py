@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.placement.patterns import assigned
 from manyhands.placement.placed import Placed
+from manyhands.placement.running import brought
 from manyhands.tasks.language import Transformer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -203,6 +205,52 @@ def test_a_model_with_a_log_of_its_own_is_refused() -> None:
 
     with pytest.raises(UserError, match="Logs has an attribute `log` of its own"):
         mh.place(Logs(1, 1))
+
+
+class Output(OrderedDict[str, Tensor]):
+    """As libraries have for what their models give."""
+
+
+def test_what_a_model_gives_keeps_its_class() -> None:
+    class Gives(nn.Module):
+        def forward(self, x: Tensor) -> Output:
+            return Output(scores=x @ x.T)
+
+    placed = mh.place(Gives(), "cpu")
+    assert isinstance(placed(torch.ones(2, 2)), Output)
+    elsewhere = brought(Output(scores=torch.ones(2, 2)), torch.device("meta"))
+    assert isinstance(elsewhere, Output)
+    assert elsewhere["scores"].device.type == "meta"
+    there = (torch.ones(1), [torch.ones(2), {"x": 3}])
+    assert brought(there, torch.device("cpu")) is there
+
+
+def test_layers_that_are_no_plain_functions_are_followed_too() -> None:
+    """LSTM and attention of torch's own, and an operation of somebody's library."""
+    library = torch.library.Library("manyhands_placed", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CPU")
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen, _ = self.lstm(x)
+            mixed, _ = self.attention(seen, seen, seen)
+            return torch.ops.manyhands_placed.twice(mixed)
+
+    torch.manual_seed(0)
+    model, x = All(), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(mh.place(model, "cpu")(x), expected)
+    operations = [(one.module, one.operation) for one in model.log]
+    assert ("lstm", "lstm") in operations
+    assert ("attention", "multi_head_attention_forward") in operations
+    assert operations[-1] == ("", "twice")
 
 
 def test_errors_leave_the_course_in_order() -> None:

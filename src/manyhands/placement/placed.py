@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.device import moved
 from manyhands.errors import UserError
 from manyhands.placement.log import PlacementLog
 from manyhands.placement.patterns import assigned
-from manyhands.placement.running import Entering, ForwardPass, Leaving, Placing, tensors_in
+from manyhands.placement.running import Entering, ForwardPass, Leaving, Placing, brought, tensors_in
 
 __all__ = ["Placed", "place"]
 
@@ -78,7 +77,7 @@ class Placed(nn.Module):
         given = tensors_in((args, kwargs))
         with Placing(course):
             output = super().__call__(*args, **kwargs)
-            return moved(output, given[0].device) if given else output
+            return brought(output, given[0].device) if given else output
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placed:
         """What `to`, `cuda`, `double` and their like do: all but moving."""

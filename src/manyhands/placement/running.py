@@ -8,7 +8,8 @@ Both work above autograd: a copy is an operation like any other, and gradients g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from manyhands.device import moved
 from manyhands.errors import UserError
 from manyhands.placement.log import PlacedOperation, PlacementLog
 
-__all__ = ["Entering", "ForwardPass", "Leaving", "Placing", "tensors_in"]
+__all__ = ["Entering", "ForwardPass", "Leaving", "Placing", "brought", "tensors_in"]
 
 _COPIES = {"to", "cpu", "cuda", "copy_"}
 _CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ class Entering:
         self.course.running.append((self.name, self.device))
         if self.device is None:
             return args, kwargs
-        return moved(args, self.device), moved(kwargs, self.device)
+        return brought(args, self.device), brought(kwargs, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Placing(TorchFunctionMode):
         if len(devices) > 1:
             target = self._meeting(name, given)
             copied = _num_bytes(one for one in given if one.device != target)
-            args, kwargs = moved(args, target), moved(kwargs, target)
+            args, kwargs = brought(args, target), brought(kwargs, target)
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
@@ -159,11 +160,11 @@ class Placing(TorchFunctionMode):
                 f"{repr(module) if module else 'the model'} on 'cpu', {fix}"
             ) from error
         there = tensors_in((args, kwargs))
-        result = func(*moved(args, _CPU), **moved(kwargs, _CPU))
+        result = func(*brought(args, _CPU), **brought(kwargs, _CPU))
         made = tensors_in(result)
         copied = _num_bytes(one for one in there if one.device != _CPU) + _num_bytes(made)
         self._note(name, _CPU, made, copied, f"no kernel on {device}")
-        return moved(result, device)
+        return brought(result, device)
 
     def _note(self, name: str, device: torch.device, made: list[Tensor], copied: int, note: str = "") -> None:
         self._course.log.rows.append(
@@ -187,6 +188,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         return [tensor for part in value.values() for tensor in tensors_in(part)]
     return []
+
+
+def brought(value: Any, device: torch.device) -> Any:
+    """`value` with all its tensors on `device`; itself where they are there already. Mappings keep their class."""
+    if all(tensor.device == device for tensor in tensors_in(value)):
+        return value
+    if isinstance(value, MutableMapping) and type(value) is not dict:  # as the outputs of some libraries are
+        same = copy.copy(value)
+        for name, part in value.items():
+            same[name] = brought(part, device)
+        return same
+    return moved(value, device)
 
 
 def _writes(name: str) -> bool:
