@@ -26,6 +26,7 @@ __all__ = ["Entering", "ForwardPass", "Leaving", "Placing", "brought", "tensors_
 
 _COPIES = {"to", "cpu", "cuda", "copy_"}
 _CPU = torch.device("cpu")
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}  # what most arguments are
 
 
 @dataclass(slots=True)
@@ -181,13 +182,20 @@ class Placing(TorchFunctionMode):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of tuples, lists and dicts, nested as they may be."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in tensors_in(part)]
-    return []
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            _collect(part, found)
+    elif type(value) not in _PLAIN and isinstance(value, Mapping):
+        for part in value.values():
+            _collect(part, found)
 
 
 def brought(value: Any, device: torch.device) -> Any:
