@@ -10,7 +10,7 @@ import pytest
 from manyhands.allreduce.schedule import ScheduleError
 from manyhands.pipeline.check import check, held_during
 from manyhands.pipeline.play import PartTimes, play
-from manyhands.pipeline.schedules import SCHEDULES
+from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES
 from manyhands.pipeline.table import Pass, Schedule, StageTurn
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
@@ -134,6 +134,15 @@ def test_more_activations_than_stated_are_refused(claimed: str, name: str) -> No
         check(replace(right, name="a name of its own"), lambda _schedule, _stage: 1)
 
 
+@EVERY
+def test_one_activation_less_than_the_peak_is_too_few(name: str) -> None:
+    right = SCHEDULES[name](4, 8)
+    most_held = MOST_HELD[name]
+    for stage in range(4):
+        with pytest.raises(ScheduleError, match=f"on stage {stage} at tick"):
+            check(right, lambda schedule, one, short=stage: most_held(schedule, one) - (one == short))
+
+
 def test_what_is_held_goes_up_and_down() -> None:
     held = [
         (turn.work.name[0], held) for turn, held in held_during(SCHEDULES["1f1b"](2, 3)) if turn.stage == 0
@@ -241,3 +250,14 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
     orders = [[(B, 0, 0), (F, 0, 0)], [(F, 0, 0), (B, 0, 0)]]
     with pytest.raises(ScheduleError, match="stage 0 waits with backward of micro-batch 0, chunk 0"):
         play(shape, orders, ones)
+
+
+@pytest.mark.parametrize("order", [[(F, 1, 0), (F, 0, 0)], [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]])
+def test_slices_of_time_wait_for_each_other(order: list[tuple[Pass, int, int]]) -> None:
+    shape = Schedule(name="by hand", stages=1, microbatches=2, turns=())
+    one = PartTimes(forward=(1,), backward=(1,), weights=(1,), send=(0,))
+    assert play(shape, [order], one)
+    with pytest.raises(
+        ScheduleError, match=r"no stage can go on; stage 0 waits with (forward of micro-batch 1|backward)"
+    ):
+        play(replace(shape, over_time=True), [order], one)

@@ -32,7 +32,8 @@ def test_bubble_of_gpipe_and_1f1b_and_the_wavefront(name: str, p: int, m: int) -
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_bubble_of_the_naive_split(p: int, m: int) -> None:
-    assert bubble(SCHEDULES["naive"](p, m), 1, 1, 1) == pytest.approx((p - 1) / p, abs=1e-12)
+    for f, b, w in TIMES:
+        assert bubble(SCHEDULES["naive"](p, m), f, b, w) == pytest.approx((p - 1) / p, abs=1e-12)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -120,6 +121,14 @@ def test_what_crosses_each_border() -> None:
         Boundary(source=1, to=2, messages=4, num_bytes=28),
         Boundary(source=2, to=1, messages=4, num_bytes=28),
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_border_of_two_parts_is_crossed_twice_by_each_micro_batch(name: str) -> None:
+    for p, m in ((2, 6), (3, 6), (4, 8)):
+        schedule = SCHEDULES[name](p, m)
+        found = cost(schedule, equal_times(schedule))
+        assert sum(one.messages for one in found.boundaries) == 2 * m * (schedule.chunks * p - 1)
 
 
 def test_chunks_send_around_the_ring_of_stages() -> None:

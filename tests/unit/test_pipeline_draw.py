@@ -101,6 +101,12 @@ def test_no_two_boxes_of_a_drawing_meet() -> None:
         assert all(left[1] <= right[0] for left, right in zip(sorted(row), sorted(row)[1:], strict=False))
 
 
+def test_later_parts_of_a_stage_are_marked() -> None:
+    schedule = interleaved(2, 4, 3)
+    lines = as_svg(schedule).count('class="later"')
+    assert lines == sum(turn.chunk for turn in schedule.turns)
+
+
 def test_a_drawing_is_light_and_dark_and_says_what_it_is() -> None:
     drawing = as_svg(SCHEDULES["zb-h1"](2, 2))
     assert "prefers-color-scheme: dark" in drawing
