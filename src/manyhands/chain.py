@@ -99,8 +99,9 @@ def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
     if _is_plain(module):
-        for child in module.children():
-            yield from _flat(child)
+        for child in module._modules.values():  # children() leaves out whoever comes a second time
+            if child is not None:
+                yield from _flat(child)
     else:
         yield module
 

@@ -122,6 +122,13 @@ def test_a_chain_is_traced_module_by_module() -> None:
     assert not model._forward_pre_hooks
 
 
+def test_a_module_that_comes_twice_in_a_chain_is_two_nodes() -> None:
+    square, act = nn.Linear(3, 3), nn.Tanh()
+    found = trace(nn.Sequential(square, act, square, act), lambda model: model(torch.ones(2, 3)), samples=2)
+    assert [one.kind for one in found.nodes] == ["Linear", "Tanh", "Linear", "Tanh"]
+    assert found.shared == (TiedParameters(nodes=(0, 2), num_bytes=12 * 4),)
+
+
 def test_what_is_no_chain_is_followed_through_its_operations() -> None:
     model = Skips()
     found = trace(model, lambda model: model(torch.zeros(3, 4)), samples=3)
