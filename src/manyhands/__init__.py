@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
+    from manyhands.pipeline.strategy import Pipeline
     from manyhands.placement.placed import place
     from manyhands.registry import Home
     from manyhands.run import History, Run
@@ -54,6 +55,7 @@ __all__ = [
     "Mirrored",
     "MlflowLogger",
     "Options",
+    "Pipeline",
     "Ps",
     "Replayed",
     "Run",

@@ -128,6 +128,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def model_parts(self) -> int:
+        """Over how many workers one copy of the parameters, their gradients and the optimizer's state is split."""
+        return 1
+
+    @property
     def kept_copies(self) -> int:
         """How many copies of parameters and optimizer state servers keep."""
         return 1

@@ -92,6 +92,10 @@ class Transformer(nn.Module):
         embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
         return [embedding, *self.blocks, self.norm, self.head]
 
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: the vocabulary here, the rest as each block says."""
+        return {"tokens": "vocabulary", "head": "vocabulary"}
+
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) tokens to (batch, time, vocabulary) scores."""
         x = _embedded(tokens, self.tokens, self.positions)
@@ -124,12 +128,22 @@ class TransformerBlock(nn.Module):
     def __init__(self, *, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.project = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.feed_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.shrink = nn.Linear(4 * width, width)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: some heads, and some features of the feed-forward layer, for each worker."""
+        return {
+            "project": f"heads={self.heads} fused=3",
+            "mix": f"row heads={self.heads}",
+            "expand": "column",
+            "shrink": "row",
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) to the same."""
@@ -138,9 +152,9 @@ class TransformerBlock(nn.Module):
         return x + fed
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        by_head = self.project(x).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = x.shape
+        by_head = self.project(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, width))
+        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
         return mixed
