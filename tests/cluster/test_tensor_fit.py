@@ -19,6 +19,7 @@ from equality import OPTIMIZERS, Silent, distance, make_task
 from manyhands.grid.layout import Grid
 from manyhands.link.simulated import SimulatedNetwork
 from manyhands.tasks.language import Transformer
+from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.text import next_byte_loss
 from manyhands.tasks.vision import ImageClassifier, accuracy, classification_loss
 from manyhands.tensor.exchange import TensorExchange
@@ -97,12 +98,20 @@ def batch_norms() -> mh.Task:
     return task_of(lambda: model, loss, images(), evaluation=images(11))
 
 
+def recurrent() -> mh.Task:
+    """Its LSTMs are whole on every slice, what is around them is sliced."""
+    torch.manual_seed(0)
+    model = lambda: RecurrentNetwork(layers=2, width=10, vocabulary=17)  # noqa: E731
+    return task_of(model, next_byte_loss, windows(), evaluation=windows(11))
+
+
 TASKS: dict[str, Callable[[], mh.Task]] = {
     "transformer": lambda: transformer(tied=True),
     "untied transformer": lambda: transformer(tied=False),
     "classifier": classifier,
     "rows": rows_of_images,
     "batch norms": batch_norms,
+    "lstm": recurrent,
     "awkward": lambda: make_task(OPTIMIZERS["adamw"]),
 }
 
@@ -164,6 +173,7 @@ class Loaded:
         ("classifier", 3, 2),
         ("rows", 3, 1),
         ("batch norms", 3, 1),
+        ("lstm", 3, 1),
         ("awkward", 2, 1),
         ("awkward", 4, 2),
     ],

@@ -82,6 +82,14 @@ def test_a_sequential_is_its_children_and_nested_ones_are_flat() -> None:
     assert [name for name, _ in named_chain(model)] == ["0", "1.0", "1.1.0"]
 
 
+def test_a_module_that_comes_twice_is_applied_twice() -> None:
+    square, act = nn.Linear(3, 3), nn.Tanh()
+    model = nn.Sequential(square, act, square, act)
+    assert chain_of(model) == (square, act, square, act)
+    x = torch.ones(2, 3)
+    assert torch.equal(applied(model, x), model(x))
+
+
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -161,9 +169,3 @@ def test_layers_equal_torchs_stacked_lstm() -> None:
     theirs.load_state_dict(weights)
     expected = ours.head(theirs(ours.tokens(TOKENS))[0])
     torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_module_that_comes_twice_is_applied_twice() -> None:
-    twice = nn.Tanh()
-    model = nn.Sequential(nn.Linear(2, 2), twice, nn.Linear(2, 2), twice)
-    assert len(chain_of(model)) == 4

@@ -57,6 +57,10 @@ COMMANDS = {
         home="manyhands.cli.tensorboard:tensorboard_command",
         help="Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
     ),
+    "graph": Later(
+        home="manyhands.cli.graph:graph_app",
+        help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
+    ),
     "predict": Later(
         home="manyhands.cli.regression:predict_command",
         help="Print for every example the probability of the larger label, one a line.",

@@ -180,7 +180,9 @@ class SlicedDropout(SlicedModule, nn.Dropout):
         each = x.shape[dim] // len(mine)
         self.expect(x, dim, each * len(mine), "features")
         whole = (*x.shape[:dim], each * how.units, *x.shape[dim + 1 :])
+        self.sliced.draws.leave(x)
         kept = F.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), self.p)
+        self.sliced.draws.enter(x)  # all have drawn alike
         return x * kept.narrow(dim, each * mine.start, x.shape[dim])
 
 
