@@ -164,6 +164,7 @@ class Loaded:
 @pytest.mark.parametrize(
     ("name", "slices", "data"),
     [
+        ("transformer", 1, 2),
         ("transformer", 2, 1),
         ("transformer", 3, 1),
         ("transformer", 2, 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -229,6 +230,17 @@ def test_dropout_inside_draws_as_one_process(how: str, dim: int) -> None:
         )
         assert torch.equal(torch.rand(2), after)
     assert torch.equal(model.eval()(x[..., :2]), x[..., :2])
+
+
+def test_layers_that_do_more_than_is_known_are_whole() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have another function, which changes the class
+        computed = nn.utils.weight_norm(nn.Linear(6, 6))
+    rows = nn.Embedding(9, 6, max_norm=1.0)
+    model = nn.ModuleList([computed, rows, nn.Conv2d(4, 4, 3, groups=2), nn.Linear(6, 6)])
+    assert words(model) == {"3": "column gather"}
+    with pytest.raises(UserError, match="module '0' computes its weight from others; say 'whole'"):
+        slice_modules(model, LinkGroup(0, range(2), {}, 1.0, kind=1), {"0": Slicing.parse("column gather")})
 
 
 def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:

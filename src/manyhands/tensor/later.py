@@ -153,8 +153,7 @@ def cross_entropy(part: Tensor, target: Tensor, port: Port, first: int, ignore_i
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, port: Port, first: int) -> Tensor:
-        samples, classes = part.shape
-        mine = (target >= first) & (target < first + classes)
+        mine = (target >= first) & (target < first + part.shape[1])
         column = (target - first).where(mine, 0)
         largest = part.amax(1)
         own = torch.stack(
@@ -169,7 +168,6 @@ class _CrossEntropy(torch.autograd.Function):
         top = highest.amax(0)
         logarithm = top + (exponentials * (highest - top).exp()).sum(0).log()
         ctx.save_for_backward(part, logarithm, mine, column)
-        del samples
         return logarithm - picked.sum(0)
 
     @staticmethod

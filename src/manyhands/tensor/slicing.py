@@ -85,6 +85,9 @@ def check_plan(model: nn.Module, slices: int) -> None:
 def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
     """Of each parameter that is cut: what every slice has."""
     cuts = sliced_class(name, module, how).cuts(module, how, slices)
+    for key in cuts:
+        if key not in module._parameters and key not in module._buffers:
+            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; say 'whole'")
     if any(cut.begin == cut.end for found in cuts.values() for cut in found):
         raise UserError(
             f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
