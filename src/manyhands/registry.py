@@ -73,5 +73,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "gpipe": "pipeline schedule=gpipe",
     "1f1b": "pipeline",
     "pp": "pipeline",
+    "megatron": "tensor",
+    "tp": "tensor",
 }
 """What other frameworks call it, and the text that comes nearest here."""

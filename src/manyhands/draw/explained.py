@@ -62,7 +62,7 @@ def layers_table(layers: Sequence[LayerSent]) -> Table:
             Text(row.how),
             format_bytes(row.forward_bytes),
             format_bytes(row.backward_bytes),
-            f"{row.messages:g}",
+            f"{round(row.messages, 1):g}",
         )
     return table
 
