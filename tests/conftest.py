@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,27 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 def pytest_collection_finish() -> None:
     """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """And what has been imported since (torch's compiler is half as large again), when a module's tests are over."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze(at_least=100)
+
+
+def _freeze(at_least: int = 0) -> None:
+    """If so many modules are new, keep them, and all else that lives now, out of later collections."""
+    global _frozen_modules
+    if len(sys.modules) - _frozen_modules >= at_least:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
+
+
+_frozen_modules = 0
 
 
 def children() -> set[int]:
@@ -75,7 +95,7 @@ def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        os.sched_yield()
+        time.sleep(0.001)
     return True
 
 
@@ -88,18 +108,21 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert settles(lambda: not new_threads()), f"threads left behind: {new_threads()}"
     new_children = lambda: children() - children_before  # noqa: E731
     assert settles(lambda: not new_children()), f"processes left behind: {new_children()}"
-    _collect(lambda: segments() <= segments_before)
-    assert segments() <= segments_before, f"memory left behind: inodes {segments() - segments_before}"
+    assert _collected(lambda: segments() <= segments_before), (
+        f"memory left behind: inodes {segments() - segments_before}"
+    )
     if request.node.get_closest_marker("gloo") is None:
-        _collect(lambda: listening() <= listening_before)
-        assert listening() <= listening_before, f"listening sockets left: {listening() - listening_before}"
+        assert _collected(lambda: listening() <= listening_before), (
+            f"listening sockets left: {listening() - listening_before}"
+        )
 
 
-def _collect(condition: Callable[[], bool]) -> None:
+def _collected(condition: Callable[[], bool]) -> bool:
     """Tensors on a segment keep it, and cycles keep tensors: collected only where something is left."""
-    if not condition():
-        gc.collect()
-        settles(condition)
+    if condition():
+        return True
+    gc.collect()
+    return settles(condition)
 
 
 @pytest.fixture
