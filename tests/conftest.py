@@ -24,8 +24,15 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_collection_finish() -> None:
-    """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out."""
+    """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out.
+
+    And torch computes what tests do here with one thread: several processes run tests side by side, and threads that
+    wait for each other on a core that another process has spend most of their time at that.
+    """
     _freeze()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
