@@ -15,6 +15,10 @@ from hypothesis import HealthCheck, settings
 import warm
 from manyhands.cluster.template import kept_pid
 
+# Read when torch is imported, here and in what tests start: its threads sleep while they wait, and do not spin on cores
+# that other tests need. A process that trained with two threads beside others took eight times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # how long a busy machine takes to draw an example decides no test
 settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("manyhands")
