@@ -81,6 +81,10 @@ class Pipeline(Strategy):
             raise UserError(
                 f"recompute=true: schedule={self.schedule} cannot; it needs the states of all slices"
             )
+        if self.cuts and self.memory:
+            raise UserError(
+                "cuts and memory: cuts of your own are taken as they are; leave one of the two out"
+            )
         if self.cuts:
             check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
 
