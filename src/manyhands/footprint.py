@@ -89,7 +89,7 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
             own = sizes.buffers + sizes.gradients
             once = Amount(memory_bytes=sizes.parameters + sizes.state)
         case Truth.EVERYONE:
-            own = model + sizes.gradients + sizes.state
+            own = model + (sizes.gradients + sizes.state) // strategy.model_parts
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
     return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
 

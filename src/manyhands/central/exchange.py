@@ -110,7 +110,7 @@ class CentralExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """Collective: the norm from every worker's slices; each scales its own."""
         attached = self._need()
-        gradients = self.parts()
+        gradients = self.held_gradients()
         squares = sum(_norm(gradient) ** 2 for gradient in gradients)
         total = attached.reducer.total(torch.tensor([squares], dtype=torch.float64))
         norm = math.sqrt(total.item())
@@ -120,7 +120,7 @@ class CentralExchange(Exchange):
                 gradient.mul_(scale)
         return norm
 
-    def parts(self) -> Sequence[torch.Tensor]:
+    def held_gradients(self) -> Sequence[torch.Tensor]:
         """The summed gradient of this worker's slices."""
         return self._need().slices.reached()
 

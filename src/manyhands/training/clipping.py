@@ -34,7 +34,7 @@ def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
     if task.clip_norm is not None:
         exchange.clip(task.clip_norm)
     elif task.clip_value is not None and exchange.steps_itself:
-        for part in exchange.parts():
+        for part in exchange.held_gradients():
             part.clamp_(-task.clip_value, task.clip_value)
     else:
         clip_own(task, model)
