@@ -59,6 +59,8 @@ class Truth(Enum):
     """The workers of a host share it, and each updates a slice."""
     SERVERS = "servers"
     """Each has a shard, which workers read and push to."""
+    SHARES = "shares"
+    """Each worker has a piece of every layer, and layers are gathered when they are used."""
     ONE_MEMORY = "one memory"
     """Every worker reads and writes all of it."""
 

@@ -4,6 +4,7 @@
     mirrored     model, optimizer state, gradients       data
     allreduce    model, optimizer state, gradients       data; with an algorithm, two rings for each pair of workers
     central      model's buffers, gradients              parameters, optimizer state, data
+    sharded      model, until it is cut                  parameters, gradients, optimizer state, data
     hogwild      model's buffers, gradients              parameters, optimizer state, data
     ps           model, gradients                        servers with parameters and state, their backups, data
 
@@ -88,6 +89,9 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
         case Truth.ONE_COPY | Truth.ONE_MEMORY:
             own = sizes.buffers + sizes.gradients
             once = Amount(memory_bytes=sizes.parameters + sizes.state)
+        case Truth.SHARES:
+            own = model  # as it is built, before it is cut
+            once = Amount(memory_bytes=sizes.parameters + sizes.gradients + sizes.state)
         case Truth.EVERYONE:
             own = model + sizes.gradients + sizes.state
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)

@@ -48,6 +48,7 @@ ROWS = {
     "mirrored": Row(text="mirrored"),
     "allreduce": Row(text="allreduce algorithm=ring"),
     "central": Row(text="central"),
+    "sharded": Row(text="sharded"),
     "ps": Row(text="ps servers=2"),
     "hogwild": Row(text="hogwild order=turns"),
     "local": Row(text="local steps=1", optimizer="sgd"),
@@ -55,6 +56,7 @@ ROWS = {
 }
 VARIANTS = {
     "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
+    "sharded by tcp": Row(text="sharded link=tcp"),
     "local by tcp": Row(text="local steps=1 link=tcp", optimizer="sgd"),
 }
 """Other settings that reach another carrier: held to the promised numbers, and a death is noticed."""

@@ -12,6 +12,7 @@ from manyhands.facts import Answer, Split, Truth, Waits
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import parse_size, show_size
+from manyhands.sharded.strategy import Sharded
 from manyhands.single.strategy import Single
 from manyhands.strategy import Strategy
 from manyhands.tensor.strategy import Tensor
@@ -27,6 +28,8 @@ from manyhands.training.training import training_class
         ("allreduce", AllReduce()),
         ("central", Central()),
         ("central buckets=4MiB", Central(buckets=4 << 20)),
+        ("sharded", Sharded()),
+        ("sharded link=tcp", Sharded(link="tcp")),
         ("allreduce algorithm=ring", AllReduce(algorithm="ring")),
         ("hogwild", Hogwild()),
         ("hogwild order=locked", Hogwild(order="locked")),
@@ -67,6 +70,8 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("mirrored buckets=25Mib5", ["'25Mib5'", "25MiB"]),
         ("mirrored buckets=0", ["buckets=0"]),
         ("central buckets=0", ["buckets=0"]),
+        ("sharded link=pigeon", ["unknown link 'pigeon'", "shared, tcp"]),
+        ("sharded codec=bf16", ["codec=bf16", "gathered as they are"]),
         ("hogwild order=lock", ["unknown order 'lock'", "free, locked, turns", "did you mean 'locked'?"]),
         ("hogwild hands=fibers", ["unknown hands 'fibers'", "auto, threads, processes"]),
         ("hogwild lock=1", ["no setting 'lock'", "order, hands"]),
@@ -137,6 +142,7 @@ def test_tensor_splits_dimensions_and_refuses_networks() -> None:
         ("mirrored", Waits.ALL, True),
         ("allreduce algorithm=ring", Waits.ALL, True),
         ("central", Waits.ALL, True),
+        ("sharded", Waits.ALL, True),
         ("tensor", Waits.ALL, True),
         ("hogwild order=turns", Waits.NOBODY, False),
         ("ps", Waits.ALL, True),

@@ -1,0 +1,55 @@
+"""`sharded` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.settings import check_link, link_setting
+from manyhands.strategy import Strategy
+
+__all__ = ["Sharded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded(Strategy):
+    """Every worker holds 1/N of parameters, gradients and optimizer state; layers are gathered when they are used.
+
+    `link` is how processes of one host talk: through `shared` memory, or by `tcp` on loopback.
+    """
+
+    word: ClassVar[str] = "sharded"
+    about: ClassVar[str] = (
+        "parameters, gradients and optimizer state split over the workers, gathered by layer"
+    )
+    truth: ClassVar[Truth] = Truth.SHARES
+    refuses: ClassVar[Mapping[str, str]] = {
+        "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec"
+    }
+
+    link: str = link_setting()
+
+    def __post_init__(self) -> None:
+        check_link(self.link)
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP
+
+    @property
+    def uses_links(self) -> bool:
+        """Always: nobody has the whole in memory that others see."""
+        return True
+
+    @property
+    def uses_network(self) -> bool:
+        """Where the link says so."""
+        return self.link == "tcp"
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop of one's own would read parameters that are elsewhere."""
+        return "give model, loss and data to mh.fit(task, 'sharded')"
