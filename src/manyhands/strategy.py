@@ -16,6 +16,7 @@ from typing import ClassVar, cast
 
 from manyhands.errors import UserError, nearest
 from manyhands.facts import NOTHING_TRAVELS, Promises, Split, Truth, Waits
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import read_settings, settings_of
 
@@ -147,6 +148,20 @@ class Strategy(ABC):
     def processes(self, workers: int) -> dict[str, int]:
         """How many processes of which kind it starts for so many workers."""
         return {"worker": workers}
+
+    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """What each kind of its processes holds of a model at its peak: here a copy of everything for each worker."""
+        parts = workers if self.splits_batches else 1
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.weights,
+                gradients=model.gradients,
+                state=model.state,
+                activations=model.activations(parts),
+            )
+        ]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Raise the UserError that says why `fit` cannot train by it with so many workers on such a device.

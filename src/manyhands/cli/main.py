@@ -25,6 +25,10 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "memory": Later(
+        home="manyhands.cli.memory:memory_app",
+        help="Say what training needs in memory on each worker, before anything is trained.",
+    ),
     "audit": Later(
         home="manyhands.cli.audit:audit_command",
         help="Check from a run's records that every batch was applied once and that no read was staler than allowed.",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting
 from manyhands.strategy import Strategy
 
@@ -33,6 +34,25 @@ class Sharded(Strategy):
 
     def __post_init__(self) -> None:
         check_link(self.link)
+
+    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """1/N of everything, and the layers that are whole for a moment."""
+        if workers == 1:
+            return super().memory(model, workers)
+        lasting = sum(layer.parameters for layer in model.layers if layer.lasts)
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // workers + model.buffers,
+                gradients=model.gradients // workers,
+                state=model.state // workers,
+                activations=model.activations(workers),
+                besides=5 * model.largest_layer + 2 * lasting,
+                what="this layer and the next one whole, its gradient, the one on its way and what others sent of it; "
+                "what layers share stays through a step",
+            )
+        ]
 
     @property
     def promises(self) -> Promises:
