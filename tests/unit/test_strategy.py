@@ -76,7 +76,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("hogwild hands=fibers", ["unknown hands 'fibers'", "auto, threads, processes"]),
         ("hogwild lock=1", ["no setting 'lock'", "order, hands"]),
         ("tensor dims=2", ["no setting 'dims'", "it takes none"]),
-        ("single workers=2", ["no setting 'workers'", "it takes none"]),
+        ("single workers=2", ["no setting 'workers'", "device_memory, offload"]),
         ("allreduce algorithm=ring group=2", ["hierarchical"]),
         ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),
     ],

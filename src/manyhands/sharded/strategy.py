@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.facts import IN_STEP, ONE_DEVICE, Promises, Truth
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting
 from manyhands.strategy import Strategy
@@ -27,7 +27,8 @@ class Sharded(Strategy):
     )
     truth: ClassVar[Truth] = Truth.SHARES
     refuses: ClassVar[Mapping[str, str]] = {
-        "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec"
+        "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
+        "device_memory": ONE_DEVICE,
     }
 
     link: str = link_setting()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.sharding.units import Unit, UnitMemory
 
-__all__ = ["UnitListener", "UnitVisits"]
+__all__ = ["SavedTensors", "UnitListener", "UnitVisits"]
 
 
 class UnitListener(Protocol):
@@ -32,13 +32,30 @@ class UnitListener(Protocol):
         """A parameter is about to be read outside of that."""
 
 
+class SavedTensors(Protocol):
+    """Where what autograd saves is kept."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept in place of a tensor, or itself."""
+
+    def unpack(self, packed: Any) -> Any:
+        """The tensor again."""
+
+
+class _OfUnit(NamedTuple):
+    """What was saved of a unit."""
+
+    unit: int
+    tensor: Tensor
+
+
 class UnitVisits:
     """Hooks on `model`, from construction to `close`; they tell `listener` while `watching`."""
 
     def __init__(self, model: nn.Module, memories: Sequence[UnitMemory], listener: UnitListener) -> None:
         self._listener = listener
         self._watching = False
-        self._memories = memories
+        self._others: SavedTensors | None = None
         self._by_storage = {storage: one.unit.number for one in memories for storage in one.storages}
         self._hooks: list[Any] = []
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -57,14 +74,17 @@ class UnitVisits:
                 self._guard(module, own)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While the model is computed with, forward and backward."""
-        before, self._watching = self._watching, True
+    def watching(self, others: SavedTensors | None = None) -> Iterator[None]:
+        """While the model is computed with, forward and backward; `others` takes what autograd saves besides units."""
+        before, self._watching, self._others = self._watching, True, others
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # or copies of all layers would stay to the end of a forward
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._watching = before
+            torch.set_autocast_cache_enabled(caches)
+            self._watching, self._others = before, None
 
     def close(self) -> None:
         """Take everything off again."""
@@ -105,14 +125,15 @@ class UnitVisits:
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd saves of a unit is remembered by the unit, whose memory may go in between."""
         number = self._by_storage.get(_storage_of(tensor))
-        return tensor if number is None else (number, tensor.detach())
+        if number is not None:
+            return _OfUnit(number, tensor.detach())
+        return tensor if self._others is None else self._others.pack(tensor)
 
     def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, Tensor):
-            return packed
-        number, tensor = packed
-        self._listener.touch(number)
-        return tensor
+        if isinstance(packed, _OfUnit):
+            self._listener.touch(packed.unit)
+            return packed.tensor
+        return packed if self._others is None else self._others.unpack(packed)
 
 
 class _Guarded(dict[str, Any]):
