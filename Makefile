@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Hundreds of processes of the tests import the same sources: they are compiled once, whatever the caller's shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup run test check bench soak clean
 
 help:

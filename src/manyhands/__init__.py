@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
+    from manyhands.pipeline.strategy import Pipeline
+    from manyhands.placement.placed import place
     from manyhands.registry import Home
     from manyhands.run import History, Run
     from manyhands.running import Running, start
@@ -54,6 +56,7 @@ __all__ = [
     "Mirrored",
     "MlflowLogger",
     "Options",
+    "Pipeline",
     "Ps",
     "Replayed",
     "Run",
@@ -68,6 +71,7 @@ __all__ = [
     "__version__",
     "fit",
     "join",
+    "place",
     "replay",
     "start",
     "warm",
@@ -92,6 +96,7 @@ _HOMES = {
     "WandbLogger": "loggers",
     "fit": "fitting",
     "join": "loop.join",
+    "place": "placement.placed",
     "replay": "server.replay",
     "start": "running",
     "warm": "cluster.template",

@@ -47,6 +47,8 @@ class Split(Enum):
     """Every worker has other samples."""
     DIMENSIONS = "dimensions"
     """Every worker has other dimensions of each vector, and sees all samples."""
+    LAYERS = "layers"
+    """Every worker has other layers of the model, and all samples pass through them."""
 
 
 @unique

@@ -1,6 +1,6 @@
 """What a `fit` takes of its host before it starts: the size of a task, and who holds how many copies of what.
 
-Who holds what of a model is the strategy's to say (`Strategy.memory`); to that come processes, events, data, and two
+Who holds what of a model is the strategy's to say (`Strategy.needs`); to that come processes, events, data, and two
 rings for each pair of workers that talk over links. Everything is a lower bound: activations, and data that are no
 arrays, are not counted.
 """
@@ -77,11 +77,15 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
     model = ModelFootprint(
         parameters=sizes.parameters, gradients=sizes.gradients, state=sizes.state, buffers=sizes.buffers
     )
-    two, four = (sum(row.count * row.total for row in strategy.memory(model, n)) for n in (2, 4))
-    own = (four - two) // 2
-    once = Amount(memory_bytes=two - 2 * own)
+    if strategy.truth is Truth.EVERYONE:
+        own, kept = model.weights + (sizes.gradients + sizes.state) // strategy.model_parts, 0
+    else:
+        two, four = (sum(row.count * row.total for row in strategy.needs(model, n)) for n in (2, 4))
+        own = (four - two) // 2
+        kept = two - 2 * own
     if strategy.truth is Truth.SHARES:
         own = max(own, model.weights)  # as it is built, before it is cut
+    once = Amount(memory_bytes=kept)
     others = 1 + strategy.processes(1).get("server", 0)  # the template that all are forked from
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
     return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost

@@ -56,6 +56,7 @@ STRATEGIES: Final[dict[str, Home]] = {
         "hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining", "hogwild.kernel:HogwildKernels"
     ),
     "local": Home("local.strategy:Local", "local.training:LocalTraining"),
+    "pipeline": Home("pipeline.strategy:Pipeline", "pipeline.training:PipelineTraining"),
     "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining", "tensor.kernel:TensorKernels"),
 }
 
@@ -72,5 +73,8 @@ ELSEWHERE: Final[dict[str, str]] = {
     "parameter_server": "ps",
     "async": "ps consistency=async",
     "localsgd": "local",
+    "gpipe": "pipeline schedule=gpipe",
+    "1f1b": "pipeline",
+    "pp": "pipeline",
 }
 """What other frameworks call it, and the text that comes nearest here."""

@@ -21,7 +21,8 @@ from manyhands.errors import NonFinite, UserError
 from manyhands.link.mesh import SharedMesh
 from manyhands.sharded.exchange import ShardedExchange
 from manyhands.store.checkpoint import CheckpointStore
-from manyhands.tasks.language import Transformer, next_byte_loss
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.text import next_byte_loss
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.resources import Resources

@@ -21,7 +21,8 @@ from manyhands.estimate import estimate
 from manyhands.holding import LayerFootprint, ModelFootprint
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer, next_byte_loss
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.text import next_byte_loss
 
 BATCH = 6
 
@@ -161,19 +162,22 @@ MODEL = ModelFootprint(
         ("hogwild", 4, {"worker": 3 + 100 + 80, "shared by all": 120 + 200}),
         ("local", 4, {"worker": 123 + 100 + 200 + 20 + 323}),
         ("sharded", 4, {"worker": 33 + 25 + 50 + 20 + 5 * 20 + 2 * 6}),
+        ("tensor", 4, {"worker": 30 + 3 + 25 + 50 + 80}),
+        ("pipeline", 4, {"worker": 60 + 3 + 50 + 100 + 10}),
+        ("pipeline schedule=gpipe", 4, {"worker": 60 + 3 + 50 + 100 + 20}),
         ("ps servers=2", 4, {"worker": 123 + 100 + 20, "server": 60 + 100}),
         ("ps servers=2 replicas=1 consistency=async", 4, {"worker": 123 + 100 + 80, "server": 120 + 200}),
     ],
 )
 def test_who_holds_what(text: str, workers: int, totals: dict[str, int]) -> None:
-    rows = Strategy.parse(text).memory(MODEL, workers)
+    rows = Strategy.parse(text).needs(MODEL, workers)
     assert {row.who: row.total for row in rows} == totals
     assert rows[0].count == workers
 
 
 def test_every_strategy_says_something() -> None:
     for word in STRATEGIES:
-        assert Strategy.parse(word).memory(MODEL, 4)[0].total > 0
+        assert Strategy.parse(word).needs(MODEL, 4)[0].total > 0
 
 
 def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) 
     for word in ("single", "mirrored", "sharded", "ps", "shared by all"):
         assert word in shown.output
     rows = json.loads(told.read_text())["memory"]
-    assert {row["strategy"] for row in rows} == STRATEGIES.keys() - {"tensor"}
+    assert {row["strategy"] for row in rows} == STRATEGIES.keys()
     total = {row["strategy"]: row["total"] for row in rows if row["who"] == "worker"}
     assert total["sharded"] < total["mirrored"] < total["single"]
 
@@ -193,7 +197,7 @@ def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) 
     ("asked", "said"),
     [
         (["--strategy", "shraded"], "did you mean 'sharded'"),
-        (["--strategy", "tensor"], "tensor"),
+        (["--strategy", "pipeline stages=3"], "must be a multiple of 3"),
         (["--workers", "0"], "workers=0 must be at least 1"),
         (["--width", "wide"], "width is 'wide'"),
     ],

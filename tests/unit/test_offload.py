@@ -19,7 +19,8 @@ from manyhands.single.movers import ThreadMover
 from manyhands.single.offload import OffloadExchange, SavedAway
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer, next_byte_loss
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.text import next_byte_loss
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import SingleExchange
 from manyhands.training.worker import Trainer

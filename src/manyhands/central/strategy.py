@@ -26,7 +26,7 @@ class Central(Strategy):
     def __post_init__(self) -> None:
         check_buckets(self.buckets)
 
-    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Parameters and optimizer state are there once."""
         return shared_copy(model, workers, workers)
 

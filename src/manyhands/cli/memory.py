@@ -47,7 +47,7 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
     found = estimate(task)
     model = found.footprint
     rows = [
-        (text, one) for text, strategy in strategies for one in strategy.memory(model, _of(strategy, workers))
+        (text, one) for text, strategy in strategies for one in strategy.needs(model, _of(strategy, workers))
     ]
     out = Console()
     if not out.is_terminal:
@@ -60,7 +60,7 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
     out.print(_table(rows))
     for text, one in rows:
         if one.what:
-            out.print(f"{text}: besides, {one.what}", highlight=False)
+            out.print(f"{text}, besides: {one.what}", highlight=False)
     out.print(
         f"Activations were {found.how}. What torch, the data and the processes themselves take is not counted.",
         highlight=False,

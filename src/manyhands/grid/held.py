@@ -25,23 +25,33 @@ __all__ = ["Cut", "Held", "HeldModel", "Outline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Items `begin` to `end` along dimension `dim` of a whole tensor; `dim` None: of its items in one row."""
+    """Items `begin` to `end` along dimension `dim` of a whole tensor; `dim` None: of its items in one row.
+
+    Where several tensors lie one after another along `dim`, as query, key and value, it is the same items of each.
+    """
 
     dim: int | None
     begin: int
     end: int
+    blocks: int = 1
+    """How many such tensors; along a dimension only."""
 
     def of(self, whole: Tensor) -> Tensor:
         """A copy of that part."""
-        return self._view(whole.contiguous()).clone(memory_format=torch.contiguous_format)
+        part = self._view(whole.contiguous()).clone(memory_format=torch.contiguous_format)
+        return part if self.blocks == 1 else part.flatten(self.dim or 0, (self.dim or 0) + 1)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """The part into its place; `whole` is contiguous."""
-        self._view(whole).copy_(part)
+        view = self._view(whole)
+        view.copy_(part.view(view.shape))
 
     def _view(self, whole: Tensor) -> Tensor:
         if self.dim is None:
             return whole.view(-1)[self.begin : self.end]
+        if self.blocks > 1:
+            apart = whole.view(*whole.shape[: self.dim], self.blocks, -1, *whole.shape[self.dim + 1 :])
+            return apart.narrow(self.dim + 1, self.begin, self.end - self.begin)
         return whole.narrow(self.dim, self.begin, self.end - self.begin)
 
 
@@ -222,7 +232,7 @@ def _part(value: Any, one: Held) -> Any:
 
 
 def _words(cut: Cut | None) -> list[int | None] | None:
-    return None if cut is None else [cut.dim, cut.begin, cut.end]
+    return None if cut is None else [cut.dim, cut.begin, cut.end, cut.blocks]
 
 
 def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> None:
@@ -231,10 +241,10 @@ def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> N
     if entry.facts["cut"] is None:
         into[name] = entry.tensor
         return
-    dim, begin, end = entry.facts["cut"]
+    dim, begin, end, blocks = entry.facts["cut"]
     if name not in into:
         into[name] = torch.empty(shape, dtype=entry.tensor.dtype)
-    Cut(dim=dim, begin=begin, end=end).put(entry.tensor, into[name])
+    Cut(dim=dim, begin=begin, end=end, blocks=blocks).put(entry.tensor, into[name])
 
 
 def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:

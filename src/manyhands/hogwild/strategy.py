@@ -66,7 +66,7 @@ class Hogwild(Strategy):
         """Unless processes are asked for."""
         return self.hands != "processes"
 
-    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Parameters and optimizer state are there once; each worker computes whole batches."""
         return shared_copy(model, workers, 1)
 

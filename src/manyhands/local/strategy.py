@@ -74,9 +74,9 @@ class Local(Strategy):
         """Only where every step ends with an average."""
         return self.steps == 1
 
-    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A replica each, and room in which replicas are averaged."""
-        [worker] = super().memory(model, workers)
+        [worker] = super().needs(model, workers)
         if workers == 1:
             return [worker]
         return [

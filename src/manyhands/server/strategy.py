@@ -119,7 +119,7 @@ class Ps(Strategy):
         """Workers and servers."""
         return {"worker": workers, "server": self.num_server_processes}
 
-    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Servers keep shards and step them; a worker has the parameters that it computes with."""
         servers = self.num_server_processes
         worker = WorkerMemory(

@@ -35,6 +35,7 @@ from manyhands.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlo
 from manyhands.sharding.optimizers import is_elementwise
 from manyhands.sharding.units import UnitMemory, units_of
 from manyhands.sharding.visits import UnitVisits
+from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.training.resources import Resources
@@ -42,7 +43,6 @@ from manyhands.wire.tap import GradientTap
 
 __all__ = ["ShardedExchange"]
 
-_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _KIND = 0x5A3  # of this strategy's messages
 _LOSS, _STOP, _FLAGS = 0, 1, 2
 
@@ -163,12 +163,9 @@ class ShardedExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """Collective: the norm from every worker's pieces; each scales its own."""
         gradients = self.held_gradients()
-        squares = sum(_norm(gradient) ** 2 for gradient in gradients)
+        squares = squares_of(gradients)
         norm = math.sqrt(self.total(torch.tensor([squares], dtype=torch.float64)).item())
-        scale = max_norm / (norm + _CLIP_EPSILON)
-        if not scale >= 1:  # a norm that is not a number is passed on, as torch does
-            for gradient in gradients:
-                gradient.mul_(scale)
+        scale_down(gradients, norm, max_norm)
         return norm
 
     def held_gradients(self) -> Sequence[Tensor]:
@@ -316,9 +313,3 @@ class ShardedExchange(Exchange):
     def _need_visits(self) -> UnitVisits:
         assert self._visits is not None, "attach comes first"
         return self._visits
-
-
-def _norm(gradient: Tensor) -> float:
-    """Not rounded to 16 bits where the gradient is."""
-    wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    return float(torch.linalg.vector_norm(gradient, dtype=wide))

@@ -36,10 +36,10 @@ class Sharded(Strategy):
     def __post_init__(self) -> None:
         check_link(self.link)
 
-    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """1/N of everything, and the layers that are whole for a moment."""
         if workers == 1:
-            return super().memory(model, workers)
+            return super().needs(model, workers)
         lasting = sum(layer.parameters for layer in model.layers if layer.lasts)
         return [
             WorkerMemory(

@@ -14,6 +14,7 @@ a second pass.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections import deque
@@ -34,6 +35,7 @@ from manyhands.sharding.units import Unit, UnitMemory, units_of
 from manyhands.sharding.visits import UnitVisits
 from manyhands.single.budget import UnitBytes, plan_budget
 from manyhands.single.movers import Move, Mover, mover_for
+from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep
 from manyhands.wire.tap import GradientTap
@@ -142,12 +144,9 @@ class OffloadExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """What torch does, on the gradients that wait in the host's memory."""
         gradients = self.held_gradients()
-        norm = nn.utils.get_total_norm(gradients)
-        scale = max_norm / (norm + 1e-6)
-        if not scale >= 1:  # a norm that is not a number is passed on, as torch does
-            for gradient in gradients:
-                gradient.mul_(scale)
-        return float(norm)
+        norm = math.sqrt(squares_of(gradients))
+        scale_down(gradients, norm, max_norm)
+        return norm
 
     def held_gradients(self) -> Sequence[Tensor]:
         """Those that wait for their step."""

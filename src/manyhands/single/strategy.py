@@ -67,10 +67,10 @@ class Single(Strategy):
                 f"offload={self.offload}: not a folder that can be written to; make it, or use offload=host"
             )
 
-    def memory(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Everything, or, with a limit, what is on the device and where the rest is."""
         if not self.device_memory:
-            return super().memory(model, workers)
+            return super().needs(model, workers)
         return [
             WorkerMemory(
                 who="device", besides=self.device_memory, what="some layers at a time, up to the limit"

@@ -54,5 +54,5 @@ class _Here:
         self.note = stage.hear
         self.stop_requested = stage.stop_wanted  # Ctrl-C reaches the loop itself
 
-    def mark(self, step: int, state: State) -> None:
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         """Nobody waits for a single worker."""

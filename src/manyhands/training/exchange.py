@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from manyhands.link.wire import Wire
 from manyhands.training.computing import Computed, Computer
 
-__all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic"]
+__all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic", "TurnTime"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +73,19 @@ class Post:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnTime:
+    """What one turn of a step took, of a worker that computes a batch in micro-batches with others; or a wait in it."""
+
+    begin_ns: int
+    end_ns: int
+    microbatch: int
+    """From 0."""
+
+    waited_for: int | None = None
+    """Which worker; None: the time was this worker's own work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
     """Where the time of an exchange went, in nanoseconds, since the last look."""
 
@@ -84,6 +97,9 @@ class Times:
 
     posts: Mapping[int, Post] = field(default_factory=dict)
     """Messages to and from each worker, where there are any."""
+
+    turns: Sequence[TurnTime] = ()
+    """What computing was made of, in order, where workers take turns at micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +227,10 @@ class Exchange(ABC):
     def traffic(self) -> Traffic:
         """What was sent so far."""
         return Traffic()
+
+    def told(self) -> Mapping[str, Any]:
+        """What this worker tells at the end of a run, besides its traffic: plain values."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - most have something to let go of, the plain loop has not
         """Let go of everything."""

@@ -89,7 +89,7 @@ class ProcessTraining(Training):
                 cluster = LocalCluster(
                     self._roles(files, stage),
                     on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
-                    on_failure=files.group.abort,
+                    on_failure=files.abort,
                     stop_wanted=stage.stop_wanted,
                     watched=watched(request.options.watchdog_s, files.rings),
                 )
@@ -172,6 +172,12 @@ class WorkerFiles:
             "weights": self._weights,
             **links,
         }
+
+    def abort(self, rank: int) -> None:
+        """The worker of `rank` has failed: end every wait of the others, for memory and for what comes over links."""
+        self.group.abort(rank)
+        if self._mesh is not None:
+            self._mesh.close()  # a lifeline that is kept here would hide the death
 
     def read_weights(self) -> dict[str, torch.Tensor]:
         """The final weights that worker 0 left."""

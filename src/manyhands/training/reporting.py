@@ -68,8 +68,8 @@ class Surroundings(Protocol):
     ) -> bool:
         """Write one event; its step is the global batch, from 0."""
 
-    def mark(self, step: int, state: State) -> None:
-        """Say where this worker is, for those who wait for it."""
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Say where this worker is, for those who wait for it; in a pipeline at which (stage, micro-batch), too."""
 
     def note(self, note: WorkerNote) -> None:
         """Send something to the launcher."""

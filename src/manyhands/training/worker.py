@@ -128,7 +128,8 @@ class Trainer:
             last=step + 1 == self._plan.steps,
         )
         computed = time.monotonic_ns()
-        overlapped = exchange.take_times().exchange_ns
+        during = exchange.take_times()
+        overlapped = during.exchange_ns
         around.mark(step + 1, State.EXCHANGING)
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
@@ -143,6 +144,7 @@ class Trainer:
         end = time.monotonic_ns()
         book = StepBook(around.record, step, begin)
         book.input(mine.input_ns, mine.samples)
+        book.turns(during.turns)
         book.compute(computed, less_ns=overlapped)
         book.waits(times.wait_ns)
         if exchange.world > 1:
