@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.device import device_of
 from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
 from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Held, HeldModel, Outline
@@ -39,7 +38,12 @@ class TensorExchange(Exchange):
     builds_on_host = True
 
     def __init__(
-        self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float, device: str = "cpu"
+        self,
+        rank: int,
+        grid: Grid,
+        links: Mapping[int, Link],
+        timeout_s: float,
+        device: torch.device | None = None,
     ) -> None:
         self.rank, self.world = rank, grid.workers
         self._grid, self._place, self._links = grid, grid.place(rank), links
@@ -52,7 +56,7 @@ class TensorExchange(Exchange):
         self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
         self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
         self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
-        self._device = device_of(device, rank)
+        self._device = device if device is not None else torch.device("cpu")
         self._optimizer: Optimizer | None = None
         self._held: HeldModel | None = None
         self._sliced: Sliced | None = None
