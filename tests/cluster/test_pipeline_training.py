@@ -196,6 +196,8 @@ def test_sequences_shorter_than_the_slices_are_refused() -> None:
 
 
 def test_a_memory_below_the_need_is_refused_with_it() -> None:
+    with pytest.raises(UserError, match=r"memory=1\.0 KiB: no cut of 9 layers into 1 parts fits"):
+        train_in_stages(task_of("transformer"), "pipeline stages=1 memory=1KiB", 1, steps=1)
     with pytest.raises(
         UserError, match=r"memory=1\.0 KiB: no cut of 9 layers into 2 parts fits; the best needs .* KiB"
     ):

@@ -281,3 +281,15 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
 def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         CliRunner().invoke(app, ["graph", "language", *words], catch_exceptions=False)
+
+
+def test_a_pipeline_says_which_layers_its_stages_have() -> None:
+    strategy = Strategy.parse("pipeline stages=2 microbatches=4")
+    assert strategy.stages_of([1.0, 4.0, 2.0, 2.0], 2) == (0, 0, 1, 1)
+    assert Strategy.parse("pipeline stages=2 microbatches=4 cuts=1").stages_of([1.0] * 4, 2) == (0, 1, 1, 1)
+    interleaved = Strategy.parse("pipeline stages=2 microbatches=4 schedule=interleaved")
+    assert interleaved.stages_of([1.0] * 4, 2) == (0, 1, 0, 1)
+    with pytest.raises(UserError, match="stages=3: a chain of 2 layers cannot be cut into 3 parts"):
+        Strategy.parse("pipeline stages=3 microbatches=3").stages_of([1.0, 1.0], 3)
+    with pytest.raises(UserError, match="workers=3: must be a multiple of 2"):
+        strategy.stages_of([1.0] * 4, 3)

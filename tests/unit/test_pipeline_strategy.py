@@ -24,7 +24,8 @@ from manyhands.strategy import Strategy
         "pipeline",
         "pipeline stages=4 microbatches=8",
         "pipeline stages=3 schedule=zb-h1 data=2 tensor=2 recompute=true",
-        "pipeline stages=3 cuts=3,7 memory=2GiB link=tcp",
+        "pipeline stages=3 cuts=3,7 link=tcp",
+        "pipeline memory=2GiB",
     ],
 )
 def test_text_parses_and_prints_back(text: str) -> None:
@@ -43,6 +44,7 @@ def test_text_parses_and_prints_back(text: str) -> None:
             "nearest that fit: 4 and 8",
         ),
         ("pipeline stages=3 cuts=3", "cuts=3: 3 parts have 2 cuts, and these are 1"),
+        ("pipeline cuts=3 memory=1GiB", "cuts and memory: cuts of your own are taken as they are"),
         ("pipeline cuts=x", "'x' is not a whole number"),
         ("pipeline recompute=yes", "unknown value 'yes'; allowed: true, false"),
         ("pipeline schedule=wavefront recompute=true", "recompute=true: schedule=wavefront cannot"),

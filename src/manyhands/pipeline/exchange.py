@@ -286,10 +286,10 @@ class PipelineExchange(Exchange):
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
         """Collective: the user's, or what worker 0 finds best."""
         strategy, parts = self._strategy, self._table.parts
-        if strategy.cuts or parts == 1:
+        if strategy.cuts:
             return strategy.cuts
-        if parts == len(chain) and not strategy.memory:
-            return tuple(range(1, parts))
+        if parts in (1, len(chain)) and not strategy.memory:
+            return tuple(range(1, parts))  # there is no other
         cuts = torch.zeros(parts - 1, dtype=torch.int64)
         if self.rank == 0:
             cuts.copy_(torch.tensor(self._measured_cuts(model, chain)))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, NOTHING_TRAVELS, Promises, Split, Truth
+from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.grid.layout import Grid
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.pipeline.check import held_during
 from manyhands.pipeline.schedules import SCHEDULES
-from manyhands.pipeline.split import check_cuts, parts_of
+from manyhands.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.pipeline.table import Schedule
 from manyhands.settings import (
     check_choice,
@@ -51,7 +51,10 @@ class Pipeline(Strategy):
     )
     split: ClassVar[Split] = Split.LAYERS
     truth: ClassVar[Truth] = Truth.EVERYONE
-    refuses: ClassVar[Mapping[str, str]] = {"codec": NOTHING_TRAVELS}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
+        "ps link=tcp have a codec"
+    }
 
     stages: int = setting(2, whole_number)
     """Into how many stages the model's layers are cut."""
@@ -83,6 +86,10 @@ class Pipeline(Strategy):
             raise UserError(
                 f"recompute=true: schedule={self.schedule} cannot; it needs the states of all slices"
             )
+        if self.cuts and self.memory:
+            raise UserError(
+                "cuts and memory: cuts of your own are taken as they are; leave one of the two out"
+            )
         if self.cuts:
             check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
 
@@ -97,6 +104,20 @@ class Pipeline(Strategy):
     def assignment(self, cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
         """The stage of each layer of a chain that is cut so."""
         return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
+
+    def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
+        """By the cuts that are given, or those that balance these costs."""
+        self.grid(workers)
+        parts, layers = self.table().parts, len(costs)
+        if layers < parts:
+            raise UserError(
+                f"stages={self.stages}: a chain of {layers} layers cannot be cut into {parts} parts"
+            )
+        if self.cuts:
+            check_cuts(self.cuts, layers, parts)
+        found = self.cuts or balanced(costs, parts)
+        assert found is not None, "there are enough layers"
+        return self.assignment(found, layers)
 
     @property
     def uses_links(self) -> bool:
