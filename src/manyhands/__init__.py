@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from manyhands.running import Running, start
     from manyhands.server.replay import Replayed, replay
     from manyhands.server.strategy import Ps
+    from manyhands.sharded.strategy import Sharded
     from manyhands.single.strategy import Single
     from manyhands.slowdown import Slowdown
     from manyhands.stopping import EarlyStopping
@@ -60,6 +61,7 @@ __all__ = [
     "Replayed",
     "Run",
     "Running",
+    "Sharded",
     "Single",
     "Slowdown",
     "Strategy",

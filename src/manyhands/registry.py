@@ -50,6 +50,7 @@ STRATEGIES: Final[dict[str, Home]] = {
         "allreduce.kernel:AllReduceKernels",
     ),
     "central": Home("central.strategy:Central", "central.training:CentralTraining"),
+    "sharded": Home("sharded.strategy:Sharded", "sharded.training:ShardedTraining"),
     "ps": Home("server.strategy:Ps", "server.training:PsTraining"),
     "hogwild": Home(
         "hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining", "hogwild.kernel:HogwildKernels"
@@ -64,9 +65,11 @@ ELSEWHERE: Final[dict[str, str]] = {
     "dp": "mirrored",
     "horovod": "allreduce",
     "ring": "allreduce algorithm=ring",
-    "zero": "central",
-    "fsdp": "central",
-    "deepspeed": "central",
+    "zero": "sharded",
+    "zero1": "central",
+    "zero3": "sharded",
+    "fsdp": "sharded",
+    "deepspeed": "sharded",
     "parameter_server": "ps",
     "async": "ps consistency=async",
     "localsgd": "local",

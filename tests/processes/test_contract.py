@@ -48,6 +48,7 @@ ROWS = {
     "mirrored": Row(text="mirrored"),
     "allreduce": Row(text="allreduce algorithm=ring"),
     "central": Row(text="central"),
+    "sharded": Row(text="sharded"),
     "ps": Row(text="ps servers=2"),
     "hogwild": Row(text="hogwild order=turns"),
     "local": Row(text="local steps=1", optimizer="sgd"),
@@ -56,6 +57,7 @@ ROWS = {
 }
 VARIANTS = {
     "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
+    "sharded by tcp": Row(text="sharded link=tcp"),
     "local by tcp": Row(text="local steps=1 link=tcp", optimizer="sgd"),
     "tensor by tcp": Row(text="tensor link=tcp"),
 }

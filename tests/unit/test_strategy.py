@@ -13,6 +13,7 @@ from manyhands.grid.layout import Grid
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import parse_size, show_size
+from manyhands.sharded.strategy import Sharded
 from manyhands.single.strategy import Single
 from manyhands.strategy import Strategy
 from manyhands.tensor.strategy import Tensor
@@ -28,6 +29,8 @@ from manyhands.training.training import training_class
         ("allreduce", AllReduce()),
         ("central", Central()),
         ("central buckets=4MiB", Central(buckets=4 << 20)),
+        ("sharded", Sharded()),
+        ("sharded link=tcp", Sharded(link="tcp")),
         ("allreduce algorithm=ring", AllReduce(algorithm="ring")),
         ("hogwild", Hogwild()),
         ("hogwild order=locked", Hogwild(order="locked")),
@@ -69,11 +72,13 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("mirrored buckets=25Mib5", ["'25Mib5'", "25MiB"]),
         ("mirrored buckets=0", ["buckets=0"]),
         ("central buckets=0", ["buckets=0"]),
+        ("sharded link=pigeon", ["unknown link 'pigeon'", "shared, tcp"]),
+        ("sharded codec=bf16", ["codec=bf16", "gathered as they are"]),
         ("hogwild order=lock", ["unknown order 'lock'", "free, locked, turns", "did you mean 'locked'?"]),
         ("hogwild hands=fibers", ["unknown hands 'fibers'", "auto, threads, processes"]),
         ("hogwild lock=1", ["no setting 'lock'", "order, hands"]),
         ("tensor dims=2", ["no setting 'dims'", "slices, data, link"]),
-        ("single workers=2", ["no setting 'workers'", "it takes none"]),
+        ("single workers=2", ["no setting 'workers'", "device_memory, offload"]),
         ("allreduce algorithm=ring group=2", ["hierarchical"]),
         ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),
     ],
@@ -166,6 +171,7 @@ def test_workers_that_do_not_fill_the_slices_are_refused(
         ("mirrored", Waits.ALL, True),
         ("allreduce algorithm=ring", Waits.ALL, True),
         ("central", Waits.ALL, True),
+        ("sharded", Waits.ALL, True),
         ("tensor", Waits.ALL, True),
         ("hogwild order=turns", Waits.NOBODY, False),
         ("ps", Waits.ALL, True),

@@ -25,6 +25,10 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "memory": Later(
+        home="manyhands.cli.memory:memory_app",
+        help="Say what training needs in memory on each worker, before anything is trained.",
+    ),
     "schedule": Later(
         home="manyhands.cli.schedule:schedule_command",
         help="Draw a schedule of a pipeline or an all-reduce, and say what it costs.",

@@ -6,6 +6,7 @@ every member has the same bits, and has them again in the next run; 16-bit types
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -51,6 +52,7 @@ class LinkGroup:
         self._kind = kind
         self._mailbox = Mailbox(rank, links, timeout_s)
         self._calls = 0
+        self._waited = [0] * self.world
 
     @property
     def world(self) -> int:
@@ -117,7 +119,9 @@ class LinkGroup:
         letters: list[Letter] = [(self.members[index], payload) for index, payload in sends.items()]
         refused = self._mailbox.post(letters)
         for index, space in receives.items():
+            begin = time.monotonic_ns()
             refused, _ = self._mailbox.receive(self.members[index], space, refused)
+            self._waited[index] += time.monotonic_ns() - begin
         self._mailbox.flush(refused, [peer for peer, _ in letters])
 
     def barrier(self) -> None:
@@ -131,6 +135,11 @@ class LinkGroup:
     def take_posts(self) -> Mapping[int, Post]:
         """What went to and came from each worker since the last call, by their numbers."""
         return self._mailbox.take_posts()
+
+    def take_waits(self) -> Mapping[int, int]:
+        """How many nanoseconds each worker's messages took to come since the last call, by their numbers."""
+        waits, self._waited = self._waited, [0] * self.world
+        return {worker: waited for worker, waited in zip(self.members, waits, strict=True) if waited}
 
     def _others(self) -> list[int]:
         return [index for index in range(self.world) if index != self.index]

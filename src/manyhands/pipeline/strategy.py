@@ -9,6 +9,8 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.grid.layout import Grid
+from manyhands.holding import ModelFootprint, WorkerMemory
+from manyhands.pipeline.check import held_during
 from manyhands.pipeline.schedules import SCHEDULES
 from manyhands.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.pipeline.table import Schedule
@@ -136,6 +138,23 @@ class Pipeline(Strategy):
     def model_parts(self) -> int:
         """Each stage, and each slice of it, has its own."""
         return self.stages * self.tensor
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
+        grid, table = self.grid(workers), self.table()
+        held = max(held for _, held in held_during(table))
+        samples = -(-model.batch_size // (grid.data * self.microbatches))
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // self.model_parts + model.buffers,
+                gradients=model.gradients // self.model_parts,
+                state=model.state // self.model_parts,
+                activations=round(model.per_sample * samples * held / table.parts),
+                what=f"nothing; stages are taken as equal, and the fullest has {held} micro-batches in flight",
+            )
+        ]
 
     @property
     def instead_of_own_loop(self) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.grid.layout import Grid
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
 
@@ -57,6 +58,22 @@ class Tensor(Strategy):
     def uses_network(self) -> bool:
         """Where the link says so."""
         return self.link == "tcp"
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A slice of every layer each."""
+        grid = self.grid(workers)
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // grid.slices + model.buffers,
+                gradients=model.gradients // grid.slices,
+                state=model.state // grid.slices,
+                activations=model.activations(grid.data),
+                what="nothing; layers that are not sliced are whole everywhere, and activations inside sliced ones "
+                "are fewer than this",
+            )
+        ]
 
     @property
     def instead_of_own_loop(self) -> str:

@@ -22,6 +22,7 @@ import torch
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
 from manyhands.cluster.watchdog import Watched
+from manyhands.device import device_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
 from manyhands.link.base import Link
 from manyhands.link.mesh import Mesh, mesh_kind
@@ -254,7 +255,12 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         return kind.attach(context.rank, descriptors)
 
     return Resources(
-        rank=context.rank, world=context.world, timeout_s=job.timeout_s, group=group, links=links
+        rank=context.rank,
+        world=context.world,
+        timeout_s=job.timeout_s,
+        group=group,
+        links=links,
+        device=device_of(job.plan.device, context.rank),
     )
 
 
