@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -134,8 +134,14 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
         assert not thread.is_alive(), f"{thread.name} hangs"
 
 
-def gradients_of(task: mh.Task, table: Schedule, *, recompute: bool = False) -> tuple[float, State]:
-    """Loss and gradients of the first batch, by stages that are threads and share one model.
+def gradients_of(
+    task: mh.Task,
+    table: Schedule,
+    *,
+    recompute: bool = False,
+    around: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> tuple[float, State]:
+    """Loss and gradients of the first batch, by stages that are threads and share one model; each inside `around`.
 
     Nothing is summed here over stages that share a parameter: they add up in the one that there is.
     """
@@ -154,7 +160,8 @@ def gradients_of(task: mh.Task, table: Schedule, *, recompute: bool = False) -> 
             share = computer.share(0, 0, 1)
             ends = TrainingEnds(computer, share, 0, 0)
             at_work = WaveStage(borders) if table.over_time else PipelineStage(borders, recompute=recompute)
-            at_work.run(ends, len(share.pieces), lambda _: None)
+            with around(stage):
+                at_work.run(ends, len(share.pieces), lambda _: None)
             losses[stage] = ends.mean_loss()
         except BaseException as error:
             errors.append(error)
