@@ -269,6 +269,20 @@ def test_an_optimizer_that_searches_is_refused(way: str) -> None:
         WAYS[way](task)
 
 
+class Remembering(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 1}
+
+
+@pytest.mark.parametrize("way", ["pipeline", "tensor", "sharded"])
+def test_state_that_is_no_tensor_is_refused_before_training(way: str) -> None:
+    task = task_of(lambda: nn.Sequential(Remembering(6, 7), nn.Tanh(), nn.Linear(7, 3)))
+    with pytest.raises(
+        UserError, match=r"model\.state_dict\(\) has '0\._extra_state', a dict; a model that is"
+    ):
+        WAYS[way](task)
+
+
 def test_losses_that_look_into_a_cut_model_are_refused() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return squared(model, batch) + model[2].weight.square().sum()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.grid.group import LinkGroup
 from manyhands.wire.dtypes import BY_CODE, CODES
 
@@ -73,8 +73,14 @@ class Outline:
 
     @staticmethod
     def of(model: nn.Module) -> Outline:
-        """Of a model that is whole."""
-        state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+        """Of a model that is whole; UserError where its state has something that is no tensor."""
+        state = model.state_dict()
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"model.state_dict() has {key!r}, a {type(value).__name__}; a model that is split among workers is "
+                    "put together from tensors: register a buffer in place of get_extra_state"
+                )
         return Outline(
             parameters=dict(model.named_parameters(remove_duplicate=False)),
             buffers=dict(model.named_buffers(remove_duplicate=False)),
