@@ -46,6 +46,7 @@ from manyhands.server.messages import (
     View,
 )
 from manyhands.server.strategy import Ps
+from manyhands.server.turns import TurnAnswer, in_turns
 from manyhands.task import Task
 from manyhands.training.computing import TrainingPlan
 
@@ -257,7 +258,7 @@ class WorkerEnd:
                 raise PeerTimeout(f"the server did not answer within {self._job.timeout_s:g} s", peer=_SERVER)
 
     def _take(self, event: Arrived) -> None:
-        message = event.message
+        message = event.message.parameters if type(event.message) is TurnAnswer else event.message
         if isinstance(message, RowValues):
             self._tables.take(message.shard, event.payload)
         elif isinstance(message, RowsUnknown):
@@ -266,10 +267,10 @@ class WorkerEnd:
         event.release()
 
     def _do(self, actions: list[ClientAction]) -> None:
-        for action in actions:
+        for action, turn in in_turns(actions):
             match action:
                 case SendMessage(to=to, message=message):
-                    self._hub.send(to, message, self._payload(to, message))
+                    self._hub.send(to, turn or message, self._payload(to, message))
                 case Compute():
                     self._computing = True
                 case _:
@@ -287,6 +288,6 @@ class WorkerEnd:
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
-        if isinstance(message, Parameters) and self._part.values.nbytes == num_bytes:
+        if isinstance(message, Parameters | TurnAnswer) and self._part.values.nbytes == num_bytes:
             return memoryview(self._part.values.numpy())  # type: ignore[arg-type]
         return None

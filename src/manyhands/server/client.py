@@ -47,6 +47,7 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
+from manyhands.server.turns import TurnAnswer
 
 __all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
 
@@ -181,7 +182,7 @@ class ClientCore:
         """Whether the gradient last pushed to `shard` may still have to be sent again."""
         return self._shards[shard].push is not None
 
-    def awaits(self, message: Parameters | RowValues, source: int) -> bool:
+    def awaits(self, message: Parameters | TurnAnswer | RowValues, source: int) -> bool:
         """Whether this answer is the one that is awaited: the payload of any other must not replace what was read."""
         shard = self._shards[message.shard]
         asked = shard.rows if isinstance(message, RowValues) else shard.read

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.server.layout import FlatLayout, ShardRange, Table
+from manyhands.server.plain_sgd import PlainSgd
 from manyhands.server.shard_state import ShardState
 from manyhands.sharding.slices import SlicedOptimizer
 from manyhands.tables.rows import RowGradient, RowTable
@@ -66,6 +67,7 @@ class ShardStore:
         self._scheduler = built.scheduler
         self._batches = 0
         self._sum: ShardRange | None = None
+        self._plain = self._plain_sgd()
         _let_go(built.model)
 
     @property
@@ -94,6 +96,22 @@ class ShardStore:
             for _ in range(batches):
                 self._scheduler.step()
         self._batches += batches
+
+    @property
+    def turns(self) -> bool:
+        """Whether `turn` may be called: the optimizer's step is no more than a loop (`plain_sgd`)."""
+        return self._plain is not None
+
+    def turn(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
+        """`apply` for one gradient of factor 1 that lies at an address, flags too; then copy the values to `out`.
+
+        False, and nothing has changed, where the gradient is not finite.
+        """
+        assert self._plain is not None, "asked before"
+        if not self._plain.step(gradient, flags, rate, out):
+            return False
+        self._batches += 1
+        return True
 
     @property
     def values(self) -> ShardRange:
@@ -190,6 +208,14 @@ class ShardStore:
                 if isinstance(position, int)
             },
         )
+        self._plain = self._plain_sgd()  # by the settings that came
+
+    def _plain_sgd(self) -> PlainSgd | None:
+        if self._scheduler is not None or self._layout.tables:
+            return None
+        pieces = self._layout.pieces[self._shard]
+        owns_all = all(self._layout.entries[piece.parameter].position is not None for piece in pieces)
+        return PlainSgd.of(self._optimizer, self._values, owns_all=owns_all)
 
     def _new_range(self) -> ShardRange:
         memory = torch.zeros(self._layout.range_bytes(self._shard), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from manyhands.record.ring import EventRing
 from manyhands.server.log import StepRow
 from manyhands.server.messages import Parameters, Push, Read, ReadRows, RowValues
 from manyhands.server.strategy import Ps
+from manyhands.server.turns import TurnAnswer, WorkerTurn
 
 __all__ = ["ServerRecords", "message_number", "wire_of_link"]
 
@@ -93,6 +94,48 @@ class ServerRecords:
                 count=row.shard,
                 value=update.staleness,
             )
+
+    def took(self, turn: WorkerTurn, staleness: int, times_ns: tuple[int, int, int], num_bytes: int) -> None:
+        """A turn's push was a step by itself: when it came, when the step began, and when that was done."""
+        begin_ns, apply_ns, applied_ns = times_ns
+        self._ring.record(
+            EventKind.APPLY,
+            apply_ns,
+            applied_ns - apply_ns,
+            step=turn.batch,
+            peer=turn.slot,
+            count=turn.shard,
+            value=staleness,
+        )
+        self._ring.record(
+            EventKind.RECEIVE,
+            begin_ns,
+            apply_ns - begin_ns,
+            step=turn.batch,
+            peer=turn.slot,
+            num_bytes=num_bytes,
+            message=self._number(turn.clock, turn.shard),
+            wire=self._wire,
+        )
+        self._done_ns = applied_ns
+
+    def gave(self, answer: TurnAnswer, begin_ns: int, num_bytes: int) -> None:
+        """The answer to a turn has left, having been made ready since then."""
+        now_ns = self._done_ns = time.monotonic_ns()
+        self._ring.record(
+            EventKind.SEND,
+            begin_ns,
+            now_ns - begin_ns,
+            step=answer.batch,
+            peer=answer.slot,
+            num_bytes=num_bytes,
+            count=1,
+            message=self._number(answer.clock, answer.shard),
+            wire=self._wire,
+        )
+
+    def _number(self, clock: int, shard: int) -> int:
+        return 2 * (clock * self._num_shards + shard) % _MAX_NUMBER + 1
 
     def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
         """An answer leaves for a worker, having been made ready since the last thing that was done."""
