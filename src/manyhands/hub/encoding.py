@@ -3,7 +3,7 @@
 A `Codec` is given the message classes, frozen dataclasses of numbers and small things, and the number of each. A class
 made of int, float, bool and IntEnum, and of dataclasses made of these, is one little-endian struct, compiled when the
 codec is made: int and IntEnum 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. A NamedTuple of
-int and float is such a struct, too, for messages that are many: it takes a fraction of the time to make. Any other class
+int and float is such a struct too, for messages that are many: it is made in a fraction of the time. Any other class
 (text, bytes, tuples, None, one of several dataclasses) is JSON: a list of the fields in order, a dataclass again a
 list, one of several a list that begins with the name of its class, and bytes their hexadecimal digits.
 
