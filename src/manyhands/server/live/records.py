@@ -22,7 +22,10 @@ __all__ = ["ServerRecords", "message_number", "wire_of_link"]
 _MAX_NUMBER = 2**32 - 1
 
 
-def message_number(message: Push | Read | Parameters | ReadRows | RowValues, num_shards: int) -> int:
+_Numbered = Push | WorkerTurn | Read | Parameters | TurnAnswer | ReadRows | RowValues
+
+
+def message_number(message: _Numbered, num_shards: int) -> int:
     """The number of an update's message to or from a shard; those about rows of tables count apart."""
     about_rows = isinstance(message, ReadRows | RowValues)
     return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
@@ -114,7 +117,7 @@ class ServerRecords:
             step=turn.batch,
             peer=turn.slot,
             num_bytes=num_bytes,
-            message=self._number(turn.clock, turn.shard),
+            message=message_number(turn, self._num_shards),
             wire=self._wire,
         )
         self._done_ns = applied_ns
@@ -130,12 +133,9 @@ class ServerRecords:
             peer=answer.slot,
             num_bytes=num_bytes,
             count=1,
-            message=self._number(answer.clock, answer.shard),
+            message=message_number(answer, self._num_shards),
             wire=self._wire,
         )
-
-    def _number(self, clock: int, shard: int) -> int:
-        return 2 * (clock * self._num_shards + shard) % _MAX_NUMBER + 1
 
     def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
         """An answer leaves for a worker, having been made ready since the last thing that was done."""

@@ -25,6 +25,7 @@ from manyhands.record.events import NOBODY, EventKind
 from manyhands.record.ring import EventRing
 from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
+from manyhands.server.client_lane import ClientLane
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job
@@ -121,6 +122,7 @@ class _Turn:
             skip_nonfinite=job.skip_nonfinite,
             confirms=job.confirms,
         )
+        self._lane = ClientLane(self._core)
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
         self._payloads = WorkerPayloads(body, job)
@@ -231,6 +233,8 @@ class _Turn:
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
         if type(message) is TurnAnswer:
+            if self._take_answer(member, message, payload):
+                return
             message = message.parameters
         if not isinstance(message, FOR_WORKERS):
             raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
@@ -244,6 +248,19 @@ class _Turn:
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
+
+    def _take_answer(self, member: int, answer: TurnAnswer, payload: memoryview) -> bool:
+        """Take what answers a turn, in the common case; False, and nothing has changed, in any other."""
+        self._payloads.require_known(answer)
+        if not self._core.awaits(answer, member):
+            return False
+        self._payloads.take(answer, payload)
+        compute = self._lane.answered(answer, member)
+        if compute is None:
+            return False
+        self._computing, self._waited_for = compute, answer.waited_for
+        self._record_message(EventKind.RECEIVE, time.monotonic_ns(), member, answer, payload.nbytes)
+        return True
 
     def _cut(self, member: int, error: ProtocolError) -> None:
         """End the connection to a server that sent what nobody may send; it may serve others well."""
@@ -277,8 +294,10 @@ class _Turn:
     def _do(self, actions: list[ClientAction]) -> None:
         for action, turn in in_turns(actions):
             match action:
+                case SendMessage(to=to) if turn is not None:
+                    self._send_turn(to, turn)
                 case SendMessage(to=to, message=message):
-                    self._send(to, message, turn)
+                    self._send(to, message)
                 case Compute():
                     self._computing = action
                 case Flush():
@@ -288,27 +307,37 @@ class _Turn:
                 case Leave():
                     self._left = action
 
-    def _send(self, to: int, message: Any, turn: WorkerTurn | None = None) -> None:
-        """Send a message, with the read behind it where both are a `turn`."""
+    def _send_turn(self, to: int, turn: WorkerTurn) -> None:
+        """Send a push and the read behind it in one message."""
         if to not in self._hub.members():
-            self._unsent[to] += [message] if turn is None else [turn.push, turn.read]
+            self._unsent[to] += [turn.push, turn.read]
+            return
+        payload, num_bytes = self._payloads.sent_with(to, turn)
+        now_ns = time.monotonic_ns()
+        self._hub.send(to, turn, payload)
+        self._body.bytes_sent += num_bytes
+        self._body.messages_sent += 2
+        self._record_message(EventKind.SEND, now_ns, to, turn, num_bytes)
+
+    def _send(self, to: int, message: Message) -> None:
+        if to not in self._hub.members():
+            self._unsent[to].append(message)
             return
         payload, num_bytes = self._payloads.sent_with(to, message)
         now_ns = time.monotonic_ns()
-        self._hub.send(to, turn or message, payload)
+        self._hub.send(to, message, payload)
         self._body.bytes_sent += num_bytes
-        self._body.messages_sent += 1 if turn is None else 2
-        if isinstance(message, Push | ReadRows):
-            self._record_message(EventKind.SEND, now_ns, to, message, num_bytes)
+        self._body.messages_sent += 1
+        self._record_message(EventKind.SEND, now_ns, to, message, num_bytes)
 
     def _record_message(
         self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int
     ) -> None:
-        if isinstance(message, Push | ReadRows | Parameters | RowValues):
+        if isinstance(message, Push | WorkerTurn | ReadRows | Parameters | TurnAnswer | RowValues):
             self._ring.record(
                 kind,
                 now_ns,
-                step=message.batch if isinstance(message, Push) else self._context.step - 1,
+                step=message.batch if isinstance(message, Push | WorkerTurn) else self._context.step - 1,
                 peer=self._roles.get(server, NOBODY),
                 num_bytes=num_bytes,
                 count=1,
@@ -374,9 +403,11 @@ class _Turn:
         self._wait.begin_again()
         if body.recorder.records and bad is None:
             self._record(compute)
-        self._hub.hold_back()  # a push and the read behind it
-        self._do(self._core.computed(weight=done.share, skip=bad is not None))
-        self._hub.send_off()
+        turn = self._lane.turn(weight=done.share) if bad is None else None
+        if turn is not None:
+            self._send_turn(*turn)
+        else:
+            self._do(self._core.computed(weight=done.share, skip=bad is not None))
 
     def _record(self, compute: Compute) -> None:
         """Write down what the gradient was made of and what it is, before anybody can have it."""

@@ -12,7 +12,7 @@ from manyhands.server.live.hearing import require_shard
 from manyhands.server.live.job import Job
 from manyhands.server.live.worker_body import WorkerBody
 from manyhands.server.messages import Parameters, Push, ReadRows, RowValues
-from manyhands.server.turns import TurnAnswer
+from manyhands.server.turns import TurnAnswer, WorkerTurn
 
 __all__ = ["WorkerPayloads"]
 
@@ -27,7 +27,7 @@ class WorkerPayloads:
     def sent_with(self, to: int, message: Any) -> tuple[list[Any], int]:
         """What goes with a message to server `to`, and how many bytes move on its account."""
         body = self._body
-        if isinstance(message, Push) and not message.skip:
+        if isinstance(message, WorkerTurn) or (isinstance(message, Push) and not message.skip):
             part = body.parts[message.shard]
             travels = body.encoded[message.shard] if body.encoded else part.gradient.memory
             payload, num_bytes = [], travels.nbytes
@@ -61,7 +61,7 @@ class WorkerPayloads:
         if isinstance(message, Parameters | TurnAnswer | RowValues):
             require_shard(message.shard, self._shards)
 
-    def take(self, message: Parameters, payload: memoryview) -> None:
+    def take(self, message: Parameters | TurnAnswer, payload: memoryview) -> None:
         """Copy awaited parameters that came inline before it was known that they are the ones that are awaited."""
         if not payload:
             return
