@@ -16,7 +16,7 @@ from typing import NamedTuple
 from manyhands.server.actions import Apply, Keep, Log, SendMessage, UpdateFactor
 from manyhands.server.core import Hold
 from manyhands.server.log import StepRow, UpdateRow
-from manyhands.server.messages import Ack, Outcome, WorkKind
+from manyhands.server.messages import Ack, Outcome, ReadRows, RowValues, WorkKind
 from manyhands.server.replica import ReplicaRole, ShardReplica
 from manyhands.server.slots import SlotRecord
 from manyhands.server.turns import TurnAnswer, WorkerTurn
@@ -138,6 +138,21 @@ class ShardLane:
         staleness = version - read_version
         return LaneStep(
             turn, record, staleness, self._rate(staleness), core.term, core.sequence + 1, version + 1
+        )
+
+    def rows(self, message: ReadRows, sender: int) -> RowValues | None:
+        """`handle` for a request for rows, of the member that holds the slot; None for any other. Nothing changes."""
+        replica, slot = self._replica, message.slot
+        if (
+            message.member != sender
+            or replica.role is not _PRIMARY
+            or replica._holders.get(slot) != sender
+            or replica._unconfirmed.newest(slot) != sender
+            or replica.core.awaiting
+        ):
+            return None
+        return RowValues(
+            shard=message.shard, slot=slot, clock=message.clock, version=replica.core.steps.version
         )
 
     def commit(self, step: LaneStep) -> None:

@@ -20,7 +20,7 @@ from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import array_at
 from manyhands.server.layout import ShardRange
 
-__all__ = ["PlainSgd"]
+__all__ = ["PlainSgd", "is_hooked"]
 
 _MOST_BYTES = 1 << 20  # from here on torch's threads are worth their calls
 _SETTINGS = ("momentum", "weight_decay", "nesterov", "maximize", "differentiable", "foreach", "fused")
@@ -46,14 +46,7 @@ class PlainSgd:
     def of(cls, optimizer: Optimizer, values: ShardRange, *, owns_all: bool) -> PlainSgd | None:
         """The step of `optimizer` on these values; None where it does more. `owns_all`: it has every piece of them."""
         groups = optimizer.param_groups
-        hooked = (
-            vars(optimizer).get("step"),
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-            torch_optimizer._global_optimizer_pre_hooks,
-            torch_optimizer._global_optimizer_post_hooks,
-        )
-        if type(optimizer) is not SGD or len(groups) != 1 or any(hooked) or not owns_all:
+        if type(optimizer) is not SGD or len(groups) != 1 or is_hooked(optimizer) or not owns_all:
             return None
         if any(groups[0][name] for name in _SETTINGS) or any(
             groups[0][name] is False for name in ("foreach", "fused")
@@ -76,6 +69,18 @@ class PlainSgd:
             lr *= rate
         stepped: bool = _step(values, gradient, flags, bounds, count, lr, out, num_bytes)
         return stepped
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Whether anybody hears of the steps of an optimizer: a hook, or what was put in the place of `step`."""
+    hooks = (
+        vars(optimizer).get("step"),
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    return any(hooks)
 
 
 @njit(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.server.layout import FlatLayout, ShardRange, Table
-from manyhands.server.plain_sgd import PlainSgd
+from manyhands.server.plain_sgd import PlainSgd, is_hooked
 from manyhands.server.shard_state import ShardState
 from manyhands.sharding.slices import SlicedOptimizer
 from manyhands.tables.rows import RowGradient, RowTable
@@ -68,6 +68,9 @@ class ShardStore:
         self._batches = 0
         self._sum: ShardRange | None = None
         self._plain = self._plain_sgd()
+        # Then the optimizer itself has nothing to do, and nobody hears when it does it.
+        nothing_dense = not pieces and self._scheduler is None and bool(self._tables)
+        self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
         _let_go(built.model)
 
     @property
@@ -90,7 +93,8 @@ class ShardStore:
         advances.
         """
         if contributions:
-            self._slices.step_with(self._combined(contributions), rate)
+            if not self._has_tables_alone:
+                self._slices.step_with(self._combined(contributions), rate)
             self._apply_rows(contributions, rate)
         if self._scheduler is not None:
             for _ in range(batches):
@@ -127,9 +131,9 @@ class ShardStore:
         """Copy the current values into a range of bytes, such as a worker's."""
         values.copy_(self._values.memory)
 
-    def gather(self, table: str, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """The current values of rows of a table, which must be rows of this shard."""
-        return self._tables[table].gather(rows, out)
+    def gather(self, table: str, rows: Tensor, *, is_vetted: bool = False) -> Tensor:
+        """The current values of rows of a table, which must be rows of this shard: those that are vetted are."""
+        return self._tables[table].gather(rows, is_vetted=is_vetted)
 
     def first_bad(self, contribution: Contribution) -> str | None:
         """The name of the first parameter whose gradient has an item that is not finite; None where all are.

@@ -48,6 +48,8 @@ class RowGradient:
 
     rows: Tensor
     values: Tensor
+    is_vetted: bool = False
+    """Whether the rows are known to ascend, and to be all of the shard that this is for: nobody need look again."""
 
     @staticmethod
     def total(terms: Sequence[tuple[RowGradient, float]]) -> RowGradient:
@@ -82,9 +84,13 @@ class RowTable:
         kept = (value for value in self.state.values() if isinstance(value, Tensor))
         return self.values.nbytes + sum(value.nbytes for value in kept)
 
-    def gather(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """The values of these rows of the whole table, in a new tensor or in `out`; IndexError names a wrong one."""
-        self._require_inside(rows)
+    def gather(self, rows: Tensor, out: Tensor | None = None, *, is_vetted: bool = False) -> Tensor:
+        """The values of these rows of the whole table, in a new tensor or in `out`; IndexError names a wrong one.
+
+        Those that are vetted are known to be this shard's.
+        """
+        if not is_vetted:
+            self._require_inside(rows)
         return torch.index_select(self.values, 0, self._placement.local(rows), out=out)
 
     def apply(self, gradient: RowGradient, settings: Mapping[str, Any], rate: float = 1.0) -> None:
@@ -105,13 +111,16 @@ class RowTable:
                 f"the gradient of {shape[0]} rows of table {self.name!r} is {tuple(gradient.values.shape)} of "
                 f"{gradient.values.dtype}; it must be {shape} of {self.values.dtype}"
             )
-        self._require_inside(gradient.rows)
+        if not gradient.is_vetted:
+            self._require_inside(gradient.rows)
 
     def _summed(self, gradient: RowGradient) -> tuple[Any, Any]:
         """Rows of this part, each named once, and their gradients."""
         self.require_fit(gradient)
         rows = self._placement.local(gradient.rows).contiguous().numpy()
         values = gradient.values.contiguous().numpy()
+        if gradient.is_vetted:
+            return rows, values
         numbers, local = np.empty_like(rows), np.empty_like(rows)
         count = number_rows(rows, numbers, local)
         if count < rows.size:

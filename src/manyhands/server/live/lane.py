@@ -21,6 +21,7 @@ from manyhands.server.live.records import ServerRecords
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.stores import Stores
 from manyhands.server.log import Row
+from manyhands.server.messages import ReadRows
 from manyhands.server.server import ServerCore
 from manyhands.server.store import ShardStore
 from manyhands.server.turns import WorkerTurn
@@ -98,6 +99,25 @@ class LiveLane:
             return Dealt.PUSH
         self._records.gave(answer, applied_ns, num_bytes)
         return Dealt.ALL
+
+    def give_rows(self, hub: Hub, member: int, message: ReadRows, payload: memoryview) -> bool:
+        """Answer a request for rows of tables, if it is of the common case; False, and nothing is sent, if not."""
+        begin_ns = time.monotonic_ns()
+        lane, store = self._lanes.get(message.shard), self._stores.known(message.shard)
+        answer = lane.rows(message, member) if lane is not None else None
+        if answer is None or store is None:
+            return False
+        tables = self._gradients.tables
+        try:
+            asked = tables.asked(message.shard, payload, message.whole)
+        except UnknownSets:
+            return False
+        received_ns = time.monotonic_ns()
+        values = tables.values(store, asked)
+        hub.send(member, answer, values)
+        num_bytes = sum(memoryview(one).nbytes for one in values)
+        self._records.gave_rows(message, answer, (begin_ns, received_ns), (payload.nbytes, num_bytes))
+        return True
 
     def _apply(self, store: ShardStore, turn: WorkerTurn, payload: memoryview, rate: float) -> bool:
         """Let the user's optimizer step; False, and nothing has changed, for what the core's way would refuse."""

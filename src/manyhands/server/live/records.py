@@ -71,16 +71,8 @@ class ServerRecords:
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
         """It has been dealt with: a push or a request for rows is recorded."""
         if isinstance(message, Push | ReadRows):
-            self._ring.record(
-                EventKind.RECEIVE,
-                begin_ns,
-                (self._received_ns or time.monotonic_ns()) - begin_ns,
-                step=message.batch if isinstance(message, Push) else NO_STEP,
-                peer=message.slot,
-                num_bytes=num_bytes,
-                message=message_number(message, self._num_shards),
-                wire=self._wire,
-            )
+            step = message.batch if isinstance(message, Push) else NO_STEP
+            self._received(message, step, begin_ns, self._received_ns or time.monotonic_ns(), num_bytes)
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
         """The optimizer took a step, which began then and took so long."""
@@ -110,30 +102,45 @@ class ServerRecords:
             count=turn.shard,
             value=staleness,
         )
-        self._ring.record(
-            EventKind.RECEIVE,
-            begin_ns,
-            apply_ns - begin_ns,
-            step=turn.batch,
-            peer=turn.slot,
-            num_bytes=num_bytes,
-            message=message_number(turn, self._num_shards),
-            wire=self._wire,
-        )
+        self._received(turn, turn.batch, begin_ns, apply_ns, num_bytes)
         self._done_ns = applied_ns
 
     def gave(self, answer: TurnAnswer, begin_ns: int, num_bytes: int) -> None:
         """The answer to a turn has left, having been made ready since then."""
-        now_ns = self._done_ns = time.monotonic_ns()
+        self._done_ns = time.monotonic_ns()
+        self._sent(answer, answer.batch, begin_ns, self._done_ns, num_bytes)
+
+    def gave_rows(
+        self, request: ReadRows, answer: RowValues, times_ns: tuple[int, int], num_bytes: tuple[int, int]
+    ) -> None:
+        """Rows have left that were asked for: when that came, and when it was understood; the bytes of both."""
+        begin_ns, received_ns = times_ns
+        self._received(request, NO_STEP, begin_ns, received_ns, num_bytes[0])
+        self._done_ns = time.monotonic_ns()
+        self._sent(answer, NO_STEP, received_ns, self._done_ns, num_bytes[1])
+
+    def _received(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+        self._ring.record(
+            EventKind.RECEIVE,
+            begin_ns,
+            end_ns - begin_ns,
+            step=step,
+            peer=message.slot,
+            num_bytes=num_bytes,
+            message=message_number(message, self._num_shards),
+            wire=self._wire,
+        )
+
+    def _sent(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
         self._ring.record(
             EventKind.SEND,
             begin_ns,
-            now_ns - begin_ns,
-            step=answer.batch,
-            peer=answer.slot,
+            end_ns - begin_ns,
+            step=step,
+            peer=message.slot,
             num_bytes=num_bytes,
             count=1,
-            message=message_number(answer, self._num_shards),
+            message=message_number(message, self._num_shards),
             wire=self._wire,
         )
 
@@ -156,14 +163,4 @@ class ServerRecords:
                     count=answer.shard,
                     value=answer.waited_for,
                 )
-        self._ring.record(
-            EventKind.SEND,
-            begin_ns,
-            now_ns - begin_ns,
-            step=step,
-            peer=answer.slot,
-            num_bytes=num_bytes,
-            count=1,
-            message=message_number(answer, self._num_shards),
-            wire=self._wire,
-        )
+        self._sent(answer, step, begin_ns, now_ns, num_bytes)

@@ -32,6 +32,7 @@ from manyhands.wire.layout import LINE_BYTES
 __all__ = [
     "Said",
     "UnknownSets",
+    "Vetted",
     "most_bytes",
     "pack",
     "take_sets",
@@ -42,6 +43,10 @@ __all__ = [
 Said = Named | Given | None
 """What is said of a table's rows; None: the table is not there."""
 
+Vetted = tuple[bytes, int, int]
+"""The name of a set whose rows are known to be of that table's, by its number, and of that shard."""
+
+_MOST_VETTED = 1 << 14
 _HEAD = struct.Struct("<qq32s")
 _ROW_BYTES = 8
 _ZEROS = bytes(LINE_BYTES)
@@ -90,9 +95,12 @@ def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
 
 
 def take_sets(
-    layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets
+    layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets, vetted: set[Vetted] | None = None
 ) -> tuple[list[Tensor | None], memoryview]:
-    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any."""
+    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any.
+
+    All are rows of this shard, and ascend. What was found so once is kept in `vetted`: a name says which rows they are.
+    """
     rest = payload[_heads_bytes(layout) :]
     if len(payload) < _heads_bytes(layout):
         raise ProtocolError("rows", f"{len(payload)} bytes are too few for {len(layout.tables)} tables")
@@ -106,10 +114,13 @@ def take_sets(
             found.append(_learn(table, Given(name=name, rows=rows), sets))
         elif kind == _Kind.NAMED and count == 0:
             known = sets.find(Named(name=name))
-            if not isinstance(
-                known, Unknown
-            ):  # a set of another table may have the same rows, and the same name
+            seen = (name, number, shard)  # a set of another table may have the same rows, and the same name
+            if not isinstance(known, Unknown) and (vetted is None or seen not in vetted):
                 _require_own(table, placement, shard, known)
+                if vetted is not None:
+                    if len(vetted) >= _MOST_VETTED:
+                        vetted.clear()
+                    vetted.add(seen)
             found.append(known)
         elif kind == _Kind.ABSENT and count == 0:
             found.append(None)

@@ -209,7 +209,9 @@ class _Server:
         try:
             if type(message) is WorkerTurn:
                 self._take_turn(member, message, payload)
-            else:
+            elif type(message) is not ReadRows or not self._lane.give_rows(
+                self._hub, member, message, payload
+            ):
                 self._take(member, message, payload)
         except ProtocolError as error:
             self._cut(member, error)

@@ -16,7 +16,7 @@ from torch import Tensor
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.row_payloads import most_bytes, pack, take_sets, take_values
+from manyhands.server.live.row_payloads import Vetted, most_bytes, pack, take_sets, take_values
 from manyhands.server.store import ShardStore
 from manyhands.tables.rows import RowGradient
 from manyhands.tables.rowsets import Given, RowSets, name_of
@@ -35,6 +35,7 @@ class ServerTables:
         self._layout = layout
         self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
+        self._vetted: set[Vetted] = set()
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
     def require_room(self, shard: int, num_bytes: int) -> None:
@@ -52,24 +53,27 @@ class ServerTables:
         self.require_room(shard, len(payload))
         if whole:
             return [table.placed(self._layout.shards).rows(shard) for table in self._layout.tables]
-        rows, rest = take_sets(self._layout, shard, payload, self._sets)
+        rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
         if rest:
             raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
         return rows
 
     def values(self, store: ShardStore, asked: Sequence[Tensor | None]) -> list[Any]:
-        """The payload of a RowValues: the store's values of these rows, as they are now."""
+        """The payload of a RowValues: the store's values of these rows, which `asked` gave, as they are now."""
         wanted = zip(self._layout.tables, asked, strict=True)
-        return pack((), [store.gather(table.name, rows) for table, rows in wanted if rows is not None])
+        values = [
+            store.gather(table.name, rows, is_vetted=True) for table, rows in wanted if rows is not None
+        ]
+        return pack((), values)
 
     def gradients(self, shard: int, payload: memoryview) -> dict[str, RowGradient]:
         """The gradients of rows that a Push carries, by table; UnknownSets as above."""
         self.require_room(shard, len(payload))
         tables = self._layout.tables
-        rows, rest = take_sets(self._layout, shard, payload, self._sets)
+        rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
         values = take_values(tables, [None if one is None else one.numel() for one in rows], rest)
         return {
-            table.name: RowGradient(rows=which, values=gradient)
+            table.name: RowGradient(rows=which, values=gradient, is_vetted=True)
             for table, which, gradient in zip(tables, rows, values, strict=True)
             if which is not None and gradient is not None
         }
