@@ -131,9 +131,9 @@ class ShardStore:
         """Copy the current values into a range of bytes, such as a worker's."""
         values.copy_(self._values.memory)
 
-    def gather(self, table: str, rows: Tensor, *, is_vetted: bool = False) -> Tensor:
-        """The current values of rows of a table, which must be rows of this shard: those that are vetted are."""
-        return self._tables[table].gather(rows, is_vetted=is_vetted)
+    def gather(self, table: str, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The current values of rows of a table, which must be rows of this shard; with `out`, known to be."""
+        return self._tables[table].gather(rows, out, is_vetted=out is not None)
 
     def first_bad(self, contribution: Contribution) -> str | None:
         """The name of the first parameter whose gradient has an item that is not finite; None where all are.

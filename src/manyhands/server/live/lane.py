@@ -92,6 +92,8 @@ class LiveLane:
         if answer is not None:
             values: list[Any] = [] if out else self._outgoing.payload(hub, member, shard)
             hub.send(member, answer, values)
+            if values:
+                hub.send_off()  # what is held back is not copied, and the next answer may need its memory
             num_bytes = self._outgoing.num_bytes(shard, values)
         self._staleness[shard][step.staleness] += 1
         self._records.took(turn, step.staleness, (begin_ns, apply_ns, applied_ns), payload.nbytes)
@@ -113,8 +115,9 @@ class LiveLane:
         except UnknownSets:
             return False
         received_ns = time.monotonic_ns()
-        values = tables.values(store, asked)
+        values = tables.values(store, asked, member, has_all=hub.sent(member))
         hub.send(member, answer, values)
+        hub.send_off()
         num_bytes = sum(memoryview(one).nbytes for one in values)
         self._records.gave_rows(message, answer, (begin_ns, received_ns), (payload.nbytes, num_bytes))
         return True
@@ -122,7 +125,7 @@ class LiveLane:
     def _apply(self, store: ShardStore, turn: WorkerTurn, payload: memoryview, rate: float) -> bool:
         """Let the user's optimizer step; False, and nothing has changed, for what the core's way would refuse."""
         try:
-            contribution = self._gradients.of(turn, payload)
+            contribution = self._gradients.of(turn, payload, borrow=True)
             if contribution is None or store.first_bad(contribution) is not None:
                 return False
         except (UnknownSets, IndexError, ValueError):

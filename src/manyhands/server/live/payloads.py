@@ -99,15 +99,15 @@ class Gradients:
         return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
 
     def of(
-        self, push: Push | WorkerTurn, payload: memoryview, *, by_worker: bool = True
+        self, push: Push | WorkerTurn, payload: memoryview, *, by_worker: bool = True, borrow: bool = False
     ) -> Contribution | None:
         """The gradient that came with a push, where it lies; None if its worker shares no memory and sent none.
 
-        UnknownSets if it names rows that are not known here.
+        UnknownSets if it names rows that are not known here. Who borrows it does not keep it beyond the message.
         """
         part = self._parts.get((push.member, push.shard))
         if part is not None:
-            rows = self.tables.gradients(push.shard, payload)
+            rows = self.tables.gradients(push.shard, payload, borrow=borrow)
             return Contribution(gradient=part.gradient, present=part.flags, rows=rows)
         if by_worker and payload and self._coding is not None:
             return self._contribution(self._decoded(self._coding, push, payload), push.shard)
@@ -183,6 +183,7 @@ class Gradients:
 
     def lost(self, member: int) -> None:
         """A member is not connected any more: the memory of one that has never had a slot is of no use."""
+        self.tables.forget(member)
         area = self._areas.get(member) if member not in self._slots else None
         if area is not None:
             del self._areas[member]

@@ -13,6 +13,7 @@ What arrives is checked against the layout before anything of its length is made
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.link.message import ProtocolError
@@ -133,18 +135,19 @@ def take_sets(
 
 
 def take_values(
-    tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview
+    tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview, *, borrow: bool = False
 ) -> list[Tensor | None]:
     """The values of so many rows of each table (None: it is not there), which must be all of `payload`.
 
-    They lie where the payload lies; those of one that may only be read are copied.
+    They lie where the payload lies; those of one that may only be read are copied. Who borrows them, to read them while
+    the payload is there, gets these where they lie, too.
     """
     values: list[Tensor | None] = []
     for table, count in zip(tables, counts, strict=True):
         if count is None:
             values.append(None)
             continue
-        flat, payload = _cut(payload, count * table.width, table.dtype)
+        flat, payload = _cut(payload, count * table.width, table.dtype, borrow=borrow)
         values.append(flat.view(count, table.width))
     if payload:
         raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
@@ -179,7 +182,9 @@ def _buffer(tensor: Tensor) -> Any:
     return tensor.detach().contiguous().view(-1).numpy()
 
 
-def _cut(rest: memoryview, count: int, dtype: torch.dtype) -> tuple[Tensor, memoryview]:
+def _cut(
+    rest: memoryview, count: int, dtype: torch.dtype, *, borrow: bool = False
+) -> tuple[Tensor, memoryview]:
     """`count` items from the beginning of `rest`, and what comes after them."""
     num_bytes = count * dtype.itemsize
     end = round_up(num_bytes, LINE_BYTES)
@@ -187,8 +192,14 @@ def _cut(rest: memoryview, count: int, dtype: torch.dtype) -> tuple[Tensor, memo
         raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
     array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
     if not array.flags.writeable:  # of an arena, whose room is soon another's
-        array = array.copy()
+        array = _in_place(array) if borrow and num_bytes else array.copy()
     return torch.from_numpy(array), rest[end:]
+
+
+def _in_place(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory as an array that torch takes without a word; it is only read, and does not keep the memory."""
+    memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(memory, array.dtype)
 
 
 def _learn(table: Table, given: Given, sets: RowSets) -> Tensor:

@@ -7,7 +7,6 @@ sent with their payloads, rows written to the log, snapshots to the disk.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
@@ -30,6 +29,7 @@ from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, L
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.hearing import require_sense, require_shard
 from manyhands.server.live.job import Job
+from manyhands.server.live.keeping import ShardKeeping
 from manyhands.server.live.lane import Dealt, LiveLane
 from manyhands.server.live.outgoing import OutgoingParameters
 from manyhands.server.live.payloads import Gradients
@@ -47,7 +47,6 @@ from manyhands.server.live.reports import (
 )
 from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.row_payloads import UnknownSets
-from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
 from manyhands.server.live.stores import Stores
 from manyhands.server.log import LostRow, Row, StepRow
 from manyhands.server.messages import (
@@ -68,7 +67,6 @@ from manyhands.server.server import ServerCore
 from manyhands.server.store import Contribution
 from manyhands.server.turns import WorkerTurn
 from manyhands.server.updates import ShardRecorder
-from manyhands.store.atomic import WriteFailed
 
 __all__ = ["serve"]
 
@@ -120,7 +118,9 @@ class _Server:
         )
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
-        self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
+        self._keeping = ShardKeeping(
+            context, job, self._core, self._stores, self._gradients, self._logs, records, self._note
+        )
         self._stack = ExitStack()
         if self._home is not None:
             self._stack.callback(self._home.close)
@@ -136,7 +136,6 @@ class _Server:
         self._view: View | None = None
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
-        self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._lane = LiveLane(
             self._core,
@@ -271,7 +270,7 @@ class _Server:
             case ViewPublished():
                 self._follow(order.view, order.addresses)
             case RestoreShard():
-                self._restore(order.shard)
+                self._keeping.restore(order.shard)
             case LeaveShards():
                 self._leave(order.shards)
             case Finish():
@@ -282,7 +281,7 @@ class _Server:
         if is_first and self._job.resume_version is not None:
             for place in view.shards:
                 if place.primary == self._member:
-                    self._restore(place.shard, self._job.resume_version)
+                    self._keeping.restore(place.shard, self._job.resume_version)
         for member in self._dialled - addresses.keys():
             self._dialled.discard(member)
             self._hub.hang_up(member)
@@ -392,13 +391,13 @@ class _Server:
                         self._tell_lost(row)
                 case Load(shard=shard):
                     assert payload is not None, "an Install has a payload"
-                    self._install(shard, payload)
+                    self._keeping.install(shard, payload)
                 case Discard(shard=shard):
                     self._stores.discard(shard)
                     self._gradients.replace(shard, {})
         self._gradients.secure()
         while self._due:
-            self._save(self._due.pop())
+            self._keeping.save(self._due.pop())
         if self._to_self:
             message = self._to_self.popleft()
             self._do(self._core.handle(message, self._member), None, None)
@@ -425,12 +424,14 @@ class _Server:
                 payload = self._outgoing.payload(self._hub, to, shard)
                 self._records.answered(message, self._outgoing.num_bytes(shard, payload))
             case RowValues(shard=shard):
-                payload = self._gradients.tables.values(self._stores.get(shard), self._asked)
+                payload = self._gradients.tables.values(
+                    self._stores.get(shard), self._asked, to, has_all=self._hub.sent(to)
+                )
                 self._records.answered(message, sum(memoryview(one).nbytes for one in payload))
             case Forward(entry=Push(skip=False) as push):
                 payload = self._gradients.forwarded(push)
             case Install(shard=shard):
-                payload = pack_install(self._stores.get(shard).state(), self._waiting(shard))
+                payload = self._keeping.packed(shard)
         if to == self._member:  # after deaths, one server may have several shards
             self._to_self.append(message)
         elif to in self._hub.members() and to not in self._unsent:  # what waits for it goes first
@@ -451,55 +452,6 @@ class _Server:
         if segment is not None and (to, worker) not in self._shared_with:
             self._shared_with.add((to, worker))
             self._hub.share(to, segment, worker)
-
-    # ── stores ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _install(self, shard: int, payload: memoryview) -> None:
-        state, held = unpack_install(payload)
-        self._stores.load(shard, state)
-        self._gradients.replace(shard, held)
-
-    def _restore(self, shard: int, version: int | None = None) -> None:
-        """This server is about to serve a shard of which no other server has a copy: go on from a snapshot."""
-        found = self._snapshots.load(shard, version) if self._snapshots.kept else None
-        if found is None:  # none was written yet: from the beginning
-            self._core.restore(shard, None)
-            return
-        self._stores.load(shard, found.state)
-        self._gradients.replace(shard, found.held)
-        self._core.restore(shard, json.loads(found.core))
-
-    def _save(self, shard: int) -> None:
-        """Write a snapshot; a disk that is full costs the snapshot and not the run."""
-        if not self._snapshots.kept:
-            return
-        core = self._core.replicas[shard]
-        begin_ns = time.monotonic_ns()
-        self._context.mark(core.core.version, State.SAVING)
-        self._note(self._logs.sync(shard), ends_recording=True)  # on the disk before what follows from it
-        try:
-            self._snapshots.save(
-                shard,
-                ShardSnapshot(
-                    version=core.core.version,
-                    state=self._stores.get(shard).state(),
-                    held=self._waiting(shard),
-                    core=json.dumps(core.state()),
-                ),
-            )
-            self._unsaved.discard(shard)
-        except WriteFailed as error:
-            if shard not in self._unsaved:  # said once, until one is taken again
-                self._unsaved.add(shard)
-                self._note(f"no snapshot of shard {shard} at version {core.core.version}: {error}")
-        self._records.saved(begin_ns)
-        self._context.mark(core.core.version, State.COMPUTING)
-
-    def _waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
-        """The gradients that are committed and in no step yet."""
-        waiting = self._core.replicas[shard].core.steps.waiting
-        held = self._gradients.held(shard)
-        return {name: gradient for name, gradient in held.items() if name in waiting}
 
     def _is_primary(self, shard: int) -> bool:
         return self._view is not None and self._view.shards[shard].primary == self._member
@@ -531,6 +483,6 @@ class _Server:
         """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
         for shard in wanted:
             if self._is_primary(shard):
-                self._save(shard)
+                self._keeping.save(shard)
         shards = self._stores.leave(self._final, wanted, self._core, self._staleness)
         self._report(ShardsLeft(shards=tuple(shards)))

@@ -26,6 +26,7 @@ __all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]
 
 _LEAST_CAPACITY_BYTES = 64 << 10
 _SHARE_FOR_SETS = 4
+_KEPT_BYTES = 4 << 20
 
 
 class ServerTables:
@@ -36,6 +37,7 @@ class ServerTables:
         self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
         self._vetted: set[Vetted] = set()
+        self._rooms: dict[tuple[int, int], Tensor] = {}  # by member and table, what its rows' values lie in
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
     def require_room(self, shard: int, num_bytes: int) -> None:
@@ -58,20 +60,45 @@ class ServerTables:
             raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
         return rows
 
-    def values(self, store: ShardStore, asked: Sequence[Tensor | None]) -> list[Any]:
-        """The payload of a RowValues: the store's values of these rows, which `asked` gave, as they are now."""
-        wanted = zip(self._layout.tables, asked, strict=True)
-        values = [
-            store.gather(table.name, rows, is_vetted=True) for table, rows in wanted if rows is not None
-        ]
+    def values(
+        self, store: ShardStore, asked: Sequence[Tensor | None], member: int, *, has_all: bool
+    ) -> list[Any]:
+        """The payload of a RowValues: the store's values of these rows, which `asked` gave, as they are now.
+
+        They lie in memory that is kept for `member` and used again for its next ones once it `has_all` that was sent.
+        """
+        values = []
+        for number, (table, rows) in enumerate(zip(self._layout.tables, asked, strict=True)):
+            if rows is not None:
+                room = self._room(member, number, rows.numel() * table.width, table.dtype, has_all)
+                values.append(store.gather(table.name, rows, room.view(-1, table.width)))
         return pack((), values)
 
-    def gradients(self, shard: int, payload: memoryview) -> dict[str, RowGradient]:
-        """The gradients of rows that a Push carries, by table; UnknownSets as above."""
+    def forget(self, member: int) -> None:
+        """A member is not connected any more."""
+        for key in [key for key in self._rooms if key[0] == member]:
+            del self._rooms[key]
+
+    def _room(self, member: int, number: int, count: int, dtype: torch.dtype, has_all: bool) -> Tensor:
+        """Memory for so many items: fresh pages for every answer take longer than filling them."""
+        room = self._rooms.get((member, number))
+        if room is None or room.numel() < count or not has_all:
+            room = torch.empty(count, dtype=dtype)
+            if room.nbytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
+                self._rooms[member, number] = room
+        return room[:count]
+
+    def gradients(self, shard: int, payload: memoryview, *, borrow: bool = False) -> dict[str, RowGradient]:
+        """The gradients of rows that a Push carries, by table; UnknownSets as above.
+
+        Who borrows them reads them while the payload is there, and lets them go.
+        """
         self.require_room(shard, len(payload))
         tables = self._layout.tables
         rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
-        values = take_values(tables, [None if one is None else one.numel() for one in rows], rest)
+        values = take_values(
+            tables, [None if one is None else one.numel() for one in rows], rest, borrow=borrow
+        )
         return {
             table.name: RowGradient(rows=which, values=gradient, is_vetted=True)
             for table, which, gradient in zip(tables, rows, values, strict=True)
