@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup run test check bench soak clean
+# Hundreds of processes of the tests import the same sources: they are compiled once, whatever the caller's shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help setup run test test-processes check layout types bench soak clean
 
 help:
 	@echo "make run    train digits on 2 workers (the main job, on data that comes with a dependency)"
@@ -23,15 +26,23 @@ $(READY): pyproject.toml
 run: setup
 	$(BIN)/manyhands train digits --workers 2
 
-check: setup
+check: layout types
+
+layout: setup
 	$(BIN)/ruff format --check src tests benchmarks docs examples
 	$(BIN)/ruff check src tests benchmarks docs examples
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
+types: setup
+	$(BIN)/mypy
+
+test: layout
 	$(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile tests/processes
+	$(MAKE) --no-print-directory -j 2 types test-processes
+
+# Most of its time is waiting: for processes to start, to be missed, to end.
+test-processes: setup
+	$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder tests/processes
 
 bench: setup
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json

@@ -74,7 +74,8 @@ def run(source: Path, strategy: str, workers: int, way: str) -> dict[str, float]
         notes.mkdir()
         done = subprocess.run(
             [sys.executable, script, strategy, str(workers), str(FITS), str(notes), way],
-            env={**os.environ, "PYTHONPATH": str(source / "src")},
+            # with bytecode, as an installed package has it, whatever the shell says
+            env={**os.environ, "PYTHONPATH": str(source / "src"), "PYTHONDONTWRITEBYTECODE": ""},
             stdout=subprocess.PIPE,
             text=True,
             check=True,

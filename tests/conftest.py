@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import warm
 from manyhands.cluster.template import kept_pid
+
+# Read when torch is imported, here and in what tests start: its threads sleep while they wait, and do not spin on cores
+# that other tests need. A process that trained with two threads beside others took eight times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # how long a busy machine takes to draw an example decides no test
 settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,9 +28,35 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_collection_finish() -> None:
-    """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out."""
-    gc.collect()
-    gc.freeze()
+    """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out.
+
+    And torch computes what tests do here with one thread: several processes run tests side by side, and threads that
+    wait for each other on a core that another process has spend most of their time at that.
+    """
+    _freeze()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """And what has been imported since (torch's compiler is half as large again), when a module's tests are over."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze(at_least=100)
+
+
+def _freeze(at_least: int = 0) -> None:
+    """If so many modules are new, keep them, and all else that lives now, out of later collections."""
+    global _frozen_modules
+    if len(sys.modules) - _frozen_modules >= at_least:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
+
+
+_frozen_modules = 0
 
 
 def children() -> set[int]:
@@ -34,7 +66,7 @@ def children() -> set[int]:
             found |= {int(pid) for pid in (task / "children").read_text().split()}
         except OSError:  # the thread ended while we looked
             continue
-    return found - {kept_pid()}  # the template waits for the next run, as it should
+    return found - {kept_pid(), warm.pid()}  # the templates wait for the next run, as they should
 
 
 def segments() -> set[str]:
@@ -74,7 +106,7 @@ def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        os.sched_yield()
+        time.sleep(0.001)
     return True
 
 
@@ -87,18 +119,21 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert settles(lambda: not new_threads()), f"threads left behind: {new_threads()}"
     new_children = lambda: children() - children_before  # noqa: E731
     assert settles(lambda: not new_children()), f"processes left behind: {new_children()}"
-    _collect(lambda: segments() <= segments_before)
-    assert segments() <= segments_before, f"memory left behind: inodes {segments() - segments_before}"
+    assert _collected(lambda: segments() <= segments_before), (
+        f"memory left behind: inodes {segments() - segments_before}"
+    )
     if request.node.get_closest_marker("gloo") is None:
-        _collect(lambda: listening() <= listening_before)
-        assert listening() <= listening_before, f"listening sockets left: {listening() - listening_before}"
+        assert _collected(lambda: listening() <= listening_before), (
+            f"listening sockets left: {listening() - listening_before}"
+        )
 
 
-def _collect(condition: Callable[[], bool]) -> None:
+def _collected(condition: Callable[[], bool]) -> bool:
     """Tensors on a segment keep it, and cycles keep tensors: collected only where something is left."""
-    if not condition():
-        gc.collect()
-        settles(condition)
+    if condition():
+        return True
+    gc.collect()
+    return settles(condition)
 
 
 @pytest.fixture

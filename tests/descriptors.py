@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import warm
 from manyhands.cluster.template import kept_descriptor
 
 __all__ = ["open_descriptors"]
@@ -14,7 +15,7 @@ def open_descriptors() -> set[str]:
     """The descriptors of this process that something still needs.
 
     Garbage goes first: memory that tensors of an earlier test lie in is let go with the last of them, which may be in a
-    cycle and so go at any time. The way to the template, which is kept for the next run, does not count.
+    cycle and so go at any time. The ways to templates, which are kept for the next run, do not count.
     """
     gc.collect()
-    return set(os.listdir("/proc/self/fd")) - {str(kept_descriptor())}
+    return set(os.listdir("/proc/self/fd")) - {str(kept_descriptor()), str(warm.descriptor())}

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.chain import ChainFunction
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.worker import Trainer
@@ -40,11 +41,22 @@ class Awkward(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.mix(self.embed(tokens).mean(dim=1)))
+        return self._scores(self._hidden(tokens, self.embed, self.mix, self.rare), self.out)
+
+    def chain(self) -> list[nn.Module]:
+        hidden = ChainFunction(self._hidden, embed=self.embed, mix=self.mix, rare=self.rare)
+        return [hidden, ChainFunction(self._scores, out=self.out)]
+
+    @staticmethod
+    def _hidden(tokens: torch.Tensor, embed: nn.Module, mix: nn.Module, rare: nn.Module) -> torch.Tensor:
+        hidden = torch.tanh(mix(embed(tokens).mean(dim=1)))
         rows = (tokens[:, 0] == 0).nonzero()[:, 0]
         if len(rows):  # samples without a leading 0 never reach this weight
-            hidden = hidden.index_add(0, rows, self.rare(hidden[rows]))
-        return self.out(hidden) * self.scale
+            hidden = hidden.index_add(0, rows, rare(hidden[rows]))
+        return hidden
+
+    def _scores(self, hidden: torch.Tensor, out: nn.Module) -> torch.Tensor:
+        return out(hidden) * self.scale
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
 from manyhands.cluster.forking import TEMPLATE_NAME
 
 __all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "training"]
@@ -99,8 +100,9 @@ class Run:
         mark = uuid.uuid4().hex
         output = folder / f"{mark}.out"
         with output.open("w") as file:
-            parent = subprocess.Popen(
+            parent = warm.Popen(
                 command,
+                trains=True,
                 env={**os.environ, **(environment or {}), _MARK: mark},
                 cwd=folder,
                 stdout=file,

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
+    from manyhands.pipeline.strategy import Pipeline
+    from manyhands.placement.placed import place
     from manyhands.registry import Home
     from manyhands.run import History, Run
     from manyhands.running import Running, start
     from manyhands.server.replay import Replayed, replay
     from manyhands.server.strategy import Ps
+    from manyhands.sharded.strategy import Sharded
     from manyhands.single.strategy import Single
     from manyhands.slowdown import Slowdown
     from manyhands.stopping import EarlyStopping
@@ -53,10 +56,12 @@ __all__ = [
     "Mirrored",
     "MlflowLogger",
     "Options",
+    "Pipeline",
     "Ps",
     "Replayed",
     "Run",
     "Running",
+    "Sharded",
     "Single",
     "Slowdown",
     "Strategy",
@@ -66,6 +71,7 @@ __all__ = [
     "__version__",
     "fit",
     "join",
+    "place",
     "replay",
     "start",
     "warm",
@@ -90,6 +96,7 @@ _HOMES = {
     "WandbLogger": "loggers",
     "fit": "fitting",
     "join": "loop.join",
+    "place": "placement.placed",
     "replay": "server.replay",
     "start": "running",
     "warm": "cluster.template",

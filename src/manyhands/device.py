@@ -73,7 +73,9 @@ class NumberReader:
 def moved(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; tuples, lists and dicts are gone through."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(
+            device, non_blocking=device.type != "cpu"
+        )  # the host would read before it has arrived
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(moved(part, device) for part in batch))
     if isinstance(batch, tuple | list):

@@ -15,6 +15,7 @@ __all__ = [
     "NOBODY_JOINS",
     "NOTHING_TRAVELS",
     "NO_SERVERS",
+    "ONE_DEVICE",
     "ROUNDED",
     "TO_ROUNDING",
     "Answer",
@@ -46,6 +47,8 @@ class Split(Enum):
     """Every worker has other samples."""
     DIMENSIONS = "dimensions"
     """Every worker has other dimensions of each vector, and sees all samples."""
+    LAYERS = "layers"
+    """Every worker has other layers of the model, and all samples pass through them."""
 
 
 @unique
@@ -59,6 +62,8 @@ class Truth(Enum):
     """The workers of a host share it, and each updates a slice."""
     SERVERS = "servers"
     """Each has a shard, which workers read and push to."""
+    SHARES = "shares"
+    """Each worker has a piece of every layer, and layers are gathered when they are used."""
     ONE_MEMORY = "one memory"
     """Every worker reads and writes all of it."""
 
@@ -104,6 +109,9 @@ NOTHING_TRAVELS = (
     "ps link=tcp have a codec"
 )
 """Why a strategy has no codec."""
+
+ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"
+"""Why a strategy has no limit on the memory of a device."""
 
 ENDS = Promise(
     answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"

@@ -1,13 +1,8 @@
 """What a `fit` takes of its host before it starts: the size of a task, and who holds how many copies of what.
 
-                 each worker                             once
-    mirrored     model, optimizer state, gradients       data
-    allreduce    model, optimizer state, gradients       data; with an algorithm, two rings for each pair of workers
-    central      model's buffers, gradients              parameters, optimizer state, data
-    hogwild      model's buffers, gradients              parameters, optimizer state, data
-    ps           model, gradients                        servers with parameters and state, their backups, data
-
-Everything is a lower bound: activations, and data that are no arrays, are not counted.
+Who holds what of a model is the strategy's to say (`Strategy.needs`); to that come processes, events, data, and two
+rings for each pair of workers that talk over links. Everything is a lower bound: activations, and data that are no
+arrays, are not counted.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.facts import Truth
+from manyhands.holding import ModelFootprint
 from manyhands.kernel import KernelTask
 from manyhands.link.shared import DEFAULT_CAPACITY_BYTES
 from manyhands.strategy import Strategy
@@ -75,21 +71,22 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
     """What a `fit` by `strategy` takes, for any number of workers; `single` starts none and costs nothing here."""
     if compiled and strategy.in_threads:
         return MemoryCost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
+    if strategy.truth is Truth.ONE_PROCESS:
+        return MemoryCost()
     data = Amount(memory_bytes=sizes.data)
-    model = sizes.parameters + sizes.buffers
-    once, others = Amount(), 1  # the template that all are forked from
-    match strategy.truth:
-        case Truth.ONE_PROCESS:
-            return MemoryCost()
-        case Truth.SERVERS:
-            kept = (sizes.parameters + sizes.state) * strategy.kept_copies
-            own = model + sizes.gradients
-            once, others = Amount(memory_bytes=kept), others + strategy.processes(1)["server"]
-        case Truth.ONE_COPY | Truth.ONE_MEMORY:
-            own = sizes.buffers + sizes.gradients
-            once = Amount(memory_bytes=sizes.parameters + sizes.state)
-        case Truth.EVERYONE:
-            own = model + sizes.gradients + sizes.state
+    model = ModelFootprint(
+        parameters=sizes.parameters, gradients=sizes.gradients, state=sizes.state, buffers=sizes.buffers
+    )
+    if strategy.truth is Truth.EVERYONE:
+        own, kept = model.weights + (sizes.gradients + sizes.state) // strategy.model_parts, 0
+    else:
+        two, four = (sum(row.count * row.total for row in strategy.needs(model, n)) for n in (2, 4))
+        own = (four - two) // 2
+        kept = two - 2 * own
+    if strategy.truth is Truth.SHARES:
+        own = max(own, model.weights)  # as it is built, before it is cut
+    once = Amount(memory_bytes=kept)
+    others = 1 + strategy.processes(1).get("server", 0)  # the template that all are forked from
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
     return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
 

@@ -18,6 +18,7 @@ import torch
 __all__ = ["GENERATORS", "mix", "preserved", "seed_all"]
 
 _MASK = (1 << 64) - 1
+_first: Final = iter((True,))  # of the seeds of this process
 
 GENERATORS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]] = (
     (random.getstate, random.setstate),
@@ -39,8 +40,11 @@ def mix(seed: int, *numbers: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, numpy's global generator and Python's `random`."""
-    if _has_accelerator():
+    """Seed torch, numpy's global generator and Python's `random`.
+
+    A GPU that nothing has used so far begins with the first of these seeds when something does.
+    """
+    if _seeds_devices():
         torch.manual_seed(seed & (_MASK >> 1))
     else:  # the same without looking for devices, which takes a quarter of a millisecond every time
         torch.default_generator.manual_seed(seed & (_MASK >> 1))
@@ -48,9 +52,23 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def _seeds_devices() -> bool:
+    """Whether there are other generators than the CPU's to be seeded now.
+
+    Where CUDA is there and unused, torch would keep every seed until it is used, with a traceback: that is a matter of
+    milliseconds, and once is enough.
+    """
+    kind = _accelerator()
+    if kind != "cuda":
+        return kind is not None
+    is_used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return is_used or next(_first, False)
+
+
 @cache
-def _has_accelerator() -> bool:
-    return bool(torch.accelerator.is_available())
+def _accelerator() -> str | None:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else None
 
 
 @contextmanager

@@ -50,11 +50,13 @@ STRATEGIES: Final[dict[str, Home]] = {
         "allreduce.kernel:AllReduceKernels",
     ),
     "central": Home("central.strategy:Central", "central.training:CentralTraining"),
+    "sharded": Home("sharded.strategy:Sharded", "sharded.training:ShardedTraining"),
     "ps": Home("server.strategy:Ps", "server.training:PsTraining"),
     "hogwild": Home(
         "hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining", "hogwild.kernel:HogwildKernels"
     ),
     "local": Home("local.strategy:Local", "local.training:LocalTraining"),
+    "pipeline": Home("pipeline.strategy:Pipeline", "pipeline.training:PipelineTraining"),
     "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining", "tensor.kernel:TensorKernels"),
 }
 
@@ -63,11 +65,16 @@ ELSEWHERE: Final[dict[str, str]] = {
     "dp": "mirrored",
     "horovod": "allreduce",
     "ring": "allreduce algorithm=ring",
-    "zero": "central",
-    "fsdp": "central",
-    "deepspeed": "central",
+    "zero": "sharded",
+    "zero1": "central",
+    "zero3": "sharded",
+    "fsdp": "sharded",
+    "deepspeed": "sharded",
     "parameter_server": "ps",
     "async": "ps consistency=async",
     "localsgd": "local",
+    "gpipe": "pipeline schedule=gpipe",
+    "1f1b": "pipeline",
+    "pp": "pipeline",
 }
 """What other frameworks call it, and the text that comes nearest here."""

@@ -11,11 +11,12 @@ value and its training, and one line in `registry.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
 from manyhands.errors import UserError, nearest
-from manyhands.facts import NOTHING_TRAVELS, Promises, Split, Truth, Waits
+from manyhands.facts import NOTHING_TRAVELS, ONE_DEVICE, Promises, Split, Truth, Waits
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import read_settings, settings_of
 
@@ -37,7 +38,7 @@ class Strategy(ABC):
     truth: ClassVar[Truth]
     """Who holds the truth."""
 
-    refuses: ClassVar[Mapping[str, str]] = {"codec": NOTHING_TRAVELS}
+    refuses: ClassVar[Mapping[str, str]] = {"codec": NOTHING_TRAVELS, "device_memory": ONE_DEVICE}
     """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""
 
     most_workers: ClassVar[int | None] = None
@@ -128,6 +129,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def model_parts(self) -> int:
+        """Over how many workers one copy of the parameters, their gradients and the optimizer's state is split."""
+        return 1
+
+    @property
     def kept_copies(self) -> int:
         """How many copies of parameters and optimizer state servers keep."""
         return 1
@@ -144,9 +150,31 @@ class Strategy(ABC):
         """What to do instead, where it is not for a loop of one's own; empty where it is."""
         return ""
 
+    def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...] | None:
+        """The stage that each layer of a chain is in, whose layers cost so much; None where no model is cut in layers.
+
+        UserError where they cannot be cut for so many workers.
+        """
+        del costs, workers
+        return None
+
     def processes(self, workers: int) -> dict[str, int]:
         """How many processes of which kind it starts for so many workers."""
         return {"worker": workers}
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """What each kind of its processes holds of a model at its peak: here a copy of everything for each worker."""
+        parts = workers if self.splits_batches else 1
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.weights,
+                gradients=model.gradients,
+                state=model.state,
+                activations=model.activations(parts),
+            )
+        ]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Raise the UserError that says why `fit` cannot train by it with so many workers on such a device.

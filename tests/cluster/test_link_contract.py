@@ -79,6 +79,9 @@ class TcpRig(Rig):
         assert isinstance(self.first, TcpLink)
         self.first.abandon()
 
+    def tear_down(self) -> None:
+        self.run(self.first.close, self.second.close)  # each waits a second for the other's goodbye
+
 
 class TorchRig(Rig):
     def __init__(self) -> None:

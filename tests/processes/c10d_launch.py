@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import warm
+
 TESTS = Path(__file__).parent.parent
 PATIENCE_S = 110.0
 
@@ -28,7 +30,7 @@ def started(
     try:
         for command in commands:
             processes.append(
-                subprocess.Popen(
+                warm.Popen(
                     [sys.executable, *command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

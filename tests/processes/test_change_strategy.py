@@ -16,7 +16,16 @@ from manyhands.server.audit_files import audit_run
 pytestmark = pytest.mark.timeout(240)
 
 CHAINS = {
-    "adamw": [("mirrored", 2), ("ps servers=2", 2), ("central", 2), ("ps servers=3", 1), ("mirrored", 2)],
+    "adamw": [
+        ("mirrored", 2),
+        ("tensor", 2),
+        ("ps servers=2", 2),
+        ("sharded", 3),
+        ("central", 2),
+        ("single device_memory=1MiB", 1),
+        ("ps servers=3", 1),
+        ("mirrored", 2),
+    ],
     "momentum": [
         ("central", 2),
         ("mirrored", 3),
@@ -24,6 +33,7 @@ CHAINS = {
         ("hogwild order=turns", 2),
         ("ps servers=2", 3),
         ("single", 1),
+        ("tensor slices=2", 4),
         ("ps", 1),
     ],
     "sgd": [

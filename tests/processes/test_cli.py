@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from commands import run_command
 
 pytestmark = pytest.mark.timeout(300)
@@ -118,9 +119,7 @@ def interrupted(
     command: list[str], out: Path, number: signal.Signals, is_time: Callable[[], bool]
 ) -> tuple[int, str]:
     """Run `command`, send it the signal when it is time, and give its status and what it wrote to stderr."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent
-    )
+    process = warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
     try:
         deadline = time.monotonic() + 200  # a busy machine takes its time to start five processes
         while not is_time():

@@ -21,6 +21,7 @@ import cloudpickle
 import pytest
 import torch
 
+import warm
 from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.cluster.context import RoleContext
@@ -218,7 +219,7 @@ print(fit())
 def test_a_run_may_follow_one_of_another_thread() -> None:
     """What a thread starts ends with it: the next run must not count on it."""
     script = _TASK + _IN_THE_BACKGROUND + _IN_A_THREAD
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = warm.run([sys.executable, "-c", script], trains=True, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import warm
 from commands import run_command
 from manyhands.compare.bandwidth import Rate, why_not
 from manyhands.server.audit import audit
@@ -117,7 +118,7 @@ def test_a_failed_run_is_shown_and_exit_status_1(
 @pytest.mark.soak
 def test_an_interrupt_leaves_the_figures_of_what_was_done(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "single; mirrored"]
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*command, "--steps", "20", "--repeats", "1", "--out", "c"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -141,7 +142,7 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     if reason is not None:
         pytest.skip(f"this machine cannot shape its loopback: {reason}")
     command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "ps link=tcp; ps"]
-    done = subprocess.run(
+    done = warm.run(
         [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],
         cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip

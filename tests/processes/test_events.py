@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import warm
 from manyhands.analyse.collect import Collector
 from manyhands.record.events import EventKind, Records
 from manyhands.record.files import read_events
@@ -40,7 +41,7 @@ sys.stdin.read()
 @contextmanager
 def writer(ring: EventRing, count: int) -> Iterator[subprocess.Popen[str]]:
     """A process that records `count` events as fast as it can, then lives until its input closes."""
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-c", WRITER, str(ring.descriptor), str(count)],
         pass_fds=[ring.descriptor],
         stdin=subprocess.PIPE,

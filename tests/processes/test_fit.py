@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import manyhands as mh
+import warm
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
 from manyhands.errors import NonFinite, UserError, WorkerFailed
 from manyhands.store.rundir import RunDirectory
@@ -121,7 +122,9 @@ def test_closures_of_a_scripts_main_reach_the_workers(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, check=False)
+    done = warm.run(
+        [sys.executable, script], trains=True, capture_output=True, text=True, timeout=90, check=False
+    )
     assert done.stdout.strip() == "trained", done.stderr
 
 
@@ -178,10 +181,8 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_weights(tmp_path: Path) 
         "5",
     ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    subprocess.run([*command, "--out", whole], check=True, timeout=200, capture_output=True)
-    process = subprocess.Popen(
-        [*command, "--out", parts], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    warm.run([*command, "--out", whole], check=True, timeout=200, capture_output=True)
+    process = warm.Popen([*command, "--out", parts], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while len(list((parts / "checkpoints").glob("step-*[0-9]"))) < 2:
@@ -191,7 +192,7 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_weights(tmp_path: Path) 
     finally:
         process.kill()
         process.wait()
-    subprocess.run([*command, "--out", parts, "--resume"], check=True, timeout=200, capture_output=True)
+    warm.run([*command, "--out", parts, "--resume"], check=True, timeout=200, capture_output=True)
     assert same_bits(weights_of(whole), weights_of(parts))
     for path in (whole, parts):
         shutil.rmtree(path)

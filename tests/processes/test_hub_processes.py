@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
+import warm
 from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.handshake import Credentials
 from manyhands.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
@@ -72,7 +73,7 @@ while True:
 def child(address: str, after: str = "pass") -> Iterator[subprocess.Popen[bytes]]:
     """A member 2 that answers every Number with the same, and then does `after`."""
     code = f"def after(value):\n{textwrap.indent(textwrap.dedent(after), '    ')}\n{CHILD}"
-    process = subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE)
+    process = warm.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE)
     try:
         yield process
     finally:

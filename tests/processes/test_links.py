@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import warm
 from descriptors import open_descriptors
 from manyhands.link.base import Closed, Link, PeerDied, Received, TimedOut
 from manyhands.link.mesh import mesh_kind
@@ -38,11 +39,14 @@ def attach(arguments, end):
 
 @contextmanager
 def child(
-    code: str, arguments: Sequence[object], descriptors: Sequence[int]
+    code: str,
+    arguments: Sequence[object],
+    descriptors: Sequence[int],
+    popen: type[subprocess.Popen[bytes]] = warm.Popen,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs `code`; it never outlives the block."""
     command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)]
-    process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.PIPE)
+    process = popen(command, pass_fds=descriptors, stdin=subprocess.PIPE)
     try:
         yield process
     finally:
@@ -218,7 +222,7 @@ def test_a_process_that_leaves_while_torch_waits_for_its_peer_has_the_status_it_
     """
     where = f"file://{tmp_path}/store"
     reading, writing = os.pipe()
-    with child(code, [where, writing], [writing]) as process:
+    with child(code, [where, writing], [writing], subprocess.Popen) as process:
         os.close(writing)
         dist.init_process_group("gloo", init_method=where, rank=0, world_size=2)
         group = dist.group.WORLD

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import warm
 from equality import distance
 from hosts import Hosts, two_hosts
 from manyhands.record.events import EventKind
@@ -30,8 +31,9 @@ TORCHRUN = [str(BIN / "torchrun")]
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command],
+    return warm.run(
+        command,
+        trains=True,
         capture_output=True,
         text=True,
         timeout=120,
@@ -153,9 +155,7 @@ def test_a_signal_to_the_launcher_of_a_script_says_what_is_kept_and_how_to_start
 ) -> None:
     (tmp_path / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
     command = [*LAUNCH, "train.py", "--workers", "1", "--out", "events kept"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = warm.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"

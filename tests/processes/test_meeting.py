@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import warm
 from manyhands.cluster import meeting
 from manyhands.cluster.meeting import Meeting, Seat, hosts_of, meet
 from manyhands.errors import ManyhandsError, OutOfSharedMemory, PeerTimeout, UserError
@@ -271,7 +271,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_another_process_gets_a_descriptor_and_its_death_is_seen(tmp_path: Path) -> None:
     store = tmp_path / "store"
     reader, writer = os.pipe()
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(store)]) as process:
+    with warm.Popen([sys.executable, "-c", PROGRAM, str(store)]) as process:
         with meet(dist.FileStore(str(store), -1), rank=0, world=2, name="g", timeout_s=50) as one:
             os.close(one.share("a pipe", lambda: [[writer], [writer]], 50)[0])
             gone = threading.Event()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+import warm
 from manyhands.cli.main import app
 
 pytestmark = pytest.mark.timeout(180)
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(180)
 @contextmanager
 def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A running `manyhands ARGUMENTS`, gone after the test whatever happens."""
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "manyhands", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+import warm
 from assassin import events
 from manyhands.serve.connections import MAX_CONNECTIONS
 from manyhands.serve.dashboard import Dashboard
@@ -162,9 +163,9 @@ def test_a_worker_may_die_while_strangers_hold_a_thousand_connections(tmp_path: 
     run = tmp_path / "run"
     command = [sys.executable, "-m", "manyhands", "train", "digits", "--workers", "2", "--steps", "1000000",
                "--strategy", "ps servers=1 consistency=async", "--out", str(run), "--dashboard"]  # fmt: skip
-    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))  # noqa: E731
     with (tmp_path / "err").open("w+") as err:
-        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, preexec_fn=few)
+        training = warm.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
+        resource.prlimit(training.pid, resource.RLIMIT_NOFILE, (1024, 1024))
         try:
             address = _printed_address(tmp_path / "err")
             victim = _pid_of(run, "worker 1")

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+import warm
+
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
@@ -30,7 +32,7 @@ def test_a_terminal_has_a_bar_for_runs_of_more_than_a_second() -> None:
     master, terminal = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     environment |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", SCRIPT], stderr=terminal, stdout=subprocess.PIPE, env=environment
     ) as process:
         os.close(terminal)

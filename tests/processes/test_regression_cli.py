@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import warm
 from commands import run_command
 from manyhands.data.plan import permutation
 from manyhands.data.row_files import RowFile
@@ -202,7 +203,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, out = small_file(tmp_path, 9_000), tmp_path / "m"
-    process = subprocess.Popen(
+    process = warm.Popen(
         [*COMMAND, str(path), "--passes", "100000000", "--out", str(out), "--json", str(tmp_path / "s.json")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

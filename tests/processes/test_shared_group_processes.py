@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from manyhands.group.shared import SharedGroup
 
 WORKER = Path(__file__).with_name("shared_group_worker.py")
@@ -32,7 +33,7 @@ def started(task: str, world: int, timeout_s: float) -> Iterator[list[subprocess
     before = segments_held()
     with SharedGroup.create(world) as files:
         workers = [
-            subprocess.Popen(
+            warm.Popen(
                 [
                     sys.executable,
                     str(WORKER),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from manyhands.errors import UserError
 from manyhands.store import RunDirectory
 
@@ -147,8 +148,9 @@ assert log.read()[0] == {"step": 1}
 
 def run(script: str, *arguments: object, before: tuple[str, ...] = ()) -> str:
     command = [*before, sys.executable, "-c", script, *map(str, arguments)]
-    single = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=single)
+    started = subprocess.run if before else warm.run
+    single = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = started(command, capture_output=True, text=True, timeout=50, check=False, env=single)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -213,7 +215,7 @@ sys.stdin.read()
 
 def test_a_directory_is_in_use_as_long_as_its_run_lives_and_free_when_it_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout is not None
             assert select.select([holder.stdout], [], [], 30)[0], "the holder did not start within 30 s"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
+import warm
 from manyhands.errors import Hang
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,7 +25,7 @@ SCRIPT = Path(__file__).with_name("hang_script.py")
 
 
 def launch(how: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm.run(
         [MANYHANDS, "launch", "--watchdog", "3", *options, str(SCRIPT), how],
         capture_output=True,
         text=True,

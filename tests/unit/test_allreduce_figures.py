@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.allreduce import draw
 from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.draw import EXAMPLE, as_svg, as_text, refresh, watch
+from manyhands.allreduce.draw import EXAMPLE, as_svg, as_text, example, figure, refresh, watch
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.errors import UserError
 
@@ -22,7 +22,7 @@ EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda alg
 def test_the_page_shows_every_algorithm_as_it_is() -> None:
     page = (DOCS / "allreduce.md").read_text()
     assert re.findall(r"<!-- figure: (\S+) -->", page) == list(ALGORITHMS), REDRAW
-    assert refresh(page) == page, REDRAW
+    assert refresh(page, figure) == page, REDRAW
     assert page.count("[37] [37] [36] [43]  |  [37] [37] [36] [43]") >= len(ALGORITHMS)
 
 
@@ -52,6 +52,15 @@ def test_the_text_of_two_workers_that_swap() -> None:
         "         0→1:ab  1→0:ab\n"
         "round 1  [ 4] [24]  |  [ 4] [24]\n"
     )
+
+
+@EVERY
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 16])
+def test_other_numbers_of_workers_end_with_the_sums(algorithm: Algorithm, world: int) -> None:
+    vectors = example(world)
+    sums = [sum(column) for column in zip(*vectors, strict=True)]
+    last = watch(algorithm, vectors).rows[-1]
+    assert [[item.number for item in rank] for rank in last] == [sums] * world
 
 
 def test_one_worker_and_no_numbers_can_be_drawn() -> None:

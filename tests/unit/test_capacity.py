@@ -29,7 +29,7 @@ from manyhands.cluster.capacity import (
 from manyhands.cluster.room import free_memory, free_tasks, group_folders, read_room
 from manyhands.compare.run import CompareSettings, compare
 from manyhands.errors import Overload
-from manyhands.footprint import Sizes, cost_of, sizes_of
+from manyhands.footprint import PER_LINK, Sizes, cost_of, sizes_of
 from manyhands.loop.launch import launch
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.training import train_logreg
@@ -89,6 +89,7 @@ def test_who_fits_is_not_refused_and_who_does_not_is_told_the_figure_and_the_num
         ("allreduce", 100 + 1 + 90 + 180, 0),
         ("central", 1 + 90, 100 + 180),
         ("hogwild", 1 + 90, 100 + 180),
+        ("sharded", 100 + 1, 100 + 90 + 180),
         ("ps servers=2 replicas=1", 100 + 1 + 90, 2 * (100 + 180)),
     ],
 )
@@ -100,7 +101,7 @@ def test_who_holds_how_many_copies_follows_from_the_strategy(strategy: str, own:
     processes = cost.once.tasks // 2
     assert processes == (3 if strategy.startswith("ps") else 1)  # two servers, and the template of all
     assert cost.once.memory_bytes == processes * PROCESS_BYTES + (once + 7) * mib
-    assert cost.per_pair == Amount()
+    assert cost.per_pair == (PER_LINK if strategy == "sharded" else Amount())
 
 
 def test_single_costs_nothing_and_links_cost_by_pairs() -> None:
@@ -218,6 +219,7 @@ def test_this_machine_has_room_for_what_always_worked() -> None:
         "allreduce",
         "allreduce algorithm=ring",
         "central",
+        "sharded",
         "ps",
         "ps servers=2 replicas=1",
         "hogwild",

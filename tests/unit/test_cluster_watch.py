@@ -194,6 +194,14 @@ def test_a_consequence_gives_way_to_its_cause() -> None:
     assert "worker 2" in str(play.failure())
 
 
+def test_who_lost_another_gives_way_to_what_that_one_tells() -> None:
+    play = Play(2).at_work()
+    play.do(Heard(0, failed(WorkerFailed("lost worker 1: the link was closed", 1))))
+    assert "lost worker 1" in str(play.failure())
+    play.do(Heard(1, failed(ArithmeticError("on purpose"))))
+    assert "worker 1 (pid 101) raised ArithmeticError" in str(play.failure())
+
+
 def test_what_the_takedown_itself_does_is_no_cause() -> None:
     play = Play(2).at_work()
     play.do(Heard(0, failed(Aborted("by whom?"))))
@@ -336,6 +344,10 @@ def test_the_board_shows_to_all_what_one_writes() -> None:
         line = other.read(1)
         assert (line.pid, line.step, line.state, line.waiting_for) == (os.getpid(), 17, State.WAITING, 2)
         assert line.doing() == "waiting for role 2 at step 17"
+        board.mark(1, 18, State.COMPUTING, place=(3, 0))
+        assert other.read(1).doing() == "computing step 18, micro-batch 0 on stage 3"
+        board.mark(1, 18, State.EXCHANGING)
+        assert other.read(1).doing() == "exchanging step 18"
         assert other.read(0) == other.read(2) == Line()
         with pytest.raises(IndexError, match="no line 3"):
             board.read(3)

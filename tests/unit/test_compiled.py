@@ -184,3 +184,24 @@ def test_nothing_is_prepared_twice_in_a_process(tmp_path, monkeypatch):
     assert warming.prepare("libsvm", "fit") > 0
     assert warming.prepare("fit") == 0.0
     assert told == [["libsvm", "group", "records", "reductions", "reductions_double"]]
+
+
+_WITHOUT_SCIPY = """
+import sys
+import manyhands.memory.counters  # kernels, loaded or compiled
+assert "numba.np.arraymath" in sys.modules
+assert not [name for name in sys.modules if name.startswith("scipy.linalg")], "nothing multiplies matrices"
+import numba, numpy
+ours = numba.njit(lambda a, b: numpy.dot(a, b))(numpy.full((2, 3), 2.0), numpy.eye(3))
+assert (ours == 2.0).all() and ours.shape == (2, 3)
+assert sys.modules["scipy.linalg.cython_blas"].__file__, "the real one"
+"""
+
+
+@pytest.mark.timeout(60)
+def test_kernels_do_without_scipy_and_matrices_can_be_multiplied_all_the_same():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_SCIPY], env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr

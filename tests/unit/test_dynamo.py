@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 
-# Forks itself for every script that it is given: each has torch, and nothing more.
+# Forks itself for every script that it is given: each has torch, and of its compiler what is of others.
 _EACH = """
 import json, os, sys, traceback
-import torch
+import sympy, torch
 from manyhands.training import dynamo
 print(flush=True)
 for script in json.loads(sys.stdin.read()):

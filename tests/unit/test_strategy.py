@@ -9,9 +9,11 @@ from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.central.strategy import Central
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Split, Truth, Waits
+from manyhands.grid.layout import Grid
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import parse_size, show_size
+from manyhands.sharded.strategy import Sharded
 from manyhands.single.strategy import Single
 from manyhands.strategy import Strategy
 from manyhands.tensor.strategy import Tensor
@@ -27,11 +29,14 @@ from manyhands.training.training import training_class
         ("allreduce", AllReduce()),
         ("central", Central()),
         ("central buckets=4MiB", Central(buckets=4 << 20)),
+        ("sharded", Sharded()),
+        ("sharded link=tcp", Sharded(link="tcp")),
         ("allreduce algorithm=ring", AllReduce(algorithm="ring")),
         ("hogwild", Hogwild()),
         ("hogwild order=locked", Hogwild(order="locked")),
         ("hogwild order=turns hands=threads", Hogwild(order="turns", hands="threads")),
         ("tensor", Tensor()),
+        ("tensor slices=2 data=3", Tensor(slices=2, data=3)),
         (
             "allreduce algorithm=hierarchical buckets=1GiB group=4",
             AllReduce(algorithm="hierarchical", buckets=1 << 30, group=4),
@@ -67,11 +72,13 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("mirrored buckets=25Mib5", ["'25Mib5'", "25MiB"]),
         ("mirrored buckets=0", ["buckets=0"]),
         ("central buckets=0", ["buckets=0"]),
+        ("sharded link=pigeon", ["unknown link 'pigeon'", "shared, tcp"]),
+        ("sharded codec=bf16", ["codec=bf16", "gathered as they are"]),
         ("hogwild order=lock", ["unknown order 'lock'", "free, locked, turns", "did you mean 'locked'?"]),
         ("hogwild hands=fibers", ["unknown hands 'fibers'", "auto, threads, processes"]),
         ("hogwild lock=1", ["no setting 'lock'", "order, hands"]),
-        ("tensor dims=2", ["no setting 'dims'", "it takes none"]),
-        ("single workers=2", ["no setting 'workers'", "it takes none"]),
+        ("tensor dims=2", ["no setting 'dims'", "slices, data, link"]),
+        ("single workers=2", ["no setting 'workers'", "device_memory, offload"]),
         ("allreduce algorithm=ring group=2", ["hierarchical"]),
         ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),
     ],
@@ -119,15 +126,42 @@ def test_every_strategy_says_what_it_is_and_has_a_training(word: str) -> None:
     assert training_class(Strategy.parse(word)) is STRATEGIES[word].load_training()
 
 
-def test_tensor_splits_dimensions_and_refuses_networks() -> None:
+def test_tensor_splits_dimensions_of_word_vectors_and_layers_of_networks() -> None:
     tensor = Strategy.parse("tensor")
     assert tensor.split is Split.DIMENSIONS
     assert not tensor.splits_batches, "every worker sees all samples"
     assert tensor.waits_for is Waits.ALL
     assert tensor.promises.worker_dies.answer is Answer.NO
-    assert "manyhands train glove" in tensor.instead_of_own_loop
-    with pytest.raises(UserError, match="manyhands train glove --strategy tensor"):
-        tensor.check(workers=2, device="cpu")
+    assert tensor.instead_of_own_loop
+    for workers in (1, 2, 5):
+        tensor.check(workers, device="cpu")
+        tensor.check(workers, device="cpu", compiled=True)
+        assert Tensor().grid(workers) == Grid(slices=workers)
+    assert Tensor(slices=2).grid(6) == Grid(slices=2, data=3)
+    assert Tensor(data=2).grid(6) == Grid(slices=3, data=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "compiled", "sentence"),
+    [
+        (
+            "tensor slices=2",
+            3,
+            False,
+            "workers=3: must be a multiple of 2 (2 slices); use workers=2 or workers=4",
+        ),
+        ("tensor slices=2 data=2", 2, False, "workers=2: 2 slices × 2 replicas takes 4; use workers=4"),
+        ("tensor data=2", 5, False, "workers=5: must be a multiple of data=2; use workers=4 or workers=6"),
+        ("tensor data=2", 1, False, "workers=1: must be a multiple of data=2; use workers=2"),
+        ("tensor data=2", 4, True, "strategy tensor data=2: word vectors are split over all workers"),
+        ("tensor link=tcp", 4, True, "strategy tensor link=tcp: word vectors are split over all workers"),
+    ],
+)
+def test_workers_that_do_not_fill_the_slices_are_refused(
+    text: str, workers: int, compiled: bool, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+        Strategy.parse(text).check(workers, device="cpu", compiled=compiled)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +171,7 @@ def test_tensor_splits_dimensions_and_refuses_networks() -> None:
         ("mirrored", Waits.ALL, True),
         ("allreduce algorithm=ring", Waits.ALL, True),
         ("central", Waits.ALL, True),
+        ("sharded", Waits.ALL, True),
         ("tensor", Waits.ALL, True),
         ("hogwild order=turns", Waits.NOBODY, False),
         ("ps", Waits.ALL, True),

@@ -22,7 +22,9 @@ from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.tasks import TASKS, build
 from manyhands.tasks.digits import digits
-from manyhands.tasks.language import LanguageOptions, Transformer, bits_per_byte, language, next_byte_loss
+from manyhands.tasks.language import LanguageOptions, Transformer, language
+from manyhands.tasks.recurrent import RecurrentNetwork
+from manyhands.tasks.text import bits_per_byte, next_byte_loss
 from manyhands.tasks.vision import ImageClassifier, accuracy
 
 
@@ -36,6 +38,7 @@ def one_thread() -> Iterator[None]:
 
 
 TINY = {"context": 16, "layers": 1, "width": 16, "heads": 2, "evaluation_bytes": 2048}
+SMALL = {"language": TINY, "recurrent": {"context": 16, "layers": 2, "width": 16, "evaluation_bytes": 2048}}
 
 
 def train(task: Task, steps: int, seed: int = 0) -> nn.Module:
@@ -69,7 +72,7 @@ def small(name: str, folder: Path) -> Task:
     if name == "mnist":
         write_mnist(folder)
         return build("mnist", path=folder)
-    return build(name, **(TINY if name == "language" else {}))
+    return build(name, **SMALL.get(name, {}))
 
 
 @pytest.fixture(params=list(TASKS))
@@ -255,9 +258,12 @@ def test_mnist_files_that_do_not_fit_are_named(
         build("mnist", path=tmp_path)
 
 
-def test_language_beats_the_frequencies_of_bytes() -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("language", {"heads": 2, "learning_rate": 2e-3}), ("recurrent", {"layers": 1})]
+)
+def test_models_of_text_beat_the_frequencies_of_bytes(name: str, options: dict[str, Any]) -> None:
     """The entropy of single bytes is the best that any model without context can reach."""
-    task = build("language", context=32, width=64, heads=2, learning_rate=2e-3)
+    task = build(name, context=32, width=64, evaluation_bytes=16_384, **options)
     counts = np.bincount(task.evaluation[:, 1:].ravel(), minlength=256)
     parts = counts[counts > 0] / counts.sum()
     entropy = float(-(parts * np.log2(parts)).sum())
@@ -266,10 +272,11 @@ def test_language_beats_the_frequencies_of_bytes() -> None:
     assert evaluate(task, train(task, steps=120), "bits_per_byte") < 0.85 * entropy
 
 
-def test_language_reads_a_file_and_holds_out_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", list(SMALL))
+def test_a_text_is_read_from_a_file_and_its_end_held_out(tmp_path: Path, name: str) -> None:
     text = "".join(chr(97 + i % 26) for i in range(1000))
     (tmp_path / "text").write_text(text)
-    task = build("language", **TINY | {"path": tmp_path / "text"})
+    task = build(name, **SMALL[name] | {"path": tmp_path / "text"})
     read = bytes(task.data[:, :-1].ravel()).decode()
     held_out = bytes(task.evaluation[:, :-1].ravel()).decode()
     assert text.startswith(read)
@@ -335,6 +342,23 @@ def test_tied_embeddings_are_one_parameter() -> None:
 def test_a_window_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UserError, match="a window of 13 tokens is longer than context=12"):
         transformer()(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_depth_is_the_number_of_convolutions(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    for depth in (3, 5):
+        model = build("mnist", path=tmp_path, depth=depth).model()
+        assert sum(isinstance(one, nn.Conv2d) for one in model.modules()) == depth
+        assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    with pytest.raises(UserError, match="depth is 2; it must be a whole number of at least 3"):
+        build("mnist", path=tmp_path, depth=2)
+
+
+def test_recurrent_takes_its_layers_and_width() -> None:
+    model = build("recurrent", layers=4, width=24).model()
+    assert isinstance(model, RecurrentNetwork)
+    assert len(model.layers) == 4
+    assert model(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 7, 256)
 
 
 def test_a_hundred_million_parameters() -> None:

@@ -19,11 +19,25 @@ from pathlib import Path
 from typing import Final
 
 from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.cost import cost
 from manyhands.allreduce.schedule import Algorithm, chunk_bounds, span_bounds
 from manyhands.allreduce.symbolic import replay
-from manyhands.errors import UserError
+from manyhands.draw.aligned import aligned
+from manyhands.errors import UserError, format_bytes
 
-__all__ = ["EXAMPLE", "Item", "MessageArrow", "Picture", "as_svg", "as_text", "figure", "refresh", "watch"]
+__all__ = [
+    "EXAMPLE",
+    "Item",
+    "MessageArrow",
+    "Picture",
+    "as_svg",
+    "as_text",
+    "costs_text",
+    "example",
+    "figure",
+    "refresh",
+    "watch",
+]
 
 EXAMPLE: Final = ((17, 11, 1, 9), (5, 13, 23, 14), (3, 6, 10, 8), (12, 7, 2, 12))
 """The worked example: four workers with four numbers each, whose sum is 37 37 36 43."""
@@ -110,18 +124,47 @@ def as_text(picture: Picture) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(algorithm: Algorithm) -> str:
+def figure(name: str) -> str:
     """The worked example as it stands in the documentation."""
-    path = f"figures/allreduce-{algorithm.name}.svg"
-    text = as_text(watch(algorithm, EXAMPLE))
-    return f"![{algorithm.name} on four workers]({path})\n\n```text\n{text}```\n"
+    text = as_text(watch(ALGORITHMS[name], EXAMPLE))
+    return f"![{name} on four workers](figures/allreduce-{name}.svg)\n\n```text\n{text}```\n"
 
 
-def refresh(page: str) -> str:
-    """The page with every figure between its two comments drawn afresh."""
+def example(world: int) -> tuple[tuple[int, ...], ...]:
+    """A worked example of so many workers, with as many numbers each."""
+    if world == len(EXAMPLE):
+        return EXAMPLE
+    return tuple(tuple((7 * rank + 3 * item) % 19 + 1 for item in range(world)) for rank in range(world))
+
+
+def costs_text(
+    algorithm: Algorithm, worlds: Sequence[int], num_bytes: int, rates: tuple[float, float, float]
+) -> str:
+    """A small table: what an all-reduce of `num_bytes` costs against the number of workers.
+
+    `rates` are alpha, beta and gamma, in seconds for a message, a byte sent and a byte added.
+    """
+    rows = [("workers", "steps", "messages", "bytes of the busiest", "bytes of all", "time")]
+    for world in worlds:
+        found = cost(algorithm, world, num_bytes)
+        rows.append(
+            (
+                str(world),
+                str(found.steps),
+                str(sum(found.messages)),
+                format_bytes(max(found.bytes_sent)),
+                format_bytes(sum(found.bytes_sent)),
+                f"{1e3 * found.time(*rates):,.2f} ms",
+            )
+        )
+    return aligned(rows)
+
+
+def refresh(page: str, drawn: Callable[[str], str]) -> str:
+    """The page with every figure between its two comments `drawn` afresh, by its name."""
 
     def redraw(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{figure(ALGORITHMS[match[2]])}{match[3]}"
+        return f"{match[1]}\n{drawn(match[2])}{match[3]}"
 
     return re.sub(r"(<!-- figure: (\S+) -->)\n.*?(<!-- end of figure -->)", redraw, page, flags=re.DOTALL)
 
@@ -256,7 +299,7 @@ def main(arguments: Sequence[str]) -> None:
         drawing.parent.mkdir(exist_ok=True)
         drawing.write_text(as_svg(watch(algorithm, EXAMPLE)))
     page = docs / "allreduce.md"
-    page.write_text(refresh(page.read_text()))
+    page.write_text(refresh(page.read_text(), figure))
 
 
 if __name__ == "__main__":

@@ -35,11 +35,10 @@ from manyhands.link.wire import Wire
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.sharding.optimizers import is_elementwise
 from manyhands.sharding.slices import SlicedOptimizer
+from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 
 __all__ = ["CentralExchange"]
-
-_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,17 +109,14 @@ class CentralExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """Collective: the norm from every worker's slices; each scales its own."""
         attached = self._need()
-        gradients = self.parts()
-        squares = sum(_norm(gradient) ** 2 for gradient in gradients)
+        gradients = self.held_gradients()
+        squares = squares_of(gradients)
         total = attached.reducer.total(torch.tensor([squares], dtype=torch.float64))
         norm = math.sqrt(total.item())
-        scale = max_norm / (norm + _CLIP_EPSILON)
-        if not scale >= 1:  # a norm that is not a number is passed on, as torch does
-            for gradient in gradients:
-                gradient.mul_(scale)
+        scale_down(gradients, norm, max_norm)
         return norm
 
-    def parts(self) -> Sequence[torch.Tensor]:
+    def held_gradients(self) -> Sequence[torch.Tensor]:
         """The summed gradient of this worker's slices."""
         return self._need().slices.reached()
 
@@ -175,9 +171,3 @@ class CentralExchange(Exchange):
     def _need(self) -> _Attached:
         assert self._attached is not None, "attach comes first"
         return self._attached
-
-
-def _norm(gradient: torch.Tensor) -> float:
-    """Not rounded to 16 bits where the gradient is."""
-    wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    return float(torch.linalg.vector_norm(gradient, dtype=wide))

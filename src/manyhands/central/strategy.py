@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.holding import ModelFootprint, WorkerMemory, shared_copy
 from manyhands.settings import buckets_setting, check_buckets
 from manyhands.strategy import Strategy
 
@@ -24,6 +25,10 @@ class Central(Strategy):
 
     def __post_init__(self) -> None:
         check_buckets(self.buckets)
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Parameters and optimizer state are there once."""
+        return shared_copy(model, workers, workers)
 
     @property
     def promises(self) -> Promises:

@@ -12,7 +12,10 @@ from rich.console import Console
 from manyhands.cli.commands import check_writable, write_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from manyhands.analyse.explain import Explanation
+    from manyhands.analyse.layers import LayerSent
 
 __all__ = ["explain_command"]
 
@@ -24,6 +27,7 @@ def explain_command(
     """Say why a run is as fast as it is, from its events."""
     # Imported here so that help texts do not wait for torch.
     from manyhands.analyse.explain import explain
+    from manyhands.analyse.layers import layers_sent
     from manyhands.analyse.narrate import paragraph
     from manyhands.record.plain import text
     from manyhands.record.recorded import read_run_events
@@ -38,12 +42,14 @@ def explain_command(
     for note in events.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found, str(strategy))
-    _print(found, f"{text(str(directory.config.get('task')))} · {strategy}", words)
-    write_json(json, {"strategy": str(strategy), **found.to_dict(), "paragraph": words})
+    layers = layers_sent(directory.read_summary() or {})
+    _print(found, f"{text(str(directory.config.get('task')))} · {strategy}", words, layers)
+    told = {"layers": [layer.to_dict() for layer in layers]} if layers else {}
+    write_json(json, {"strategy": str(strategy), **found.to_dict(), **told, "paragraph": words})
 
 
-def _print(found: Explanation, title: str, words: str) -> None:
-    from manyhands.draw.explained import parts_table, workers_table
+def _print(found: Explanation, title: str, words: str, layers: Sequence[LayerSent]) -> None:
+    from manyhands.draw.explained import layers_table, parts_table, workers_table
 
     out = Console(highlight=False)
     out.print(f"{title} · {len(found.workers)} workers · {found.steps} steps", soft_wrap=True)
@@ -51,4 +57,7 @@ def _print(found: Explanation, title: str, words: str) -> None:
     out.print()
     out.print(workers_table(found, out))
     out.print()
+    if layers:
+        out.print(layers_table(layers))
+        out.print()
     out.print(words)

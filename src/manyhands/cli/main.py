@@ -25,6 +25,14 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "memory": Later(
+        home="manyhands.cli.memory:memory_app",
+        help="Say what training needs in memory on each worker, before anything is trained.",
+    ),
+    "schedule": Later(
+        home="manyhands.cli.schedule:schedule_command",
+        help="Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
+    ),
     "audit": Later(
         home="manyhands.cli.audit:audit_command",
         help="Check from a run's records that every batch was applied once and that no read was staler than allowed.",
@@ -52,6 +60,10 @@ COMMANDS = {
     "tensorboard": Later(
         home="manyhands.cli.tensorboard:tensorboard_command",
         help="Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
+    ),
+    "graph": Later(
+        home="manyhands.cli.graph:graph_app",
+        help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
     ),
     "predict": Later(
         home="manyhands.cli.regression:predict_command",

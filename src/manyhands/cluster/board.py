@@ -1,8 +1,9 @@
 """The board: one cache line of shared memory per role, where it shows that it lives and what it is doing.
 
-    line of a role   | pid | heartbeat_ns | marked_ns | mark | sign |
+    line of a role   | pid | heartbeat_ns | marked_ns | mark | sign | place |
     mark             | step (40 bits) | state (8 bits) | waiting for (16 bits) |
     sign             | waiting since_ns | waiting for + 1 |
+    place            | stage of a pipeline (32 bits) | micro-batch + 1 (32 bits), 0 for none |
 
 Only the role writes its line, the launcher reads all of them. The heartbeat (written by `sentinel`) proves the
 process, the mark proves the work, the sign (`memory.sign`) says whom a long wait is for. A mark is one word, so a
@@ -31,7 +32,7 @@ HEARTBEAT_OFFSET = 8
 SIGN_OFFSET = 32
 
 _LINE_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
-_PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET = 0, 16, 24
+_PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET, _PLACE_OFFSET = 0, 16, 24, 48
 _MAX_STEP, _MAX_RANK = 2**39 - 1, 2**16 - 2
 
 
@@ -63,6 +64,9 @@ class Line:
     waiting_since_ns: int = 0
     """When a long wait began; 0 where only the mark speaks of a wait."""
 
+    place: tuple[int, int] | None = None
+    """Stage and micro-batch of a pipeline, from 0, where it is at one."""
+
     @property
     def seen_ns(self) -> int:
         """When the role last gave any sign."""
@@ -76,9 +80,10 @@ class Line:
             return f"finished after step {self.step}"
         if self.state is State.SERVING:
             return "serving"
+        where = "" if self.place is None else f", micro-batch {self.place[1]} on stage {self.place[0]}"
         if self.waiting_for != NOBODY:
-            return f"waiting for role {self.waiting_for} at step {self.step}"
-        return f"{self.state.name.lower()} step {self.step}"
+            return f"waiting for role {self.waiting_for} at step {self.step}{where}"
+        return f"{self.state.name.lower()} step {self.step}{where}"
 
 
 class Board:
@@ -119,9 +124,17 @@ class Board:
         _write_pid(self.line_address(line), os.getpid())
         self.mark(line, 0, State.STARTING)
 
-    def mark(self, line: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
+    def mark(
+        self,
+        line: int,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         """Say what the owner of the line is doing; a few microseconds."""
-        _write_mark(self.line_address(line), pack_mark(step, state, waiting_for))
+        at = 0 if place is None else place[0] << 32 | place[1] + 1
+        _write_mark(self.line_address(line), pack_mark(step, state, waiting_for), at)
 
     def wipe(self, line: int) -> None:
         """Make the line of a process that is gone as good as new."""
@@ -129,7 +142,7 @@ class Board:
 
     def read(self, line: int) -> Line:
         """What the line says now."""
-        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for = _read_line(self.line_address(line))
+        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(self.line_address(line))
         step, state, waiting_for = unpack_mark(mark)
         return Line(
             pid=pid,
@@ -139,6 +152,7 @@ class Board:
             state=state,
             waiting_for=waited_for - 1 if waited_for else waiting_for,
             waiting_since_ns=since_ns if waited_for else 0,
+            place=(place >> 32, (place & 0xFFFFFFFF) - 1) if place else None,
         )
 
     def close(self) -> None:
@@ -179,13 +193,14 @@ def _write_pid(line, pid):  # type: ignore[no-untyped-def]
     store_i64(line + _PID_OFFSET, pid)
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)
-def _write_mark(line, mark):  # type: ignore[no-untyped-def]
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
+def _write_mark(line, mark, place):  # type: ignore[no-untyped-def]
+    store_i64(line + _PLACE_OFFSET, place)
     store_i64(line + _MARK_OFFSET, mark)
     store_i64(line + _MARKED_OFFSET, clock_ns())
 
 
-@njit("UniTuple(int64, 6)(int64)", nogil=True, cache=True)
+@njit("UniTuple(int64, 7)(int64)", nogil=True, cache=True)
 def _read_line(line):  # type: ignore[no-untyped-def]
     return (
         load_i64(line + _PID_OFFSET),
@@ -194,4 +209,5 @@ def _read_line(line):  # type: ignore[no-untyped-def]
         load_i64(line + _MARK_OFFSET),
         load_i64(line + SIGN_OFFSET),
         load_i64(line + SIGN_OFFSET + 8),
+        load_i64(line + _PLACE_OFFSET),
     )

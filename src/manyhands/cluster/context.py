@@ -45,10 +45,20 @@ class RoleContext:
         """
         self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
 
-    def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        """Show on the board what this role is doing; costs a few microseconds, so do it often."""
+    def mark(
+        self,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        *,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Show on the board what this role is doing; costs a few microseconds, so do it often.
+
+        In a pipeline `place` is the stage and the micro-batch.
+        """
         self.step = step
-        self._board.mark(self._line, step, state, waiting_for)
+        self._board.mark(self._line, step, state, waiting_for, place)
 
     def stop_requested(self) -> bool:
         """Whether the launcher asked to leave; a role that does not is killed after the launcher's grace."""

@@ -86,7 +86,11 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether the role failed only because another one did, or seems to have."""
-        return self.reported is not None and self.reported.kind in _CONSEQUENCES
+        reported = self.reported
+        if reported is None:
+            return False
+        lost = reported.details.get("worker_rank") if reported.error == WorkerFailed.__name__ else None
+        return reported.kind in _CONSEQUENCES or lost not in (None, self.rank)
 
     def outranks(self, earlier: Failure) -> bool:
         """Whether this, though later, is the one to tell: the cause of a consequence that came before it."""

@@ -32,7 +32,16 @@ from typing import Any
 from manyhands.cluster.parent import die_with_parent
 from manyhands.cluster.spec import RoleSpec
 
-__all__ = ["FRAME_BYTES", "MOST_PASSED", "TEMPLATE_NAME", "ForkRequest", "TemplateSpec", "run_template"]
+__all__ = [
+    "FRAME_BYTES",
+    "MOST_PASSED",
+    "TEMPLATE_NAME",
+    "ForkRequest",
+    "TemplateSpec",
+    "await_birth",
+    "run_template",
+    "take_surroundings",
+]
 
 FRAME_BYTES = 1 << 20
 MOST_PASSED = 250
@@ -94,6 +103,15 @@ class ForkRequest:
 
 def run_template(text: str) -> int:
     """Import, then fork whatever is asked for until the launcher is gone; in a fork, the life of its role."""
+    born = await_birth(text)
+    return _live(*born) if born is not None else 0
+
+
+def await_birth(text: str) -> tuple[ForkRequest, list[int]] | None:
+    """Import, then fork; it returns in every fork, with what was asked and its descriptors, and at the end with None.
+
+    `text` is that of a `TemplateSpec`.
+    """
     spec = TemplateSpec(**json.loads(text))
     sys.path[:] = spec.path
     _show_name(TEMPLATE_NAME)
@@ -106,8 +124,7 @@ def run_template(text: str) -> int:
     gc.enable()
     gc.freeze()  # or collecting in a fork would copy what all forks share
     with socket.socket(fileno=spec.control) as control:
-        born = _serve(control, spec)
-    return _live(*born) if born is not None else 0
+        return _serve(control, spec)
 
 
 def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, list[int]] | None:
@@ -197,17 +214,29 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
         os.dup2(descriptor, number)
         os.close(descriptor)
     die_with_parent(spec.parent_pid, signal.SIGKILL)
-    _take_surroundings(request)
+    take_surroundings(request)
     _show_name(spec.name.encode())
     sys.orig_argv[-1] = spec.name
+    role = importlib.import_module("manyhands.cluster.role")
+    status: int = role.run_role(spec)
+    return status
+
+
+def take_surroundings(request: ForkRequest) -> None:
+    """What a process that is started would have inherited or read: of its parent, and random numbers of its own."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    os.umask(request.umask)
+    os.sched_setaffinity(0, request.cores)
+    for name, limit in request.limits.items():
+        soft, hard = limit
+        resource.setrlimit(getattr(resource, name), (soft, hard))
     random.seed()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
     _take_threads(request.environment.get("OMP_NUM_THREADS", ""))
-    role = importlib.import_module("manyhands.cluster.role")
-    status: int = role.run_role(spec)
-    return status
 
 
 def _take_threads(count: str) -> None:
@@ -220,14 +249,3 @@ def _take_threads(count: str) -> None:
 def _show_name(name: bytes) -> None:
     """For those who list processes, and see at most 15 letters of it."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]), 0, 0, 0)
-
-
-def _take_surroundings(request: ForkRequest) -> None:
-    os.environ.clear()
-    os.environ.update(request.environment)
-    os.chdir(request.folder)
-    os.umask(request.umask)
-    os.sched_setaffinity(0, request.cores)
-    for name, limit in request.limits.items():
-        soft, hard = limit
-        resource.setrlimit(getattr(resource, name), (soft, hard))

@@ -43,7 +43,7 @@ PRELOADED: Final = ("torch", "manyhands.training.preload")
 
 # -P: no folder of ours is searched before the standard library. faulthandler: a crash in C code
 # prints where Python was.
-_COMMAND: Final = (sys.executable, "-P", "-X", "faulthandler", entry.__file__, "template")
+_COMMAND: Final = (sys.executable, "-P", "-X", "faulthandler")
 _READ_ONCE: Final = (
     "OMP_",
     "MKL_",
@@ -72,8 +72,10 @@ _PR_GET_CHILD_SUBREAPER: Final = 37
 class Template:
     """One template process; any thread may ask it for forks. `close` ends it, and is idempotent."""
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Start it, and return at once: it imports while we go on."""
+    def __init__(
+        self, environment: Mapping[str, str], modules: Sequence[str], first_file: str = entry.__file__
+    ) -> None:
+        """Start it, and return at once: it imports while we go on. `first_file` is what it runs."""
         self.key = _key(environment, modules)
         self._asking = threading.Lock()
         self._starter = threading.current_thread()  # the kernel ends a child with the thread that started it
@@ -89,7 +91,7 @@ class Template:
                     path=tuple(sys.path),
                 )
                 self._process = subprocess.Popen(
-                    _COMMAND,
+                    (*_COMMAND, first_file, "template"),
                     stdin=subprocess.DEVNULL,
                     env={**environment, entry.TEMPLATE_VARIABLE: spec.to_text()},
                     pass_fds=(theirs.fileno(), launcher),
@@ -119,11 +121,16 @@ class Template:
 
         ManyhandsError if there is none to be had, naming why.
         """
-        passed = [*output, *spec.inherited()]
+        return self.ask(spec.name, spec.to_text(), [*output, *spec.inherited()], environment)
+
+    def ask(
+        self, name: str, role: str, passed: Sequence[int], environment: Mapping[str, str], folder: str = ""
+    ) -> AdoptedProcess:
+        """A fork for what the first file makes of `role`, in `folder` or here, with the descriptors in `passed`."""
         request = ForkRequest(
-            role=spec.to_text(),
+            role=role,
             environment=environment,
-            folder=os.readlink("/proc/self/cwd"),
+            folder=folder or os.readlink("/proc/self/cwd"),
             umask=_umask(),
             cores=tuple(os.sched_getaffinity(0)),
             limits={name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
@@ -134,9 +141,9 @@ class Template:
                 socket.send_fds(self._control, [request.to_bytes()], passed[:MOST_PASSED])
                 for begin in range(MOST_PASSED, len(passed), MOST_PASSED):
                     socket.send_fds(self._control, [b"+"], passed[begin : begin + MOST_PASSED])
-                return self._hear(spec.name)
+                return self._hear(name)
             except OSError as error:
-                raise self._gone(spec.name) from error
+                raise self._gone(name) from error
 
     def close(self) -> None:
         """End it, which has nothing to lose; its forks live on."""

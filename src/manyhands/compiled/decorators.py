@@ -15,11 +15,14 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
+from manyhands.compiled.lighter import import_numba
 from manyhands.compiled.place import folder_of
 
 __all__ = ["cfunc", "helper", "inlined", "njit"]
 
 Function = Callable[..., Any]
+
+import_numba()
 
 
 def njit(signature: Any = None, *, cache: bool = False, **options: Any) -> Callable[[Function], Any]:

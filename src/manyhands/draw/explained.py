@@ -1,14 +1,18 @@
-"""An explanation as two tables for a terminal: what the median step is made of, and how each worker's went."""
+"""An explanation as tables for a terminal: what the median step is made of, each worker's, and what layers send."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from manyhands.analyse.explain import Explanation, WorkerPath
+from manyhands.analyse.layers import LayerSent
 from manyhands.analyse.narrate import PART_WORDS
+from manyhands.errors import format_bytes
 
-__all__ = ["parts_table", "workers_table"]
+__all__ = ["layers_table", "parts_table", "workers_table"]
 
 _COLUMNS = {
     "compute": "compute_ms",
@@ -41,6 +45,24 @@ def parts_table(found: Explanation) -> Table:
         ("checkpoints, per step", found.checkpoint_ms),
     ):
         table.add_row(word, f"{time_ms:.2f}", "")
+    return table
+
+
+def layers_table(layers: Sequence[LayerSent]) -> Table:
+    """What a step of training sends for each layer that is sliced, all workers together."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("layer", "sliced"):
+        table.add_column(column, overflow="fold")
+    for column in ("sent forward", "sent backward", "messages"):
+        table.add_column(column, justify="right")
+    for row in layers:
+        table.add_row(
+            row.layer,
+            row.how,
+            format_bytes(row.forward_bytes),
+            format_bytes(row.backward_bytes),
+            f"{row.messages:g}",
+        )
     return table
 
 

@@ -103,6 +103,9 @@ def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
     elif part.kind in _WITH_PEER:
         name = f"{_WITH_PEER[part.kind]} {_name(part.peer, names)}"
         args["peer"] = part.peer
+    if part.kind in (EventKind.COMPUTE, EventKind.WAIT) and part.count:  # a turn in a pipeline
+        args["micro-batch"] = part.count - 1
+        name += f", micro-batch {part.count - 1}"
     if part.num_bytes:
         args |= {"bytes": part.num_bytes}
     if part.kind in _COUNTS and (part.count or part.kind is EventKind.APPLY):

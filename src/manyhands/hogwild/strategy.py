@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import BY_CHANCE, ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth, Waits
+from manyhands.holding import ModelFootprint, WorkerMemory, shared_copy
 from manyhands.settings import check_choice, setting
 from manyhands.strategy import Strategy
 
@@ -64,6 +65,10 @@ class Hogwild(Strategy):
     def in_threads(self) -> bool:
         """Unless processes are asked for."""
         return self.hands != "processes"
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Parameters and optimizer state are there once; each worker computes whole batches."""
+        return shared_copy(model, workers, 1)
 
     @property
     def instead_of_own_loop(self) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -61,7 +62,8 @@ class HogwildTrainer:
         self._group = group
         self._around = around
         self._computer = Computer(plan, group.rank)
-        self._reporter = Reporter(plan, self, around, checkpoints, self._computer.evaluate)
+        evaluate = partial(self._computer.evaluate, part=self.rank, parts=self.world, total=self.total)
+        self._reporter = Reporter(plan, self, around, checkpoints, evaluate)
         self._samples = 0
         self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
         self._stepper: SharedStepper | None = None
@@ -114,6 +116,10 @@ class HogwildTrainer:
         """Collective, while all are met: worker 0 sees all of it."""
         assert self._stepper is not None, "run comes first"
         return self._stepper.optimizer_state() if self.rank == 0 else None
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Everyone's memory is the whole; worker 0 gives it."""
+        return model.state_dict() if self.rank == 0 else None
 
     def close(self) -> None:
         """Let go of what is shared."""

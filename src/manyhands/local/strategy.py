@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.errors import UserError
@@ -18,6 +18,7 @@ from manyhands.facts import (
     Promises,
     Truth,
 )
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting
 from manyhands.strategy import Strategy
 from manyhands.wire.names import RAW, check_codec, codec_setting
@@ -72,6 +73,15 @@ class Local(Strategy):
     def stepwise(self) -> bool:
         """Only where every step ends with an average."""
         return self.steps == 1
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A replica each, and room in which replicas are averaged."""
+        [worker] = super().needs(model, workers)
+        if workers == 1:
+            return [worker]
+        return [
+            replace(worker, besides=model.weights + model.state, what="room in which replicas are averaged")
+        ]
 
     @property
     def promises(self) -> Promises:

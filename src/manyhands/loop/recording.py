@@ -47,7 +47,7 @@ class Unwatched:
         """Nobody reads it."""
         return False
 
-    def mark(self, step: int, state: State) -> None:
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         """Nobody looks."""
 
     def note(self, note: WorkerNote) -> None:

@@ -132,7 +132,7 @@ class Rounds:
                 "use a second one"
             )
         self._watch.require_untouched()
-        found = unscale(self.exchange.parts(), factor)
+        found = unscale(self.exchange.held_gradients(), factor)
         self._watch.remember()
         return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
 

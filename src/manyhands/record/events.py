@@ -58,11 +58,14 @@ class EventKind(IntEnum):
     """What a role did; 0 is no kind, so that zeroed memory never reads as an event."""
 
     COMPUTE = 1
-    """Forward, backward and optimizer step of this role's share of a batch: its own work only."""
+    """Forward, backward and optimizer step of this role's share of a batch: its own work only.
+
+    In a pipeline, what it did with one micro-batch in one turn: `count` is its number, from 1; 0 for all of them.
+    """
     EXCHANGE = 2
     """Moving or reducing gradients and parameters, having sent `num_bytes` in `count` messages."""
     WAIT = 3
-    """Doing nothing until `peer` arrived, or until nobody in particular did (`peer` = -1)."""
+    """Doing nothing until `peer` arrived, or until nobody in particular did (`peer` = -1); `count` as in COMPUTE."""
     STEP = 4
     """One whole step, all of the above; `value` is the loss, `count` the samples of this role's share."""
     EVALUATE = 5
@@ -132,6 +135,12 @@ class Event:
     message: int = 0
     wire: Wire = Wire.NONE
     codec: str = "raw"
+
+    @property
+    def microbatch(self) -> int | None:
+        """Which micro-batch of its step was computed or waited for, from 0; None where it is all of it."""
+        has_one = self.kind in (EventKind.COMPUTE, EventKind.WAIT) and self.count > 0
+        return self.count - 1 if has_one else None
 
     @classmethod
     def from_record(cls, record: Any) -> Event:

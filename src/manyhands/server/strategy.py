@@ -10,6 +10,7 @@ from manyhands.consistency.policy import Policy
 from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError
 from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Promises, Truth, Waits
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
 from manyhands.wire.names import RAW, check_codec, codec_setting
@@ -117,6 +118,24 @@ class Ps(Strategy):
     def processes(self, workers: int) -> dict[str, int]:
         """Workers and servers."""
         return {"worker": workers, "server": self.num_server_processes}
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Servers keep shards and step them; a worker has the parameters that it computes with."""
+        servers = self.num_server_processes
+        worker = WorkerMemory(
+            who="worker",
+            count=workers,
+            weights=model.weights,
+            gradients=model.gradients,
+            activations=model.activations(workers if self.splits_batches else 1),
+        )
+        server = WorkerMemory(
+            who="server",
+            count=servers,
+            weights=model.parameters * self.kept_copies // servers,
+            state=model.state * self.kept_copies // servers,
+        )
+        return [worker, server]
 
     @property
     def _same_numbers(self) -> Promise:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth, Waits
+from manyhands.holding import ModelFootprint, WorkerMemory
+from manyhands.settings import parse_size, setting, show_size
 from manyhands.strategy import Strategy
 
 __all__ = ["Single"]
@@ -14,13 +18,27 @@ __all__ = ["Single"]
 
 @dataclass(frozen=True, kw_only=True)
 class Single(Strategy):
-    """The plain loop in one process: the reference for everything else."""
+    """The plain loop in one process: the reference for everything else.
+
+    With `device_memory` the device holds some layers at a time, and the others wait at `offload`.
+    """
 
     word: ClassVar[str] = "single"
     about: ClassVar[str] = "the plain loop in one process; the reference"
     truth: ClassVar[Truth] = Truth.ONE_PROCESS
     refuses: ClassVar[Mapping[str, str]] = {"codec": "it is one process, and nothing travels"}
     most_workers: ClassVar[int | None] = 1
+
+    device_memory: int = setting(0, parse_size, show_size)
+    """Bytes of the device that layers, gradients, optimizer state and activations may take; 0: all there are."""
+    offload: str = setting("host", str)
+    """Where layers are that are not on the device: `host`, or a folder, in a file that is mapped into memory."""
+
+    def __post_init__(self) -> None:
+        if self.offload != "host" and not self.device_memory:
+            raise UserError(
+                f"offload={self.offload} only means something with device_memory, as in device_memory=2GiB"
+            )
 
     @property
     def waits_for(self) -> Waits:
@@ -36,6 +54,29 @@ class Single(Strategy):
     def in_threads(self) -> bool:
         """One of them."""
         return True
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """What is compiled has no layers; the folder for them must be there."""
+        super().check(workers, device, compiled=compiled)
+        if compiled and self.device_memory:
+            raise UserError(
+                f"device_memory={show_size(self.device_memory)}: compiled steps have no layers to move"
+            )
+        if self.offload != "host" and not os.access(self.offload, os.W_OK | os.X_OK):
+            raise UserError(
+                f"offload={self.offload}: not a folder that can be written to; make it, or use offload=host"
+            )
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Everything, or, with a limit, what is on the device and where the rest is."""
+        if not self.device_memory:
+            return super().needs(model, workers)
+        return [
+            WorkerMemory(
+                who="device", besides=self.device_memory, what="some layers at a time, up to the limit"
+            ),
+            WorkerMemory(who=self.offload, weights=model.parameters, state=model.state),
+        ]
 
     @property
     def promises(self) -> Promises:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import cast
+
 from manyhands.cluster.board import State
+from manyhands.device import device_of
 from manyhands.record.ring import EventRing
-from manyhands.training.exchange import SingleExchange
+from manyhands.single.offload import OffloadExchange
+from manyhands.single.strategy import Single
+from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trainer
 
@@ -19,8 +25,9 @@ class SingleTraining(Training):
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
                 around = _Here(ring, stage)
-                trainer = Trainer(self._request.plan, SingleExchange(), around, stage.checkpoints())
-                trained = trainer.run(self._start)
+                with closing(self._exchange()) as exchange:
+                    trainer = Trainer(self._request.plan, exchange, around, stage.checkpoints())
+                    trained = trainer.run(self._start)
             collector.flush()
             return Result(
                 model=trained.model.cpu(),
@@ -31,6 +38,13 @@ class SingleTraining(Training):
                 observed=collector.summary(),
             )
 
+    def _exchange(self) -> Exchange:
+        strategy = cast(Single, self._request.strategy)
+        if not strategy.device_memory:
+            return SingleExchange()
+        device = device_of(self._request.plan.device, 0)
+        return OffloadExchange(strategy.device_memory, device, strategy.offload)
+
 
 class _Here:
     """The surroundings of the plain loop, in the caller's own process."""
@@ -40,5 +54,5 @@ class _Here:
         self.note = stage.hear
         self.stop_requested = stage.stop_wanted  # Ctrl-C reaches the loop itself
 
-    def mark(self, step: int, state: State) -> None:
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         """Nobody waits for a single worker."""

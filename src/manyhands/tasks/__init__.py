@@ -10,10 +10,11 @@ from manyhands.tasks.builtin import BuiltinTask
 from manyhands.tasks.digits import DIGITS
 from manyhands.tasks.language import LANGUAGE
 from manyhands.tasks.mnist import MNIST
+from manyhands.tasks.recurrent import RECURRENT
 
 __all__ = ["TASKS", "build"]
 
-TASKS: dict[str, BuiltinTask[Any]] = {entry.name: entry for entry in (DIGITS, MNIST, LANGUAGE)}
+TASKS: dict[str, BuiltinTask[Any]] = {entry.name: entry for entry in (DIGITS, MNIST, LANGUAGE, RECURRENT)}
 
 
 def build(name: str, /, **options: Any) -> Task:

@@ -9,42 +9,31 @@ minute on two cores, to layers=14, width=768, heads=12: a hundred million parame
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.data.text import VOCABULARY, encode, read_text, standard_library_text, windows
-from manyhands.errors import DataError, UserError
+from manyhands.chain import ChainFunction
+from manyhands.data.text import VOCABULARY
+from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.tasks.text import TextOptions, text_task
 
-__all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "bits_per_byte", "language", "next_byte_loss"]
+__all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "language"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageOptions:
+class LanguageOptions(TextOptions):
     """What may be chosen about the language task."""
 
-    path: Path | None = field(
-        default=None, metadata=about("UTF-8 text file, plain or gzip; without it, Python's standard library")
-    )
-    context: int = field(default=64, metadata=about("bytes the model looks back on", at_least=1))
     layers: int = field(default=2, metadata=about("transformer blocks", at_least=1))
     width: int = field(default=128, metadata=about("features per position", at_least=1))
     heads: int = field(default=4, metadata=about("attention heads; they divide the width", at_least=1))
     tied: bool = field(default=True, metadata=about("use the embedding as the output layer too"))
-    batch_size: int = field(default=32, metadata=about("windows of text in a global batch", at_least=1))
-    learning_rate: float = field(default=1e-3, metadata=about("step size of AdamW", above=0))
-    evaluation_bytes: int = field(
-        default=65_536,
-        metadata=about(
-            "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
-        ),
-    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -55,32 +44,15 @@ class LanguageOptions:
 def language(options: LanguageOptions | None = None) -> Task:
     """Predict the next byte of a text file, or of the Python standard library where none is given."""
     options = options or LanguageOptions()
-    text = standard_library_text() if options.path is None else read_text(options.path)
-    tokens = encode(text)
-    held_out = min(len(tokens) // 10, options.evaluation_bytes)
-    if held_out <= options.context:
-        raise DataError(
-            f"{options.path or 'the standard library'}: of {len(tokens)} bytes of text {held_out} are held out "
-            f"for evaluation (evaluation_bytes={options.evaluation_bytes}), too few for one window of "
-            f"context={options.context}; give a longer text or a shorter context"
-        )
-    return Task(
-        name="language",
-        model=partial(
-            Transformer,
-            context=options.context,
-            layers=options.layers,
-            width=options.width,
-            heads=options.heads,
-            tied=options.tied,
-        ),
-        loss=next_byte_loss,
-        data=windows(tokens[:-held_out], options.context),
-        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        batch_size=options.batch_size,
-        evaluation=windows(tokens[-held_out:], options.context),
-        metrics={"bits_per_byte": bits_per_byte},
+    model = partial(
+        Transformer,
+        context=options.context,
+        layers=options.layers,
+        width=options.width,
+        heads=options.heads,
+        tied=options.tied,
     )
+    return text_task("language", model, options)
 
 
 LANGUAGE = BuiltinTask(
@@ -106,7 +78,6 @@ class Transformer(nn.Module):
         vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
-        self.context = context
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=heads) for _ in range(layers))
@@ -116,12 +87,18 @@ class Transformer(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
+    def chain(self) -> Sequence[nn.Module]:
+        """The embedding of tokens at their positions, each block, the norm, the head."""
+        embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
+        return [embedding, *self.blocks, self.norm, self.head]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: the vocabulary here, the rest as each block says."""
+        return {"tokens": "vocabulary", "head": "vocabulary"}
+
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) tokens to (batch, time, vocabulary) scores."""
-        length = tokens.shape[1]
-        if length > self.context:
-            raise UserError(f"a window of {length} tokens is longer than context={self.context}")
-        x = self.tokens(tokens) + self.positions.weight[:length]
+        x = _embedded(tokens, self.tokens, self.positions)
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
@@ -137,18 +114,36 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
 
+def _embedded(x: Tensor, tokens: nn.Embedding, positions: nn.Embedding) -> Tensor:
+    length, context = x.shape[1], positions.num_embeddings
+    if length > context:
+        raise UserError(f"a window of {length} tokens is longer than context={context}")
+    embedded: Tensor = tokens(x) + positions.weight[:length]
+    return embedded
+
+
 class TransformerBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, *, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.project = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.feed_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.shrink = nn.Linear(4 * width, width)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: some heads, and some features of the feed-forward layer, for each worker."""
+        return {
+            "project": f"heads={self.heads} fused=3",
+            "mix": f"row heads={self.heads}",
+            "expand": "column",
+            "shrink": "row",
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) to the same."""
@@ -157,21 +152,9 @@ class TransformerBlock(nn.Module):
         return x + fed
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        by_head = self.project(x).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = x.shape
+        by_head = self.project(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, width))
+        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
         return mixed
-
-
-def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy, in nats per byte, of every byte of a batch of windows given those before it."""
-    tokens = batch.long()
-    scores: Tensor = model(tokens[:, :-1])
-    return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def bits_per_byte(model: nn.Module, batch: Tensor) -> Tensor:
-    """The same in bits: what a text compressed with this model would take."""
-    return next_byte_loss(model, batch) / math.log(2)

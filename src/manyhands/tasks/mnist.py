@@ -14,7 +14,7 @@ from manyhands.data.idx import read_idx
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.tasks.builtin import BuiltinTask, about, check_options
-from manyhands.tasks.vision import ImageClassifier, accuracy, check_width, classification_loss
+from manyhands.tasks.vision import LEAST_DEPTH, ImageClassifier, accuracy, check_width, classification_loss
 
 __all__ = ["MNIST", "MnistOptions", "mnist"]
 
@@ -32,6 +32,7 @@ class MnistOptions:
     width: int = field(
         default=16, metadata=about("channels of the first convolution, a multiple of 4", at_least=4)
     )
+    depth: int = field(default=LEAST_DEPTH, metadata=about("convolutions", at_least=LEAST_DEPTH))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -46,7 +47,14 @@ def mnist(options: MnistOptions) -> Task:
         )
     return Task(
         name="mnist",
-        model=partial(ImageClassifier, side=_SIDE, white=_WHITE, width=options.width, stride=2),
+        model=partial(
+            ImageClassifier,
+            side=_SIDE,
+            white=_WHITE,
+            width=options.width,
+            stride=2,
+            depth=options.depth,
+        ),
         loss=classification_loss,
         data=_read_pair(options.path, "train"),
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),

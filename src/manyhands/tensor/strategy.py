@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Split, Truth
+from manyhands.grid.layout import Grid
+from manyhands.holding import ModelFootprint, WorkerMemory
+from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
 
 __all__ = ["Tensor"]
@@ -14,31 +17,77 @@ __all__ = ["Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Strategy):
-    """Every worker holds some of the dimensions of every vector, sees all samples, and only scalars travel."""
+    """Every worker holds a slice of every layer: of word vectors, some dimensions of each."""
 
     word: ClassVar[str] = "tensor"
-    about: ClassVar[str] = "the dimensions of every vector split over the workers; glove only, today"
+    about: ClassVar[str] = "every layer is sliced over the workers, who all see every sample"
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
 
+    slices: int = setting(0, whole_number)
+    """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
+    data: int = setting(0, whole_number)
+    """How many such crews share each batch; 0: as many as the workers make."""
+    link: str = link_setting()
+
+    def __post_init__(self) -> None:
+        check_link(self.link)
+
+    def grid(self, workers: int) -> Grid:
+        """Who has which slice of which replica; UserError where so many workers do not fill it."""
+        if self.slices:
+            return Grid.of(workers, slices=self.slices, data=self.data or None)
+        data = self.data or 1
+        if workers % data:
+            below, above = workers // data * data, -(-workers // data) * data
+            nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"
+            raise UserError(f"workers={workers}: must be a multiple of data={data}; use {nearest}")
+        return Grid(data=data, slices=workers // data)
+
     @property
     def splits_batches(self) -> bool:
-        """Every worker sees all samples."""
+        """Every slice of a layer sees all samples of its replica."""
         return False
+
+    @property
+    def uses_links(self) -> bool:
+        """Activations and their gradients travel inside forward and backward."""
+        return True
+
+    @property
+    def uses_network(self) -> bool:
+        """Where the link says so."""
+        return self.link == "tcp"
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A slice of every layer each."""
+        grid = self.grid(workers)
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // grid.slices + model.buffers,
+                gradients=model.gradients // grid.slices,
+                state=model.state // grid.slices,
+                activations=model.activations(grid.data),
+                what="nothing; layers that are not sliced are whole everywhere, and activations inside sliced ones "
+                "are fewer than this",
+            )
+        ]
 
     @property
     def instead_of_own_loop(self) -> str:
         """A loop's model is whole."""
-        return "run manyhands train glove for tensor"
+        return "fit a Task for tensor"
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """A network's layers cannot be split yet."""
+        """The workers must fill the grid; compiled steps have one replica and no links."""
         super().check(workers, device, compiled=compiled)
-        if compiled:
-            return
-        raise UserError(
-            "strategy tensor: only glove can split dimensions today: manyhands train glove --strategy tensor"
-        )
+        grid = self.grid(workers)
+        if compiled and (grid.data > 1 or self.uses_network):
+            raise UserError(
+                f"strategy {self}: word vectors are split over all workers through memory that they share; use tensor"
+            )
 
     @property
     def promises(self) -> Promises:

@@ -1,17 +1,50 @@
-"""`tensor` has no training of networks yet: its value refuses `fit` before this is asked for."""
+"""`tensor`: the common loop, with layers of which every worker has a slice."""
 
 from __future__ import annotations
 
-from manyhands.training.training import Result, Stage, Training
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.tensor.exchange import TensorExchange
+from manyhands.tensor.slicing import check_plan
+from manyhands.tensor.strategy import Tensor
+from manyhands.training.exchange import Exchange, SingleExchange
+from manyhands.training.exchanging import ExchangeTraining
+from manyhands.training.resources import Resources
+from manyhands.training.training import Result, Stage
 
 __all__ = ["TensorTraining"]
 
 
-class TensorTraining(Training):
-    """Refused, with what can be done instead."""
+class TensorTraining(ExchangeTraining):
+    """Every worker holds a slice of every layer."""
+
+    @classmethod
+    def exchange(cls, strategy: Tensor, resources: Resources) -> Exchange:
+        """One worker's end, on one host."""
+        if resources.world == 1:
+            return SingleExchange()  # nobody to exchange with
+        grid = strategy.grid(resources.world)
+        return TensorExchange(resources.rank, grid, resources.links(), resources.timeout_s)
 
     def run(self, stage: Stage) -> Result:
-        """Never trains; the sentence is the value's."""
-        request = stage.request
-        request.strategy.check(request.workers, request.plan.device)
-        raise AssertionError("the value refuses every task")
+        """Look at the plan before anybody is started."""
+        strategy = self._request.strategy
+        assert isinstance(strategy, Tensor), "the registry leads here from its own value"
+        check_plan(self._model, strategy.grid(self._request.workers).slices)
+        return super().run(stage)
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """What all workers together sent for each layer, in a step of training."""
+        samples, besides = super().gather(finished)
+        told = [one["layers"] for one in finished if "layers" in one]
+        layers = [_together(rows) for rows in zip(*told, strict=True)]
+        return samples, {**besides, "layers": layers} if layers else besides
+
+
+def _together(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
+    return {
+        **first,
+        **{name: sum(row[name] for row in rows) for name in first if name not in ("layer", "how")},
+    }

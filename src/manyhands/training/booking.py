@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from manyhands.record.events import EventKind
-from manyhands.training.exchange import Post, Traffic
+from manyhands.training.exchange import Post, Traffic, TurnTime
 
 __all__ = ["StepBook"]
 
@@ -39,6 +39,15 @@ class StepBook:
         duration_ns = max(0, until_ns - self._at_ns - less_ns)
         self._record(EventKind.COMPUTE, self._at_ns, duration_ns, step=self._step)
         self._at_ns = until_ns
+
+    def turns(self, turns: Sequence[TurnTime]) -> None:
+        """What computing was made of, where workers take turns at micro-batches: each at its own time."""
+        for turn in turns:
+            kind = EventKind.COMPUTE if turn.waited_for is None else EventKind.WAIT
+            who = {} if turn.waited_for is None else {"peer": turn.waited_for}
+            duration_ns = turn.end_ns - turn.begin_ns
+            self._record(kind, turn.begin_ns, duration_ns, step=self._step, count=turn.microbatch + 1, **who)
+            self._at_ns = turn.end_ns
 
     def waits(self, waited_ns: Mapping[int, int]) -> None:
         """For each worker that was late, one after the other."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
@@ -10,7 +14,9 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.exchange import Exchange
 
-__all__ = ["check_clipping", "clip", "clip_own"]
+__all__ = ["check_clipping", "clip", "clip_own", "scale_down", "squares_of"]
+
+_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def check_clipping(task: AnyTask, strategy: Strategy) -> None:
@@ -34,10 +40,27 @@ def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
     if task.clip_norm is not None:
         exchange.clip(task.clip_norm)
     elif task.clip_value is not None and exchange.steps_itself:
-        for part in exchange.parts():
+        for part in exchange.held_gradients():
             part.clamp_(-task.clip_value, task.clip_value)
     else:
         clip_own(task, model)
+
+
+def squares_of(gradients: Sequence[Tensor]) -> float:
+    """The sum of their squares, not rounded to 16 bits where they are."""
+    total = 0.0
+    for gradient in gradients:
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        total += float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2
+    return total
+
+
+def scale_down(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
+    """Scale parts of a gradient whose norm is known, as torch does: one that is not a number is passed on."""
+    scale = max_norm / (norm + _EPSILON)
+    if not scale >= 1:
+        for gradient in gradients:
+            gradient.mul_(scale)
 
 
 def clip_own(task: Task, model: nn.Module) -> None:

@@ -7,9 +7,10 @@ replay computes the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.plan import BatchPlan
-from manyhands.data.shares import BatchShares, IndexedShares, Microbatch, StreamShares, sample_weights
+from manyhands.data.shares import (
+    BatchShares,
+    IndexedShares,
+    Microbatch,
+    Share,
+    StreamShares,
+    sample_weights,
+)
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
@@ -92,12 +100,17 @@ class Computer:
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self._task = task = plan.task
         self._shares = _shares_of(task, plan.seed)
-        self._reader = NumberReader(self.device)
+        self.reader = NumberReader(self.device)
 
-    def build(self, first_step: int = 0) -> Built:
-        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained."""
+    def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
+        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained.
+
+        On the worker's device, or in the host's memory.
+        """
         seed_all(self.plan.seed)
-        model = self._task.model().to(self.device)
+        model = self._task.model()
+        if not on_host:
+            model = model.to(self.device)
         optimizer = optimizer_of(self._task, model)
         built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
         if built.scheduler is not None:
@@ -152,23 +165,35 @@ class Computer:
         seed_all(mix(self.plan.seed, step, part))
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
-            batch = self._on_device(piece.fetch())
+            batch = self.fetch(piece)
             input_ns += time.monotonic_ns() - asked_ns
             if prepare is not None and number == 1:
                 prepare(batch)
                 begin = time.monotonic()
             with nullcontext() if number == len(share.pieces) else accumulate():
-                loss = self._loss(model, batch, piece)
-                answer = self._reader.ask(loss)
+                loss = self.loss(model, batch, piece)
+                answer = self.reader.ask(loss)
                 backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
             value += answer() * piece.weight
+        self.slow_down(step, time.monotonic() - begin)
+        return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """Part `part` of `parts` of batch `step`, and the pieces it is computed in."""
+        return self._shares.share(step, part, parts)
+
+    def fetch(self, piece: Microbatch) -> Any:
+        """The samples of a piece, on this worker's device."""
+        batch = piece.fetch()
+        return batch if self.device.type == "cpu" else moved(batch, self.device)
+
+    def slow_down(self, step: int, spent_s: float) -> None:
+        """Sleep where this worker is to be slower than it is."""
         slow = self.plan.slow
         if slow is not None:
-            spent_s = time.monotonic() - begin
             time.sleep(
                 slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
             )
-        return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
     def evaluate(
         self,
@@ -181,30 +206,41 @@ class Computer:
 
         With several `parts`, each evaluates its share of the batches and `total` sums over all of them.
         """
-        task = self._task
-        if task.evaluation is None:
+        if self._task.evaluation is None:
             return None
-        source = BatchSource(task.evaluation, task.collate)
-        functions: dict[str, Metric] = {"evaluation_loss": self._mean_loss, **task.metrics}
+        functions = self.measures()
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
         model.eval()
-        with torch.no_grad(), self._precision():
-            for number, first in enumerate(range(0, len(source), task.batch_size)):
-                if number % parts != part:
-                    continue
-                indices = range(first, min(first + task.batch_size, len(source)))
-                batch = self._on_device(source.fetch(indices))
+        with torch.no_grad(), self.precision():
+            for piece in self.evaluation_batches(part, parts):
+                batch = self.fetch(piece)
                 for column, function in enumerate(functions.values()):
-                    totals[column] += float(function(model, batch)) * len(indices)
-                totals[-1] += len(indices)
+                    totals[column] += float(function(model, batch)) * piece.samples
+                totals[-1] += piece.samples
         model.train()
-        totals = total(totals) if total is not None else totals
-        means = (totals[:-1] / totals[-1]).tolist()
-        return dict(zip(functions, means, strict=True)), int(totals[-1])
+        return self.means(total(totals) if total is not None else totals)
 
-    def _loss(self, model: nn.Module, batch: Any, piece: Microbatch) -> Tensor:
+    def measures(self) -> dict[str, Metric]:
+        """What is measured on evaluation data, by name."""
+        return {"evaluation_loss": self._mean_loss, **self._task.metrics}
+
+    def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
+        """Every `parts`-th batch of the evaluation data, from number `part` on."""
+        task = self._task
+        source = BatchSource(task.evaluation, task.collate)
+        for number, first in enumerate(range(0, len(source), task.batch_size)):
+            if number % parts == part:
+                indices = range(first, min(first + task.batch_size, len(source)))
+                yield Microbatch(samples=len(indices), weight=1.0, fetch=partial(source.fetch, indices))
+
+    def means(self, totals: Tensor) -> tuple[dict[str, float], int]:
+        """From the sum of each measure over samples, and their number last: the means, and that number."""
+        means = (totals[:-1] / totals[-1]).tolist()
+        return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
+
+    def loss(self, model: nn.Module, batch: Any, piece: Microbatch) -> Tensor:
         """The mean over the samples of a piece, by their weights."""
-        with self._precision():
+        with self.precision():
             loss = self._task.loss(model, batch)
         if piece.sample_weights is None:
             require_loss(loss)
@@ -218,10 +254,8 @@ class Computer:
         loss = self._task.loss(model, batch)
         return loss if self._task.weights is None else loss.mean()
 
-    def _on_device(self, batch: Any) -> Any:
-        return batch if self.device.type == "cpu" else moved(batch, self.device)
-
-    def _precision(self) -> AbstractContextManager[object]:
+    def precision(self) -> AbstractContextManager[object]:
+        """In which the model computes."""
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)

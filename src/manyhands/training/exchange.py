@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.link.wire import Wire
+from manyhands.training.computing import Computed, Computer
 
-__all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic"]
+__all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic", "TurnTime"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,19 @@ class Post:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnTime:
+    """What one turn of a step took, of a worker that computes a batch in micro-batches with others; or a wait in it."""
+
+    begin_ns: int
+    end_ns: int
+    microbatch: int
+    """From 0."""
+
+    waited_for: int | None = None
+    """Which worker; None: the time was this worker's own work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
     """Where the time of an exchange went, in nanoseconds, since the last look."""
 
@@ -83,6 +97,9 @@ class Times:
 
     posts: Mapping[int, Post] = field(default_factory=dict)
     """Messages to and from each worker, where there are any."""
+
+    turns: Sequence[TurnTime] = ()
+    """What computing was made of, in order, where workers take turns at micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +131,33 @@ class Exchange(ABC):
     when_broken: ClassVar[str] = "all workers stopped before this step and no parameter was changed"
     """What a loss that is not finite has done to the run."""
 
+    builds_on_host: ClassVar[bool] = False
+    """Whether the model is built in the host's memory, and `attach` moves to a GPU what belongs there."""
+
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
+
+    @property
+    def part(self) -> int:
+        """Which part of each global batch this worker computes on."""
+        return self.rank
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch has: fewer than workers where several share the work on one."""
+        return self.world
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Forward and backward of this worker's part of batch `step`."""
+        return computer.compute(model, step, self.part, self.parts, self.backward, accumulate=self.accumulate)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: means over the evaluation data and the number of samples; each goes over its part."""
+        return computer.evaluate(model, self.rank, self.world, self.total)
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, share: float) -> None:
@@ -146,7 +184,7 @@ class Exchange(ABC):
         As `torch.nn.utils.clip_grad_norm_` on all parameters of the model in one process.
         """
 
-    def parts(self) -> Sequence[torch.Tensor]:
+    def held_gradients(self) -> Sequence[torch.Tensor]:
         """Between `agree` and `apply`: what this worker holds of the gradient, in place, where it `steps_itself`.
 
         None elsewhere: there each parameter's `grad` is the whole.
@@ -174,6 +212,10 @@ class Exchange(ABC):
         it into its optimizer as usual, before `attach` or between steps.
         """
 
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Collective, between steps: the whole model's `state_dict()` on worker 0, None on the others."""
+        return model.state_dict() if self.rank == 0 else None
+
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over all workers of a small float64 vector."""
@@ -185,6 +227,10 @@ class Exchange(ABC):
     def traffic(self) -> Traffic:
         """What was sent so far."""
         return Traffic()
+
+    def told(self) -> Mapping[str, Any]:
+        """What this worker tells at the end of a run, besides its traffic: plain values."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - most have something to let go of, the plain loop has not
         """Let go of everything."""

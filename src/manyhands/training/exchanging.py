@@ -55,7 +55,7 @@ class ExchangeTraining(ProcessTraining):
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
-                return trained, told(exchange.traffic())
+                return trained, {**told(exchange.traffic()), **exchange.told()}
 
             yield train
 
@@ -68,7 +68,7 @@ def told(traffic: Traffic) -> dict[str, Any]:
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
     """The training of a strategy that is one exchange; UserError says what to use instead of another."""
     kind = training_class(strategy)
-    if not issubclass(kind, ExchangeTraining):
+    if not issubclass(kind, ExchangeTraining) or strategy.instead_of_own_loop:
         raise UserError(
             f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
             f"{strategy.instead_of_own_loop}"

@@ -193,5 +193,5 @@ class _Thread:
         self.note = hands.notes.put
         self.stop_requested = hands.stop.is_set
 
-    def mark(self, step: int, state: State) -> None:
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
         """Nobody waits for a thread by looking at a board."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from manyhands.cluster.board import State
 from manyhands.errors import NonFinite, UserError
@@ -140,6 +141,10 @@ class KernelTrainer:
         """Collective: what a rule keeps is part of the memory, which is made whole on worker 0."""
         self._kernel.gather()
         return {} if self.rank == 0 else None
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Whole on worker 0 since `optimizer_state`."""
+        return model.state_dict() if self.rank == 0 else None
 
     def _until_met(self, step: int) -> tuple[int, bool]:
         """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""

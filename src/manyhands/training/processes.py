@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
 from manyhands.cluster.watchdog import Watched
+from manyhands.device import device_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
 from manyhands.link.base import Link
 from manyhands.link.mesh import Mesh, mesh_kind
@@ -89,7 +89,7 @@ class ProcessTraining(Training):
                 cluster = LocalCluster(
                     self._roles(files, stage),
                     on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
-                    on_failure=files.group.abort,
+                    on_failure=files.abort,
                     stop_wanted=stage.stop_wanted,
                     watched=watched(request.options.watchdog_s, files.rings),
                 )
@@ -173,6 +173,12 @@ class WorkerFiles:
             **links,
         }
 
+    def abort(self, rank: int) -> None:
+        """The worker of `rank` has failed: end every wait of the others, for memory and for what comes over links."""
+        self.group.abort(rank)
+        if self._mesh is not None:
+            self._mesh.close()  # a lifeline that is kept here would hide the death
+
     def read_weights(self) -> dict[str, torch.Tensor]:
         """The final weights that worker 0 left."""
         return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
@@ -207,7 +213,8 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
         around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         trained, told = train(start)
         if context.rank == 0:
-            _leave_weights(context.descriptor("weights"), trained.model)
+            weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+            _leave_weights(context.descriptor("weights"), weights)
         around.record(EventKind.LEAVE, time.monotonic_ns())
     return {
         "steps_done": trained.steps_done,
@@ -248,11 +255,16 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         return kind.attach(context.rank, descriptors)
 
     return Resources(
-        rank=context.rank, world=context.world, timeout_s=job.timeout_s, group=group, links=links
+        rank=context.rank,
+        world=context.world,
+        timeout_s=job.timeout_s,
+        group=group,
+        links=links,
+        device=device_of(job.plan.device, context.rank),
     )
 
 
-def _leave_weights(descriptor: int, model: nn.Module) -> None:
+def _leave_weights(descriptor: int, weights: Mapping[str, torch.Tensor]) -> None:
     with os.fdopen(os.dup(descriptor), "wb") as file:
-        for chunk in encode_tensors(model.state_dict()):
+        for chunk in encode_tensors(weights):
             file.write(chunk)

@@ -25,10 +25,8 @@ __all__ = ["NOTES", "Peers", "Reporter", "Saved", "Surroundings", "WorkerNote", 
 
 _ROWS_EVERY_S = 0.1
 
-Evaluate = Callable[
-    [nn.Module, int, int, Callable[[torch.Tensor], torch.Tensor]], tuple[dict[str, float], int] | None
-]
-"""(model, part, parts, total) -> means over the evaluation data and the number of samples."""
+Evaluate = Callable[[nn.Module], tuple[dict[str, float], int] | None]
+"""Collective: (model) -> means over the evaluation data and the number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,8 @@ class Surroundings(Protocol):
     ) -> bool:
         """Write one event; its step is the global batch, from 0."""
 
-    def mark(self, step: int, state: State) -> None:
-        """Say where this worker is, for those who wait for it."""
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Say where this worker is, for those who wait for it; in a pipeline at which (stage, micro-batch), too."""
 
     def note(self, note: WorkerNote) -> None:
         """Send something to the launcher."""
@@ -97,12 +95,15 @@ class Peers(Protocol):
     def optimizer_state(self) -> dict[str, Any] | None:
         """Collective: the optimizer's whole `state_dict()` on worker 0, None on the others."""
 
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
+
 
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
 
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate` is
-    `Computer.evaluate`, where the task has evaluation data.
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate` goes
+    over the task's evaluation data, where it has some.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Reporter:
             return False
         self._around.mark(step, State.EVALUATING)
         begin = time.monotonic_ns()
-        evaluated = self._evaluate(called, peers.rank, peers.world, peers.total)
+        evaluated = self._evaluate(called)
         assert evaluated is not None, "there is evaluation data"
         self._evaluated, samples = evaluated
         self._around.record(
@@ -214,8 +215,8 @@ class Reporter:
         """Collective: worker 0 writes what the others may have a part of."""
         self._around.mark(step, State.SAVING)
         begin = time.monotonic_ns()
-        optimizer_state = self._peers.optimizer_state()
-        if optimizer_state is None:
+        optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
+        if optimizer_state is None or model_state is None:
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
         self.send(now=True)
@@ -226,7 +227,7 @@ class Reporter:
             kept["scheduler"] = self._scheduler.state_dict()
         snapshot = Snapshot(
             step=step,
-            model=model.state_dict(),
+            model=model_state,
             optimizer=optimizer_state,
             extra={"seed": self._plan.seed, **kept},
             score=self._evaluated.get("evaluation_loss", self.loss),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from manyhands.group.shared import SharedGroup
 from manyhands.link.base import Link
 
@@ -23,3 +25,6 @@ class Resources:
 
     links: Callable[[], Mapping[int, Link]]
     """A link to each of the others; only where the strategy `uses_links`."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, never changed
+    """Where this worker computes."""

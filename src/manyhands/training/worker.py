@@ -7,7 +7,9 @@ are taken before the exchange, so that a straggler shows as itself and not as ev
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -38,6 +40,8 @@ class Trained:
     samples: int
     seconds: float
     stopped_early: bool
+    weights: Mapping[str, torch.Tensor] | None = None
+    """The whole model's, on worker 0, where its `model` may hold a part; None: those of `model`."""
 
 
 class Trainer:
@@ -57,7 +61,8 @@ class Trainer:
         self._exchange = exchange
         self._around = around
         self._computer = Computer(plan, exchange.rank)
-        self._reporter = Reporter(plan, exchange, around, checkpoints, self._computer.evaluate)
+        evaluate = partial(exchange.evaluate, self._computer)
+        self._reporter = Reporter(plan, exchange, around, checkpoints, evaluate)
         self._model: nn.Module | None = None
         self._samples = 0
         self._course = Course()
@@ -70,7 +75,7 @@ class Trainer:
         Takes the tensors out of `start`.
         """
         first = start.step if start is not None else 0
-        built = self._computer.build(first)
+        built = self._computer.build(first, on_host=self._exchange.builds_on_host)
         model, optimizer, scheduler = built.model, built.optimizer, built.scheduler
         if start is not None:
             model.load_state_dict(start.model)
@@ -105,7 +110,8 @@ class Trainer:
             self._reporter.evaluate(step, called)
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
-        return self._trained(model, step, stopped)
+        weights = self._exchange.model_state(model)
+        return self._trained(model, step, stopped, weights)
 
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
         """Train on global batch `step`, from 0."""
@@ -113,9 +119,7 @@ class Trainer:
         around.mark(step + 1, State.COMPUTING)
         before = exchange.traffic()
         begin = time.monotonic_ns()
-        mine = self._computer.compute(
-            model, step, exchange.rank, exchange.world, exchange.backward, accumulate=exchange.accumulate
-        )
+        mine = exchange.compute(self._computer, model, step)
         local = LocalStep(
             loss=mine.loss,
             share=mine.share,
@@ -124,7 +128,8 @@ class Trainer:
             last=step + 1 == self._plan.steps,
         )
         computed = time.monotonic_ns()
-        overlapped = exchange.take_times().exchange_ns
+        during = exchange.take_times()
+        overlapped = during.exchange_ns
         around.mark(step + 1, State.EXCHANGING)
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
@@ -139,6 +144,7 @@ class Trainer:
         end = time.monotonic_ns()
         book = StepBook(around.record, step, begin)
         book.input(mine.input_ns, mine.samples)
+        book.turns(during.turns)
         book.compute(computed, less_ns=overlapped)
         book.waits(times.wait_ns)
         if exchange.world > 1:
@@ -195,11 +201,18 @@ class Trainer:
         where = f"worker {shared.bad_workers[0]}, step {step}"
         raise NonFinite(f"{where}: the loss is not finite; {self._exchange.when_broken}; {cause}")
 
-    def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
+    def _trained(
+        self,
+        model: nn.Module,
+        step: int,
+        stopped: bool,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> Trained:
         return Trained(
             model=model,
             steps_done=step,
             samples=self._samples,
             seconds=self._reporter.seconds,
             stopped_early=stopped,
+            weights=weights,
         )

@@ -181,7 +181,8 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
             f"batch=1: {strategy} works on batches of records, whose duplicate rows are summed; use a batch of 2 or "
             "more, such as 1024"
         )
-    if strategy.truth is Truth.EVERYONE and strategy != type(strategy)():
+    by_rows = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA
+    if by_rows and strategy != type(strategy)():
         raise UserError(
             f"strategy {strategy}: glove sends the rows touched, each worker's whole to all, so it has no other "
             f"algorithm and no buckets; use {strategy.word}"

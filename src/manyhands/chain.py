@@ -1,0 +1,117 @@
+"""A model as a chain: modules that are applied one after another, so that it can be cut between any two of them.
+
+An `nn.Sequential` is a chain. Any other model says its chain with a method:
+
+    def chain(self) -> Sequence[nn.Module]:
+        return [self.embed, *self.layers, self.head]
+
+Applied in this order to the model's input they give what the model gives, to the bit. Each is a submodule of the model,
+or a `ChainFunction`, where what happens is no module's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+
+__all__ = ["ChainFunction", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
+
+State: TypeAlias = tuple[Tensor, ...]
+"""What a recurrent module carries from one time step to the next; the batch is dimension 1 of each tensor."""
+
+
+@runtime_checkable
+class SaysChain(Protocol):
+    """A model that is no `nn.Sequential`, and is a chain nevertheless."""
+
+    def chain(self) -> Sequence[nn.Module]:
+        """The modules that make the model, in the order in which they are applied."""
+
+
+@runtime_checkable
+class OverTime(Protocol):
+    """A module of a chain that can be applied to a slice of time after another, dimension 1 of its input being time."""
+
+    def over_time(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """What forward gives for this slice, and the state after it, given that before it (None: at the beginning)."""
+
+
+class ChainFunction(nn.Module):
+    """A function with the modules it needs, as one module of a chain: `ChainFunction(embed, tokens=..., ...)`.
+
+    The function is called with the input, then these modules by name. They stay the model's own: no parameter is
+    copied, and the model's `state_dict` does not change.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The function of `x`."""
+        return self.function(x, **self._modules)
+
+
+def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that give, applied one after another, what the model gives; nested `nn.Sequential`s are flat.
+
+    UserError says how to say it where the model is no chain.
+    """
+    if isinstance(model, SaysChain):
+        said = model.chain()
+        if not isinstance(said, Sequence) or not all(isinstance(module, nn.Module) for module in said):
+            raise UserError(
+                f"{type(model).__name__}.chain() gave {_kinds(said)}; it must give a list of nn.Modules, in the order "
+                "in which they are applied"
+            )
+        chain = tuple(part for module in said for part in _flat(module))
+    elif _is_plain(model):
+        chain = tuple(_flat(model))
+    else:
+        raise UserError(
+            f"{type(model).__name__} is no chain: nothing says in which order its modules are applied; make it an "
+            "nn.Sequential, or give it a method chain() that lists its modules in that order"
+        )
+    if not chain:
+        raise UserError(f"{type(model).__name__} is a chain of no modules; there is nothing to train")
+    return chain
+
+
+def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+    """The same, each with its name in the model.
+
+    A `ChainFunction` is named after its modules: `tokens+positions`; what is no module of the model, after its class.
+    """
+    names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+
+    def name_of(module: nn.Module) -> str:
+        held = [names[id(child)] for child in module.children() if id(child) in names]
+        return names.get(id(module)) or "+".join(held) or type(module).__name__
+
+    return tuple((name_of(module), module) for module in chain_of(model))
+
+
+def _flat(module: nn.Module) -> Iterator[nn.Module]:
+    if _is_plain(module):
+        for child in module._modules.values():  # children() leaves out whoever comes a second time
+            if child is not None:
+                yield from _flat(child)
+    else:
+        yield module
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it applies its children one after another, and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _kinds(said: object) -> str:
+    if not isinstance(said, Sequence):
+        return f"a {type(said).__name__}"
+    return f"a {type(said).__name__} of {', '.join(sorted({type(one).__name__ for one in said}))}"

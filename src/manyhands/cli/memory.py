@@ -1,0 +1,126 @@
+"""`manyhands memory TASK`: what every worker would hold, before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from manyhands.cli.commands import add_task_command, check_writable, parameter, write_json
+from manyhands.errors import UserError, format_bytes
+from manyhands.tasks import TASKS
+from manyhands.tasks.builtin import BuiltinTask
+
+__all__ = ["memory_app"]
+
+memory_app = typer.Typer(
+    help="Say what training needs in memory on each worker, before anything is trained.",
+    no_args_is_help=True,
+)
+
+_COMMON: dict[str, tuple[Any, Any]] = {
+    "strategy": (
+        Annotated[
+            str | None, typer.Option(help="How, as for train; several, with ';' between.", show_default="all")
+        ],
+        None,
+    ),
+    "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
+    "json_file": (Annotated[Path | None, typer.Option("--json", help="Write it to this file.")], None),
+}
+
+
+def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+    # Imported here so that help texts do not wait for torch.
+    from manyhands.estimate import estimate
+
+    check_writable(shared["json_file"])
+    workers = shared["workers"]
+    if workers < 1:
+        raise UserError(f"workers={workers} must be at least 1")
+    strategies = _strategies(shared["strategy"], workers)
+    task = entry.build(**task_options)
+    found = estimate(task)
+    model = found.footprint
+    rows = [
+        (text, one) for text, strategy in strategies for one in strategy.needs(model, _of(strategy, workers))
+    ]
+    out = Console()
+    if not out.is_terminal:
+        out.width = 120
+    out.print(
+        f"{entry.name}: parameters {format_bytes(model.parameters)}, gradients {format_bytes(model.gradients)}, "
+        f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {workers} workers",
+        highlight=False,
+    )
+    out.print(_table(rows))
+    for text, one in rows:
+        if one.what:
+            out.print(f"{text}, besides: {one.what}", highlight=False)
+    out.print(
+        f"Activations were {found.how}. What torch, the data and the processes themselves take is not counted.",
+        highlight=False,
+    )
+    write_json(
+        shared["json_file"],
+        {
+            "task": entry.name,
+            "workers": workers,
+            "model": dataclasses.asdict(model),
+            "activations": found.how,
+            "memory": [
+                {"strategy": text, **dataclasses.asdict(one), "total": one.total} for text, one in rows
+            ],
+        },
+    )
+
+
+def _strategies(text: str | None, workers: int) -> list[tuple[str, Any]]:
+    """By their texts: what was asked for, or all that train a network with so many workers."""
+    from manyhands.registry import STRATEGIES
+    from manyhands.strategy import Strategy
+
+    if text is not None:
+        asked = [Strategy.parse(one) for one in text.split(";")]
+        for strategy in asked:
+            strategy.check(_of(strategy, workers), "cpu")
+        return [(str(strategy), strategy) for strategy in asked]
+    found = []
+    for word in STRATEGIES:
+        strategy = Strategy.parse(word)
+        try:
+            strategy.check(_of(strategy, workers), "cpu")
+        except UserError:  # not for a network, or not with so many workers
+            continue
+        found.append((word, strategy))
+    return found
+
+
+def _of(strategy: Any, workers: int) -> int:
+    """As many workers as it may have."""
+    return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
+
+
+def _table(rows: list[tuple[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("strategy")
+    table.add_column("who", no_wrap=True)
+    for name in ("weights", "gradients", "optimizer", "activations", "besides", "each"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for text, one in rows:
+        amounts = (one.weights, one.gradients, one.state, one.activations, one.besides)
+        who = one.who if one.count == 1 else f"{one.count} × {one.who}"
+        shown = [format_bytes(amount) if amount else "–" for amount in amounts]
+        table.add_row(text if text != before else "", who, *shown, format_bytes(one.total))
+        before = text
+    return table
+
+
+_PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
+for _entry in TASKS.values():
+    add_task_command(memory_app, _entry, _PARAMETERS, _tell, f"What training {_entry.help} needs.")

@@ -1,0 +1,17 @@
+"""Rows of words as lines of plain text, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["aligned"]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """One line for each row: the first column to the left, as names stand, the others to the right, as numbers do."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [word.rjust(wide) for word, wide in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines) + "\n"

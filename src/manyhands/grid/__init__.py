@@ -1,0 +1,1 @@
+"""Workers in a grid of data × stages × slices, and the groups along its axes."""

@@ -1,0 +1,96 @@
+"""Which worker has which place, where a model is split and not only its data.
+
+Workers are numbered so that those who talk most are neighbours: the slices of a layer first, then the stages of a
+pipeline, then the replicas that share out the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+
+from manyhands.errors import UserError
+
+__all__ = ["Coordinates", "Grid", "GridAxis"]
+
+
+@unique
+class GridAxis(Enum):
+    """A direction of the grid."""
+
+    DATA = "data"
+    """Workers with the same part of the model, and other samples."""
+    STAGE = "stage"
+    """Workers with other layers, and the same samples."""
+    SLICE = "slice"
+    """Workers with other slices of the same layers, and the same samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """One worker's."""
+
+    data: int = 0
+    stage: int = 0
+    slice: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How many of each there are; at least one."""
+
+    data: int = 1
+    stages: int = 1
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "stages", "slices"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def workers(self) -> int:
+        """How many processes that takes."""
+        return self.data * self.stages * self.slices
+
+    @staticmethod
+    def of(workers: int, *, stages: int = 1, slices: int = 1, data: int | None = None) -> Grid:
+        """The grid of so many workers; without `data`, it follows from their number.
+
+        UserError where they do not fill it, which says the nearest numbers that do.
+        """
+        each = Grid(data=1 if data is None else data, stages=stages, slices=slices).workers
+        words = " × ".join(
+            f"{count} {name}"
+            for name, count in (("stages", stages), ("slices", slices), ("replicas", data or 1))
+            if count > 1
+        )
+        if data is not None and workers != each:
+            raise UserError(f"workers={workers}: {words or 'one worker'} takes {each}; use workers={each}")
+        if workers < each or workers % each:
+            below, above = workers // each * each, -(-workers // each) * each
+            nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"
+            raise UserError(f"workers={workers}: must be a multiple of {each} ({words}); use {nearest}")
+        return Grid(data=data if data is not None else workers // each, stages=stages, slices=slices)
+
+    def place(self, rank: int) -> Coordinates:
+        """Of the worker with this number."""
+        rest, place_slice = divmod(rank, self.slices)
+        data, stage = divmod(rest, self.stages)
+        return Coordinates(data=data, stage=stage, slice=place_slice)
+
+    def rank(self, place: Coordinates) -> int:
+        """The number of the worker at this place."""
+        return (place.data * self.stages + place.stage) * self.slices + place.slice
+
+    def along(self, axis: GridAxis, rank: int) -> tuple[int, ...]:
+        """The workers that differ from this one along an axis alone, itself among them, in order."""
+        at = self.place(rank)
+        match axis:
+            case GridAxis.DATA:
+                places = [Coordinates(data=k, stage=at.stage, slice=at.slice) for k in range(self.data)]
+            case GridAxis.STAGE:
+                places = [Coordinates(data=at.data, stage=k, slice=at.slice) for k in range(self.stages)]
+            case GridAxis.SLICE:
+                places = [Coordinates(data=at.data, stage=at.stage, slice=k) for k in range(self.slices)]
+        return tuple(self.rank(place) for place in places)

@@ -1,0 +1,168 @@
+"""A stage's place in the chain: its parts, what they take from the stage before and give to the one after, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.pipeline.post import Flow, StagePost, Waited
+from manyhands.pipeline.table import Schedule, StageTurn
+from manyhands.training.exchange import TurnTime
+
+__all__ = ["ChainPart", "Ends", "StageBorders"]
+
+
+class ChainPart:
+    """Some modules of a chain, one after another; `number` is the part's, `first` its first module's place."""
+
+    def __init__(self, number: int, first: int, modules: Sequence[nn.Module]) -> None:
+        self.number = number
+        self.first = first
+        self.modules = tuple(modules)
+        self._copies_input = any(
+            getattr(inner, "inplace", False) is True
+            for module in self.modules[:1]
+            for inner in module.modules()
+        )
+
+    def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
+        """Apply the modules; `begin` is called with the place of each in the chain before it is."""
+        if self._copies_input and isinstance(x, Tensor):
+            x = x.clone()  # a leaf may not be changed in place, nor what another part still has
+        for place, module in enumerate(self.modules, self.first):
+            begin(place)
+            x = module(x)
+        return x
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, each once."""
+        return list(dict.fromkeys(one for module in self.modules for one in module.parameters()))
+
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [one for module in self.modules for one in module.buffers()]
+
+    def train(self, mode: bool = True) -> None:
+        """Compute as in training, or as in evaluation."""
+        for module in self.modules:
+            module.train(mode)
+
+
+class Ends(Protocol):
+    """What the task has at both ends of the chain, of one pass of micro-batches; and its random numbers."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """In which modules are applied."""
+
+    def prepare(self, microbatch: int) -> None:
+        """Get the samples that the loss of a micro-batch needs, if they are not here."""
+
+    def input(self, microbatch: int) -> Any:
+        """What the first part is called with."""
+
+    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+        """What backward begins with, from the last part's output."""
+
+    def begin(self, microbatch: int, place: int) -> None:
+        """A module of the chain is about to be applied to a micro-batch: set the random generators."""
+
+
+class StageBorders:
+    """What one stage takes and gives, of all its parts, on its device; `times` are those of its turns, in order."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        parts: Sequence[ChainPart],
+        post: StagePost,
+        device: torch.device | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.stage = stage
+        self.parts = {part.number: part for part in parts}
+        self.post = post
+        self._device = device if device is not None else torch.device("cpu")
+        self._times: list[TurnTime] = []
+        post.heed = self._waited
+
+    def is_last(self, part: ChainPart) -> bool:
+        """Whether the loss comes after it."""
+        return part.number + 1 == self.schedule.parts
+
+    def input(self, part: ChainPart, microbatch: int) -> Tensor:
+        """What the part before sends, as a leaf that has a gradient; not of the first part."""
+        before = part.number - 1
+        x = self.post.receive(Flow.OUTPUT, before, microbatch, before % self.schedule.stages)
+        x = x.to(self._device)
+        return x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
+
+    def gradient(self, part: ChainPart, microbatch: int, of: Tensor | torch.Size) -> Tensor:
+        """Of the part's output, which has this shape; not of the last part."""
+        after = (part.number + 1) % self.schedule.stages
+        shape = of.shape if isinstance(of, Tensor) else of
+        return (
+            self.post.receive(Flow.GRADIENT, part.number, microbatch, after).reshape(shape).to(self._device)
+        )
+
+    def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
+        """To the part after."""
+        output = self.tensor(output, part, microbatch)
+        self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
+
+    def send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
+        """Of a part's input to the part before, where it is a number that has one."""
+        if not part.number or not x.is_floating_point():
+            return
+        gradient = x.grad if x.grad is not None else torch.zeros_like(x)
+        before = part.number - 1
+        self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
+
+    def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Tensor | None:
+        """The output of one part for one micro-batch, without a graph: sent on, or returned where it is the last."""
+        x = self.input(part, microbatch) if part.number else ends.input(microbatch)
+        with ends.computing():
+            output = part.forward(x, lambda place: ends.begin(microbatch, place))
+        if self.is_last(part):
+            return self.tensor(output, part, microbatch)
+        self.send_output(part, microbatch, output)
+        return None
+
+    def tensor(self, output: Any, part: ChainPart, microbatch: int) -> Tensor:
+        """What a part gives; UserError where it is no tensor."""
+        if isinstance(output, Tensor):
+            return output
+        raise UserError(
+            f"stage {self.stage}, micro-batch {microbatch}: {type(part.modules[-1]).__name__} gives a "
+            f"{type(output).__name__}; between two stages goes one tensor: cut elsewhere (cuts=…), or give one there"
+        )
+
+    @contextmanager
+    def timed(self, turn: StageTurn) -> Iterator[None]:
+        """What is done inside is the turn's own work."""
+        begin_ns = time.monotonic_ns()
+        yield
+        self._times.append(
+            TurnTime(begin_ns=begin_ns, end_ns=time.monotonic_ns(), microbatch=turn.microbatch)
+        )
+
+    def take_times(self) -> list[TurnTime]:
+        """What took how long since the last call, in order."""
+        times, self._times = self._times, []
+        return times
+
+    def _waited(self, waited: Waited) -> None:
+        self._times.append(
+            TurnTime(
+                begin_ns=waited.begin_ns,
+                end_ns=waited.end_ns,
+                microbatch=waited.microbatch,
+                waited_for=waited.worker,
+            )
+        )

@@ -1,0 +1,327 @@
+"""One worker's end of a pipeline in the common loop: its stage, its replicas, and what all workers agree on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.chain import chain_of
+from manyhands.cluster.board import State
+from manyhands.footprint import sizes_of
+from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
+from manyhands.grid.group import LinkGroup
+from manyhands.grid.held import Held, HeldModel, Outline
+from manyhands.grid.layout import GridAxis
+from manyhands.memory.heap import keep_freed_memory
+from manyhands.pipeline.borders import StageBorders
+from manyhands.pipeline.ends import MeasureEnds, TrainingEnds
+from manyhands.pipeline.holding import Holding, holding_of
+from manyhands.pipeline.measure import layer_costs
+from manyhands.pipeline.post import StagePost
+from manyhands.pipeline.split import part_bytes, planned
+from manyhands.pipeline.stage import PipelineStage
+from manyhands.pipeline.standin import input_of
+from manyhands.pipeline.strategy import Pipeline
+from manyhands.pipeline.table import Pass, Schedule
+from manyhands.pipeline.wave import WaveStage
+from manyhands.tensor.finding import find_plan
+from manyhands.tensor.plan import Slicing
+from manyhands.tensor.slicing import slice_modules
+from manyhands.training.computing import Computed, Computer, TrainingPlan
+from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
+from manyhands.training.resources import Resources
+
+__all__ = ["PipelineExchange", "ShowsPlace"]
+
+_ALL, _REPLICAS, _SLICES, _TIED = (
+    0x60,
+    0x61,
+    0x62,
+    0x63,
+)  # kinds of messages: from the last one on, a group each
+_MOST_EVALUATIONS: Final = 1 << 16
+
+
+class ShowsPlace(Protocol):
+    """Shows where this worker is."""
+
+    def __call__(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """At a step, and there at a (stage, micro-batch)."""
+
+
+class PipelineExchange(Exchange):
+    """A stage of a pipeline, or of one of its replicas; `plan` has as many micro-batches as the strategy."""
+
+    builds_on_host = True
+
+    def __init__(
+        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace
+    ) -> None:
+        self.rank, self.world = resources.rank, resources.world
+        self._strategy = strategy
+        self._plan = plan
+        self._mark = mark
+        self._grid = strategy.grid(self.world)
+        self._place = self._grid.place(self.rank)
+        self._table = strategy.table()
+        self._links = links = resources.links() if self.world > 1 else {}
+        self.wire = next((link.wire for link in links.values()), self.wire)
+        self._timeout_s = timeout_s = resources.timeout_s
+        self._all = self._group(range(self.world), _ALL, "all workers")
+        self._replicas = self._group(
+            self._grid.along(GridAxis.DATA, self.rank), _REPLICAS, "replicas of a stage"
+        )
+        self._slices = self._group(self._grid.along(GridAxis.SLICE, self.rank), _SLICES, "slices of a stage")
+        self._stages = self._grid.along(GridAxis.STAGE, self.rank)
+        self._post = StagePost(self._place.stage, self._stages, links, timeout_s)
+        self._tied: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []
+        self._posts: dict[int, Post] = {}
+
+    @property
+    def table(self) -> Schedule:
+        """The schedule that all stages follow."""
+        return self._table
+
+    @property
+    def most_kept(self) -> int:
+        """Of how many micro-batches this stage kept activations at once, at most, in the last step."""
+        return self._stage.most_kept
+
+    @property
+    def part(self) -> int:
+        """All stages of a pipeline work on the same samples."""
+        return self._place.data
+
+    @property
+    def parts(self) -> int:
+        """One for each replica."""
+        return self._grid.data
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: cut the model, and keep this worker's layers of worker 0's."""
+        self._model, self._optimizer = model, optimizer
+        outline, chain = Outline.of(model), chain_of(model)
+        self.cuts = self._agree_on_cuts(model, chain)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._all.broadcast(tensor.detach())
+        strategy, place = self._strategy, self._place
+        self._holding = holding = holding_of(model, chain, self.cuts, strategy.stages, place.stage)
+        computer = Computer(self._plan, self.rank)
+        held = self._slice(model, holding, computer.device)
+        self._told = {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if name in holding.buffers and name in outline.keys and place.data == place.slice == 0
+        }
+        self._held = HeldModel(outline, optimizer, held, self._told)
+        self._held.drop_rest()
+        local = {id(one.whole): one.local for one in held}
+        for number, (stages, parameters) in enumerate(holding.tied):
+            members = [self._stages[stage] for stage in stages]
+            group = self._group(members, _TIED + number, "stages that share weights")
+            self._tied.append((group, tuple(local[id(one)] for one in parameters)))
+        self._borders = StageBorders(self._table, place.stage, holding.parts, self._post, computer.device)
+        self._stage = (
+            WaveStage(self._borders)
+            if self._table.over_time
+            else PipelineStage(self._borders, recompute=strategy.recompute)
+        )
+        for part in holding.parts:
+            part.train()
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """This worker's turns of the schedule, on its replica's share of the batch."""
+        del model  # the parts are its
+        begin = time.monotonic()
+        share = computer.share(step, self.part, self.parts)
+        ends = TrainingEnds(computer, share, step, self.part)
+        stage = self._place.stage
+        self._stage.run(
+            ends,
+            len(share.pieces),
+            lambda microbatch: self._mark(step + 1, State.COMPUTING, place=(stage, microbatch)),
+        )
+        loss = ends.mean_loss()
+        computer.slow_down(step, time.monotonic() - begin)
+        samples = share.samples if self._counts else 0
+        return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: every batch goes forward through the stages, once for each measure."""
+        del model
+        if computer.task.evaluation is None:
+            return None
+        functions = computer.measures()
+        totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        parts, number = self._holding.parts, 0
+        for part in parts:
+            part.train(False)
+        self._post.begin(checked=False)
+        with torch.no_grad():
+            for piece in computer.evaluation_batches(self.part, self.parts):
+                for column, measure in enumerate(functions.items()):
+                    ends = MeasureEnds(computer, number, piece, measure)
+                    for part in parts:
+                        output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
+                        if output is not None:
+                            totals[column] += ends.measured(output)
+                    self._post.settle()
+                    number += 1
+                totals[-1] += piece.samples
+        if not self._counts:
+            totals.zero_()
+        for part in parts:
+            part.train()
+        return computer.means(self.total(totals))
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """The stages' turns are all there is."""
+        del loss, share
+        raise AssertionError("a pipeline computes by itself")
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: sum gradients over replicas, then over the stages that share a parameter; and the loss."""
+        sum_gradients(self._replicas, [one.local for one in self._held.held])
+        for group, parameters in self._tied:
+            sum_gradients(group, parameters)
+        shared = agree_on(self._all, local, counts=self._counts)
+        self._collect_posts()
+        return shared
+
+    def clip(self, max_norm: float) -> float:
+        """Collective: the norm is over all stages, a parameter that several have counted once."""
+        told = [one.local for one in self._held.held if one.tells]
+        total = self.total(torch.tensor([squared_norm(told)], dtype=torch.float64))
+        norm = math.sqrt(float(total))
+        scale_to(max_norm, norm, [one.local for one in self._held.held])
+        return norm
+
+    def apply(self) -> None:
+        """The optimizer's step on this stage's parameters."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: put together on worker 0."""
+        return self._held.optimizer_state(self._all)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """Collective: put together on worker 0."""
+        for name, told in self._told.items():
+            now = model.get_buffer(name)
+            if now is not told:  # its module has put another in its place
+                told.copy_(now)
+        return self._held.model_state(self._all)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        return self._all.all_reduce(values)
+
+    def take_times(self) -> Times:
+        """The turns of the last step, and its messages once all have agreed."""
+        posts, self._posts = self._posts, {}
+        return Times(posts=posts, turns=self._borders.take_times())
+
+    def traffic(self) -> Traffic:
+        """Of the stage and of all its groups."""
+        sent = [self._post.traffic(), *(group.traffic() for group in self._groups())]
+        return Traffic(
+            messages_sent=sum(one.messages_sent for one in sent),
+            bytes_sent=sum(one.bytes_sent for one in sent),
+        )
+
+    def close(self) -> None:
+        """Let go of the links."""
+        for link in self._links.values():
+            link.close()
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this worker speaks for all of its replica, of which it has the loss."""
+        return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
+
+    def _groups(self) -> list[LinkGroup]:
+        return [self._all, self._replicas, self._slices, *(group for group, _ in self._tied)]
+
+    def _group(self, members: Sequence[int], kind: int, name: str) -> LinkGroup:
+        return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
+
+    def _slice(self, model: nn.Module, holding: Holding, device: torch.device) -> list[Held]:
+        """Keep this worker's slice of its layers, on its device; what it then has of each parameter."""
+        modules = [module for part in holding.parts for module in part.modules]
+        slices = self._slices
+        plan: dict[str, Slicing] = {}
+        for (
+            part
+        ) in holding.parts:  # one by one: no layer of one part takes what a layer of another leaves sliced
+            plan |= find_plan(model, slices.world, part.modules)
+        cut = slice_modules(model, slices, plan, part=modules).cut if slices.world > 1 else {}
+        for module in modules:
+            module.to(device)
+        place, held = self._place, []
+        for one in holding.parameters:
+            mine = cut.get(id(one))
+            tells = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
+            local, where = (one, None) if mine is None else (mine.local, mine.cut)
+            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, tells=tells))
+        return held
+
+    def _collect_posts(self) -> None:
+        for posts in (self._post.take_posts(), *(group.take_posts() for group in self._groups())):
+            for worker, post in posts.items():
+                mine = self._posts.setdefault(worker, Post())
+                first = [one.sent_ns for one in (mine, post) if one.sent_ns]
+                mine.sent_ns = min(first, default=0)
+                mine.messages_sent += post.messages_sent
+                mine.bytes_sent += post.bytes_sent
+                mine.received_ns = max(mine.received_ns, post.received_ns)
+
+    def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
+        """Collective: the user's, or what worker 0 finds best."""
+        strategy, parts = self._strategy, self._table.parts
+        if strategy.cuts:
+            return strategy.cuts
+        if parts in (1, len(chain)) and not strategy.memory:
+            return tuple(range(1, parts))  # there is no other
+        cuts = torch.zeros(parts - 1, dtype=torch.int64)
+        if self.rank == 0:
+            cuts.copy_(torch.tensor(self._measured_cuts(model, chain)))
+        return tuple(self._all.broadcast(cuts).tolist())
+
+    def _measured_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
+        """On worker 0: the best for one micro-batch of the first global batch."""
+        computer = Computer(self._plan, self.rank)
+        piece = computer.share(0, 0, self.parts).pieces[0]
+        ends = TrainingEnds(computer, computer.share(0, 0, self.parts), 0, 0)
+        sizes = sizes_of(computer.task, model)
+        with computer.precision():
+            layers = layer_costs(
+                chain,
+                input_of(computer.task.loss, computer.fetch(piece)),
+                device=computer.device,
+                state_copies=sizes.state / sizes.gradients if sizes.gradients else 0.0,
+                begin=lambda place: ends.begin(0, place),
+            )
+        strategy = self._strategy
+        need = part_bytes(layers, most_held(self._table), recompute=strategy.recompute)
+        limit = strategy.memory * strategy.tensor  # of the slices of a stage together
+        return planned(layers, strategy.stages, self._table.chunks, need, limit)
+
+
+def most_held(table: Schedule) -> list[int]:
+    """Of how many micro-batches each part keeps activations at once, by part."""
+    release = Pass.WEIGHTS if table.splits_backward else Pass.BACKWARD
+    now, most = [0] * table.parts, [0] * table.parts
+    for turn in table.turns:
+        part = table.part(turn)
+        now[part] += turn.work is Pass.FORWARD
+        most[part] = max(most[part], now[part])
+        now[part] -= turn.work is release
+    return most

@@ -1,0 +1,71 @@
+"""Which stage has which parameters and buffers of a model that is cut, and which of them several stages have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from manyhands.pipeline.borders import ChainPart
+from manyhands.pipeline.split import parts_of
+
+__all__ = ["Holding", "holding_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holding:
+    """One stage's."""
+
+    parts: tuple[ChainPart, ...]
+    """Its parts of the chain, in order."""
+
+    parameters: tuple[nn.Parameter, ...]
+    """Those that it computes with, each once; on the first stage also those that no layer has."""
+
+    first: frozenset[int]
+    """The identities of those of them that no earlier stage has: this stage tells of them."""
+
+    tied: tuple[tuple[tuple[int, ...], tuple[nn.Parameter, ...]], ...]
+    """Parameters that this stage and others have, by the stages that do, in an order that all stages share."""
+
+    buffers: tuple[str, ...]
+    """The names of those that this stage tells of."""
+
+
+def holding_of(
+    model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int, stage: int
+) -> Holding:
+    """What `stage` has of a model whose chain is cut so, part k on stage k mod `stages`."""
+    parts = [
+        ChainPart(number, places.start, chain[places.start : places.stop])
+        for number, places in enumerate(parts_of(cuts, len(chain)))
+    ]
+    holders: dict[int, set[int]] = {}
+    buffer_holders: dict[int, set[int]] = {}
+    for part in parts:
+        for parameter in part.parameters():
+            holders.setdefault(id(parameter), set()).add(part.number % stages)
+        for buffer in part.buffers():
+            buffer_holders.setdefault(id(buffer), set()).add(part.number % stages)
+    mine, first = [], set()
+    tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        having = tuple(sorted(holders.get(id(parameter), {0})))
+        if stage in having:
+            mine.append(parameter)
+            if having[0] == stage:
+                first.add(id(parameter))
+            if len(having) > 1:
+                tied.setdefault(having, []).append(parameter)
+    return Holding(
+        parts=tuple(part for part in parts if part.number % stages == stage),
+        parameters=tuple(mine),
+        first=frozenset(first),
+        tied=tuple((having, tuple(tied[having])) for having in sorted(tied)),
+        buffers=tuple(
+            name
+            for name, buffer in model.named_buffers()
+            if min(buffer_holders.get(id(buffer), {0})) == stage
+        ),
+    )

@@ -1,0 +1,176 @@
+"""`pipeline` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import IN_STEP, Promises, Split, Truth
+from manyhands.grid.layout import Grid
+from manyhands.holding import ModelFootprint, WorkerMemory
+from manyhands.pipeline.check import held_during
+from manyhands.pipeline.schedules import SCHEDULES
+from manyhands.pipeline.split import balanced, check_cuts, parts_of
+from manyhands.pipeline.table import Schedule
+from manyhands.settings import (
+    check_choice,
+    check_link,
+    link_setting,
+    parse_size,
+    setting,
+    show_size,
+    whole_number,
+)
+from manyhands.strategy import Strategy
+
+__all__ = ["Pipeline"]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(whole_number(number) for number in text.split(","))
+
+
+def _yes_or_no(text: str) -> bool:
+    check_choice("value", text, ("true", "false"))
+    return text == "true"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Strategy):
+    """The model's layers are cut into stages, each on a worker of its own, through which micro-batches flow.
+
+    `schedule` says in which order the stages work on them. Workers beyond `stages` × `tensor` make replicas of the
+    pipeline, which share out each batch; `data` may say how many.
+    """
+
+    word: ClassVar[str] = "pipeline"
+    about: ClassVar[str] = (
+        "the model's layers cut into stages, one worker each, through which micro-batches flow"
+    )
+    split: ClassVar[Split] = Split.LAYERS
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    refuses: ClassVar[Mapping[str, str]] = {
+        "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
+        "ps link=tcp have a codec"
+    }
+
+    stages: int = setting(2, whole_number)
+    """Into how many stages the model's layers are cut."""
+    microbatches: int = setting(4, whole_number)
+    """In how many pieces a worker's share of a batch flows through the stages; `wavefront` cuts time into so many."""
+    schedule: str = setting("1f1b", str)
+    """In which order a stage works: naive, gpipe, 1f1b, interleaved, zb-h1 or wavefront."""
+    data: int = setting(0, whole_number)
+    """How many replicas of the pipeline share out a batch; 0: as many as there are workers for."""
+    tensor: int = setting(1, whole_number)
+    """Over how many workers each layer of a stage is sliced."""
+    recompute: bool = setting(False, _yes_or_no, lambda value: str(value).lower())
+    """Keep only a stage's inputs until backward, and compute the rest again: less memory, a third more time."""
+    cuts: tuple[int, ...] = setting((), _numbers, lambda cuts: ",".join(map(str, cuts)) or "3,7")
+    """The layers that begin the second and later parts, from 0; without them, measured and balanced."""
+    memory: int = setting(0, parse_size, lambda size: show_size(size) if size else "2GiB")
+    """The most that a worker's part may take, of parameters, gradients, optimizer state and activations; 0: any."""
+    link: str = link_setting()
+    """How stages talk: through `shared` memory, or by `tcp` on loopback."""
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_link(self.link)
+        for name in ("stages", "microbatches", "tensor"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        table = self.table()
+        if table.over_time and self.recompute:
+            raise UserError(
+                f"recompute=true: schedule={self.schedule} cannot; it needs the states of all slices"
+            )
+        if self.cuts and self.memory:
+            raise UserError(
+                "cuts and memory: cuts of your own are taken as they are; leave one of the two out"
+            )
+        if self.cuts:
+            check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
+
+    def table(self) -> Schedule:
+        """Who works on which micro-batch when; UserError where the numbers do not fit the schedule."""
+        return SCHEDULES[self.schedule](self.stages, self.microbatches)
+
+    def grid(self, workers: int) -> Grid:
+        """Which worker has which place; UserError with the nearest numbers where so many do not fill it."""
+        return Grid.of(workers, stages=self.stages, slices=self.tensor, data=self.data or None)
+
+    def assignment(self, cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
+        """The stage of each layer of a chain that is cut so."""
+        return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
+
+    def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
+        """By the cuts that are given, or those that balance these costs."""
+        self.grid(workers)
+        parts, layers = self.table().parts, len(costs)
+        if layers < parts:
+            raise UserError(
+                f"stages={self.stages}: a chain of {layers} layers cannot be cut into {parts} parts"
+            )
+        if self.cuts:
+            check_cuts(self.cuts, layers, parts)
+        found = self.cuts or balanced(costs, parts)
+        assert found is not None, "there are enough layers"
+        return self.assignment(found, layers)
+
+    @property
+    def uses_links(self) -> bool:
+        """Stages send each other outputs and gradients."""
+        return True
+
+    @property
+    def uses_network(self) -> bool:
+        """Where the link says so."""
+        return self.link == "tcp"
+
+    @property
+    def splits_batches(self) -> bool:
+        """A batch flows through all stages; only replicas share it out."""
+        return False
+
+    @property
+    def model_parts(self) -> int:
+        """Each stage, and each slice of it, has its own."""
+        return self.stages * self.tensor
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
+        grid, table = self.grid(workers), self.table()
+        held = max(held for _, held in held_during(table))
+        samples = -(-model.batch_size // (grid.data * self.microbatches))
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // self.model_parts + model.buffers,
+                gradients=model.gradients // self.model_parts,
+                state=model.state // self.model_parts,
+                activations=round(model.per_sample * samples * held / table.parts),
+                what=f"nothing; stages are taken as equal, and the fullest has {held} micro-batches in flight",
+            )
+        ]
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop's model is whole."""
+        return "give the model and its loss to mh.fit for pipeline"
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """The workers must fill the grid, and layers are those of a network."""
+        super().check(workers, device, compiled=compiled)
+        if compiled:
+            raise UserError(
+                "strategy pipeline: a compiled step has no layers to cut; use hogwild or allreduce"
+            )
+        self.grid(workers)

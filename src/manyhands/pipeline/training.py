@@ -1,0 +1,89 @@
+"""`pipeline`: the common loop in which a worker has some layers, and takes turns with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from manyhands.chain import chain_of
+from manyhands.errors import UserError
+from manyhands.pipeline.exchange import PipelineExchange
+from manyhands.pipeline.split import check_cuts
+from manyhands.pipeline.strategy import Pipeline
+from manyhands.pipeline.wave import check_over_time
+from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.task import Task
+from manyhands.tensor.slicing import check_plan
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchanging import told
+from manyhands.training.processes import ProcessTraining, Train, WorkerJob
+from manyhands.training.reporting import Surroundings
+from manyhands.training.request import Request
+from manyhands.training.resources import Resources
+from manyhands.training.worker import Trained, Trainer
+
+__all__ = ["PipelineTraining"]
+
+
+class PipelineTraining(ProcessTraining):
+    """Refuses, before anything is started, what cannot be cut as it is asked to be."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        assert isinstance(request.strategy, Pipeline), "the registry leads here from its own word"
+        check_model(request.strategy, model)
+        if request.options.compile:
+            raise UserError(
+                "compile: torch.compile takes a whole model, and under `pipeline` no worker has one; leave it out"
+            )
+
+    @classmethod
+    @contextmanager
+    def worker(
+        cls, job: WorkerJob, resources: Resources, around: Surroundings, checkpoints: CheckpointStore | None
+    ) -> Iterator[Train]:
+        """The common loop, over as many micro-batches as the strategy says."""
+        assert isinstance(job.strategy, Pipeline), "the registry leads here from its own word"
+        plan = in_microbatches(job.plan, job.strategy)
+        with closing(PipelineExchange(job.strategy, resources, plan, around.mark)) as exchange:
+
+            def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+                trained = Trainer(plan, exchange, around, checkpoints).run(start)
+                return trained, told(exchange.traffic())
+
+            yield train
+
+
+def check_model(strategy: Pipeline, model: nn.Module) -> None:
+    """UserError where the model is no chain, or one of too few layers."""
+    chain, parts = chain_of(model), strategy.table().parts
+    if parts > len(chain):
+        what = f"stages={strategy.stages}" + (
+            f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""
+        )
+        raise UserError(
+            f"{what}: {type(model).__name__} is a chain of {len(chain)} layers, which cannot be cut into {parts} "
+            f"parts; use at most stages={len(chain) * strategy.stages // parts}"
+        )
+    if strategy.cuts:
+        check_cuts(strategy.cuts, len(chain), parts)
+    if strategy.tensor > 1:
+        check_plan(model, strategy.tensor)
+    if strategy.table().over_time:
+        check_over_time(chain)
+
+
+def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:
+    """The plan in which a share has as many pieces as the strategy has micro-batches.
+
+    A schedule over time cuts each piece by itself, so there the task's own number stays.
+    """
+    task = plan.task
+    assert isinstance(task, Task), "a compiled task is refused"
+    if strategy.table().over_time:
+        return plan
+    return replace(plan, task=replace(task, microbatches=strategy.microbatches))

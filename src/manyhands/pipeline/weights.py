@@ -1,0 +1,140 @@
+"""Backward in two pieces: the gradient of a part's input at once, those of its parameters later.
+
+The input's gradient is what the stage before waits for. On the way to it lie the gradients at every operation that
+leads there; a parameter's gradient goes on from the one where its way leaves that to the input. So these are kept, and
+nothing is computed twice, and the gradients are those of one backward (Qi et al., "Zero Bubble Pipeline Parallelism",
+2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["PutOff"]
+
+
+class PutOff:
+    """One micro-batch's backward of one part, from `root` and the gradient of it (None: of one number, 1).
+
+    First `input_gradient`, then `weight_gradients`, each once.
+    """
+
+    def __init__(
+        self, root: Tensor, gradient: Tensor | None, x: Tensor | None, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._root = root
+        self._gradient = gradient
+        self._x = x
+        self._parameters = [one for one in parameters if one.requires_grad]
+        self._forks: list[_Fork] | None = None
+
+    def input_gradient(self) -> None:
+        """The gradient of the input, into its `grad`."""
+        if self._x is None:
+            return
+        forks = self._forks = _forks(self._root, self._x, self._parameters)
+        handles = [fork.listen() for fork in forks or ()]
+        torch.autograd.backward(self._root, self._gradient, retain_graph=True, inputs=[self._x])
+        for handle in handles:
+            handle.remove()
+
+    def weight_gradients(self) -> None:
+        """Those of the parameters, added to their `grad`."""
+        if self._forks is None:
+            if self._parameters:
+                torch.autograd.backward(self._root, self._gradient, inputs=self._parameters)
+        else:
+            for fork in self._forks:
+                fork.go_on()
+        self._forks = None
+        del self._root, self._gradient
+
+
+class _Fork:
+    """An operation on the way to the input from which some parameters are reached on ways of their own."""
+
+    def __init__(self, node: Node, parameters: list[nn.Parameter]) -> None:
+        self._node = node
+        self._parameters = parameters
+        self._arrived: tuple[Tensor | None, ...] = ()
+
+    def listen(self) -> Any:
+        """Keep the gradients that arrive here."""
+        return self._node.register_prehook(partial(_Fork._arrive, self))
+
+    def _arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self._arrived = gradients
+
+    def go_on(self) -> None:
+        """From here to the parameters alone."""
+        edges = [
+            GradientEdge(self._node, number) for number, one in enumerate(self._arrived) if one is not None
+        ]
+        arrived = [one for one in self._arrived if one is not None]
+        if edges:
+            torch.autograd.backward(edges, arrived, inputs=self._parameters, retain_graph=True)
+
+
+def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[_Fork] | None:
+    """Where the ways to parameters leave those to `x`.
+
+    None where a parameter is reached from two of them: it is then not told apart what is whose, and all of backward has
+    to be run for the parameters.
+    """
+    end, start = _accumulator(x), root.grad_fn
+    if start is None or end is None:
+        return None
+    known: dict[Node, nn.Parameter] = {}
+    for one in parameters:
+        accumulator = _accumulator(one)
+        if accumulator is not None:
+            known[accumulator] = one
+    order = _in_order(start)
+    leads: set[Node] = set()  # to the input
+    reached: dict[Node, set[nn.Parameter]] = {}  # by nodes that do not lead there
+    forks = []
+    for node in order:  # what follows a node comes before it
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node is end or any(after in leads for after in following):
+            leads.add(node)
+            own = set().union(*(reached.get(after, set()) for after in following if after not in leads))
+            if own:
+                forks.append((node, own))
+        else:
+            reached[node] = set().union(*(reached.get(after, set()) for after in following))
+            if node in known:
+                reached[node].add(known[node])
+    if start not in leads or sum(len(own) for _, own in forks) != len(
+        set().union(*(own for _, own in forks))
+    ):
+        return None
+    return [_Fork(node, sorted(own, key=id)) for node, own in forks]
+
+
+def _accumulator(leaf: Tensor) -> Node | None:
+    """The node that adds to a leaf's `grad`."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node if leaf.requires_grad else None
+
+
+def _in_order(start: Node) -> list[Node]:
+    """All nodes behind `start`, each after those that follow it."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(start, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [
+                (after, False) for after, _ in node.next_functions if after is not None and after not in seen
+            ]
+    return order

@@ -1,0 +1,1 @@
+"""`sharded`: parameters, gradients and optimizer state split over the workers, gathered layer by layer."""

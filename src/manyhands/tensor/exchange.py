@@ -1,0 +1,185 @@
+"""`tensor` in the common loop: layers are sliced over some workers, and the data over crews of them.
+
+data 0:  worker 0 = slice 0, worker 1 = slice 1     forward and backward pass activations between slices
+data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are summed over workers 0 and 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
+from manyhands.grid.group import LinkGroup
+from manyhands.grid.held import Held, HeldModel, Outline
+from manyhands.grid.layout import Grid, GridAxis
+from manyhands.link.base import Link
+from manyhands.link.wire import Wire, wire_of
+from manyhands.memory.heap import keep_freed_memory
+from manyhands.tensor.slicing import Sliced, slice_modules
+from manyhands.training.computing import Computed, Computer
+from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
+
+__all__ = ["TensorExchange"]
+
+_EVERYONE, _SLICES, _DATA = 41, 42, 43
+"""What tells the messages of the three groups apart, who share links."""
+
+
+class TensorExchange(Exchange):
+    """One worker's end: its slice of one replica of the model."""
+
+    def __init__(self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float) -> None:
+        self.rank, self.world = rank, grid.workers
+        self._grid, self._place, self._links = grid, grid.place(rank), links
+        wires = {link.wire for link in links.values()}
+        self.wire = wire_of(wires.pop()) if wires else Wire.NONE
+
+        def group(members: Any, kind: int, name: str) -> LinkGroup:
+            return LinkGroup(rank, members, links, timeout_s, kind=kind, name=name)
+
+        self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
+        self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
+        self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
+        self._optimizer: Optimizer | None = None
+        self._held: HeldModel | None = None
+        self._sliced: Sliced | None = None
+        self._posts: dict[int, Post] = {}
+        self._counted_ns = 0
+        self._steps = 0
+
+    @property
+    def part(self) -> int:
+        """All slices of a replica compute on the same samples."""
+        return self._place.data
+
+    @property
+    def parts(self) -> int:
+        """As many as replicas."""
+        return self._grid.data
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: everybody takes worker 0's weights, and keeps its slice of them."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._everyone.broadcast(tensor.detach())
+        outline = Outline.of(model)
+        whole = {id(one): one for one in outline.parameters.values()}
+        self._sliced = slice_modules(model, self._slices)
+        first = self._place.data == 0
+        held = []
+        for identity, parameter in whole.items():
+            cut = self._sliced.cut.get(identity)
+            held.append(
+                Held(
+                    whole=parameter,
+                    local=cut.local if cut is not None else parameter,
+                    shape=parameter.shape,
+                    cut=cut.cut if cut is not None else None,
+                    tells=first and (cut is not None or self._place.slice == 0),
+                )
+            )
+        buffers = {key: value for key, value in model.named_buffers() if key in outline.shapes}
+        self._held = HeldModel(outline, optimizer, held, buffers if self.rank == 0 else {})
+        self._held.drop_rest()
+        self._optimizer = optimizer
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Together with the other slices of this replica."""
+        for group in self._groups:
+            group.take_posts()  # of what was done between steps
+        return super().compute(computer, model, step)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: each replica goes over its part of the evaluation data."""
+        return computer.evaluate(model, self.part, self.parts, self._data.all_reduce)
+
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """Backward of this replica's weighted loss, together with the other slices."""
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: gradients are summed over the replicas."""
+        shared = agree_on(self._everyone, local, counts=self._place.slice == 0)
+        if not shared.bad_workers:
+            sum_gradients(self._data, [one.local for one in self._need().held])
+        self._steps += 1
+        for group in self._groups:
+            for peer, post in group.take_posts().items():
+                _add(self._posts.setdefault(peer, Post()), post)
+        return shared
+
+    def clip(self, max_norm: float) -> float:
+        """Collective: what is sliced counts on every slice, what is whole on the first."""
+        held = self._need().held
+        counted = [one.local for one in held if one.cut is not None or self._place.slice == 0]
+        squares = self._slices.all_reduce(torch.tensor([squared_norm(counted)], dtype=torch.float64))
+        norm = math.sqrt(float(squares))
+        scale_to(max_norm, norm, [one.local for one in held])
+        return norm
+
+    def apply(self) -> None:
+        """Each worker steps what it holds."""
+        assert self._optimizer is not None, "attach comes before apply"
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: put together from the slices."""
+        return self._need().optimizer_state(self._everyone)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Collective: put together from the slices."""
+        del model
+        return self._need().model_state(self._everyone)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over workers."""
+        return self._everyone.all_reduce(values.clone())
+
+    def take_times(self) -> Times:
+        """What passed between slices inside forward and backward; messages, once all have agreed on the step."""
+        spent_ns = self._sliced.clock.spent_ns if self._sliced is not None else 0
+        spent_ns, self._counted_ns = spent_ns - self._counted_ns, spent_ns
+        posts, self._posts = self._posts, {}
+        return Times(exchange_ns=spent_ns, posts=posts)
+
+    def traffic(self) -> Traffic:
+        """Of all groups."""
+        sent = [group.traffic() for group in self._groups]
+        return Traffic(
+            messages_sent=sum(one.messages_sent for one in sent),
+            bytes_sent=sum(one.bytes_sent for one in sent),
+        )
+
+    def told(self) -> Mapping[str, Any]:
+        """What a step of training sends for each layer, from this worker."""
+        layers = self._sliced.traffic if self._sliced is not None else {}
+        steps = max(1, self._steps)
+        return {"layers": [{"layer": name, **one.per_step(steps)} for name, one in layers.items()]}
+
+    def close(self) -> None:
+        """Close the links."""
+        for link in self._links.values():
+            link.close()
+
+    @property
+    def _groups(self) -> tuple[LinkGroup, ...]:
+        return self._everyone, self._slices, self._data
+
+    def _need(self) -> HeldModel:
+        assert self._held is not None, "attach comes first"
+        return self._held
+
+
+def _add(to: Post, more: Post) -> None:
+    to.messages_sent += more.messages_sent
+    to.bytes_sent += more.bytes_sent
+    moments = [moment for moment in (to.sent_ns, more.sent_ns) if moment]
+    to.sent_ns = min(moments, default=0)
+    to.received_ns = max(to.received_ns, more.received_ns)

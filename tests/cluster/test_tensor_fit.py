@@ -1,0 +1,187 @@
+"""`tensor` through the common loop, in virtual time: weights and optimizer are those of one process after 20 steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyhands as mh
+from equality import OPTIMIZERS, Silent, distance, make_task
+from manyhands.grid.layout import Grid
+from manyhands.link.simulated import SimulatedNetwork
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.text import next_byte_loss
+from manyhands.tasks.vision import ImageClassifier, accuracy, classification_loss
+from manyhands.tensor.exchange import TensorExchange
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Exchange, SingleExchange
+from manyhands.training.worker import Trainer
+
+STEPS = 20
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def task_of(model: Callable[[], nn.Module], loss: Any, data: Any, **more: Any) -> mh.Task:
+    template = model().double()
+    return mh.Task(
+        model=lambda: copy.deepcopy(template), loss=loss, data=data, optimizer=adamw, batch_size=7, **more
+    )
+
+
+def windows(count: int = 30) -> Tensor:
+    return torch.randint(0, 17, (count, 9), generator=torch.Generator().manual_seed(4))
+
+
+def transformer(*, tied: bool) -> mh.Task:
+    torch.manual_seed(0)
+    model = lambda: Transformer(context=8, layers=2, width=12, heads=3, tied=tied, vocabulary=17)  # noqa: E731
+    return task_of(model, next_byte_loss, windows(), evaluation=windows(11))
+
+
+def images(count: int = 30) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randint(0, 256, (count, 1, 9, 9), generator=generator, dtype=torch.uint8)
+    return pixels, torch.randint(0, 10, (count,), generator=generator)
+
+
+def classifier() -> mh.Task:
+    torch.manual_seed(0)
+    return task_of(
+        lambda: ImageClassifier(side=9, white=255, width=8),
+        classification_loss,
+        images(),
+        evaluation=images(11),
+        metrics={"accuracy": accuracy},
+    )
+
+
+def rows_of_images() -> mh.Task:
+    """Sliced by rows where that is cheap, by channels where images are small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(96, 10),
+    )  # fmt: skip
+    model.tensor_plan = {"[0-3]": "spatial", "4": "channels_out", "7": "row units=6"}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].double() / 255), batch[1])
+
+    return task_of(lambda: model, loss, images())
+
+
+TASKS: dict[str, Callable[[], mh.Task]] = {
+    "transformer": lambda: transformer(tied=True),
+    "untied transformer": lambda: transformer(tied=False),
+    "classifier": classifier,
+    "rows": rows_of_images,
+    "awkward": lambda: make_task(OPTIMIZERS["adamw"]),
+}
+
+
+def train(task: mh.Task, exchange: Exchange, steps: int, start: Any = None) -> Any:
+    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0, check_every=7)
+    trainer = Trainer(plan, exchange, Silent())
+    trained = trainer.run(copy.deepcopy(start))
+    evaluated = exchange.evaluate(trainer._computer, trained.model)
+    weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+    model = {name: value.clone() for name, value in weights.items()}
+    return model, copy.deepcopy(exchange.optimizer_state()), evaluated
+
+
+@cache
+def alone(name: str, steps: int = STEPS) -> Any:
+    """What one process comes to."""
+    return train(TASKS[name](), SingleExchange(), steps)
+
+
+def sliced(task: mh.Task, grid: Grid, steps: int = STEPS, start: Any = None) -> list[Any]:
+    network, world = SimulatedNetwork(), grid.workers
+
+    def role(rank: int) -> Callable[[], Any]:
+        links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
+        return lambda: train(task, TensorExchange(rank, grid, links, 5.0), steps, start)
+
+    results = network.run({str(rank): role(rank) for rank in range(world)})
+    return [results[str(rank)] for rank in range(world)]
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Between two optimizers' states."""
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    return max(
+        float((mine[name].double() - theirs[name].double()).abs().max())
+        for mine, theirs in zip(one["state"].values(), other["state"].values(), strict=True)
+        for name in theirs
+    )
+
+
+class Loaded:
+    """A checkpoint after some steps, as the loop takes it."""
+
+    def __init__(self, step: int, model: Any, optimizer: Any) -> None:
+        self.step, self.model, self.optimizer, self.extra = step, dict(model), dict(optimizer), {}
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "data"),
+    [
+        ("transformer", 2, 1),
+        ("transformer", 3, 1),
+        ("transformer", 2, 2),
+        ("untied transformer", 2, 2),
+        ("classifier", 2, 1),
+        ("classifier", 4, 1),
+        ("classifier", 3, 2),
+        ("rows", 3, 1),
+        ("awkward", 2, 1),
+        ("awkward", 4, 2),
+    ],
+)
+def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data: int) -> None:
+    task = TASKS[name]()
+    expected, state, evaluated = alone(name)
+    found = sliced(task, Grid(slices=slices, data=data))
+    (weights, optimizer, _), *others = found
+    assert distance(weights, expected) < 1e-9
+    assert largest_difference(optimizer, state) < 1e-9
+    assert all(other[1] is None for other in others)
+    if evaluated is not None:
+        assert all(one[2][1] == evaluated[1] for one in found), "each sample once"
+        for metric, value in evaluated[0].items():
+            assert all(math.isclose(one[2][0][metric], value, rel_tol=1e-9) for one in found)
+
+
+def test_checkpoint_goes_on_under_one_process_and_back() -> None:
+    task = TASKS["transformer"]()
+    expected, state, _ = alone("transformer")
+    (half, half_state, _), _ = sliced(task, Grid(slices=2), 8)
+    resumed, resumed_state, _ = train(task, SingleExchange(), STEPS, Loaded(8, half, half_state))
+    assert distance(resumed, expected) < 1e-9
+    assert largest_difference(resumed_state, state) < 1e-9
+    first, first_state, _ = alone("transformer", 8)
+    (back, back_state, _), *_ = sliced(task, Grid(slices=3), STEPS, Loaded(8, first, first_state))
+    assert distance(back, expected) < 1e-9
+    assert largest_difference(back_state, state) < 1e-9
+
+
+@pytest.mark.parametrize("clip", [{"clip_norm": 0.05}, {"clip_value": 0.01}], ids=str)
+def test_gradients_are_clipped_as_in_one_process(clip: dict[str, float]) -> None:
+    task = replace(TASKS["transformer"](), **clip)
+    expected, _, _ = train(task, SingleExchange(), 6)
+    (weights, _, _), *_ = sliced(task, Grid(slices=2, data=2), 6)
+    assert distance(weights, expected) < 1e-9
+    assert distance(expected, alone("transformer", 6)[0]) > 1e-6

@@ -1,0 +1,446 @@
+"""Each kind of sliced layer, against torch's whole one in float64: output, input gradient, weight gradients."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyhands.chain import chain_of
+from manyhands.errors import UserError
+from manyhands.grid.group import LinkGroup
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.vision import ImageClassifier
+from manyhands.tensor.finding import find_plan
+from manyhands.tensor.later import WholeLater
+from manyhands.tensor.layers import SameDraws
+from manyhands.tensor.plan import Slicing, parts_of
+from manyhands.tensor.slicing import slice_modules
+from sliced import EXACT, hold_against_the_whole, together
+
+SLICES = [1, 2, 3, 4]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def tokens(most: int, *shape: int) -> Tensor:
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(1))
+
+
+def words(model: nn.Module, slices: int = 2) -> dict[str, str]:
+    return {name: str(how) for name, how in find_plan(model, slices).items()}
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_then_row(slices: int, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(7, 13, bias), nn.GELU(), nn.Dropout(0.0), nn.Linear(13, 5, bias))
+    assert words(model) == {"0": "column units=13", "2": "inside units=13", "3": "row units=13"}
+    (first, *_) = hold_against_the_whole(model, numbers(3, 2, 7), slices)
+    assert len(first.cut) == (0 if slices == 1 else 3 if bias else 2)
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_alone_gathers_its_output(slices: int, bias: bool) -> None:
+    hold_against_the_whole(nn.Linear(5, 9, bias), numbers(4, 5), slices, {"": "column gather"})
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("padding", [None, 0, 6])
+def test_embedding_by_vocabulary(slices: int, padding: int | None) -> None:
+    model = nn.Embedding(11, 6, padding_idx=padding)
+    assert words(model) == {"": "vocabulary"}
+    hold_against_the_whole(model, tokens(11, 4, 5), slices)
+
+
+class Language(nn.Module):
+    """Tied or untied, read as an attribute, too."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.positions = nn.Embedding(5, 6)
+        self.head = nn.Linear(6, 11, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tokens(x) + self.positions.weight[: x.shape[1]]))
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_head_and_a_weight_that_is_read_as_an_attribute(slices: int, tied: bool) -> None:
+    model = Language(tied=tied)
+    assert words(model)["head"] == ("vocabulary" if tied else "column gather")
+    hold_against_the_whole(model, tokens(11, 4, 3), slices)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("reduction", "ignored"), [("mean", -100), ("sum", -100), ("none", -100), ("mean", 3), ("none", 3)]
+)
+def test_cross_entropy_of_sliced_scores_needs_three_numbers_a_sample(
+    slices: int, reduction: str, ignored: int
+) -> None:
+    targets = tokens(11, 4 * 3)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        scores = model(x)
+        assert scores.shape == (4, 3, 11)
+        assert scores.dtype is torch.float64
+        flat = scores.view(-1, scores.size(-1)) if reduction == "sum" else scores.flatten(0, 1)
+        return F.cross_entropy(
+            flat * 1 if slices == 1 else flat, targets, ignore_index=ignored, reduction=reduction
+        )
+
+    found = hold_against_the_whole(
+        Language(tied=False),
+        tokens(11, 4, 3),
+        slices,
+        {"tokens": "vocabulary", "head": "vocabulary"},
+        loss,
+    )
+    for sliced in found:
+        told = sliced.traffic["head"]
+        assert told.forward_bytes == 3 * 12 * 8 * (slices - 1)
+        assert told.forward_messages == slices - 1
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"label_smoothing": 0.1}, {"weight": torch.arange(11, dtype=torch.float64)}],
+    ids=["smoothing", "weights"],
+)
+def test_other_losses_of_sliced_scores_get_the_whole(kwargs: dict[str, Any]) -> None:
+    targets = tokens(11, 12)
+    for loss in (
+        lambda model, x: F.cross_entropy(model(x).flatten(0, 1), targets, **kwargs),
+        lambda model, x: F.cross_entropy(model(x).transpose(1, 2), targets.view(4, 3)),
+        lambda model, x: -model(x).log_softmax(-1)[..., 0].mean(),
+        lambda model, x: torch.cat([model(x), model(x)]).square().mean(),
+    ):
+        found = hold_against_the_whole(Language(tied=True), tokens(11, 4, 3), 2, None, loss)
+        assert found[0].traffic["head"].forward_bytes >= 12 * 5 * 8
+
+
+def test_stand_in_is_not_changed_in_place_and_says_what_it_is() -> None:
+    def work(group: LinkGroup) -> None:
+        model = nn.Linear(3, 5).double()
+        slice_modules(model, group)
+        assert isinstance(model.weight, WholeLater)
+        assert (model.weight.shape, model.weight.ndim, len(model.weight)) == ((5, 3), 2, 5)
+        assert model.weight.requires_grad
+        assert model.weight.norm().item() > 0
+        with pytest.raises(UserError, match="mul_ would change a tensor of which each slice has a part"):
+            model.weight.mul_(2)
+
+    together(2, work)
+
+
+CONVOLUTIONS = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 3, "stride": 2},
+    {"kernel_size": (3, 5), "padding": (2, 1), "dilation": 2},
+    {"kernel_size": 1, "stride": 3, "bias": False},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+]
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("settings", CONVOLUTIONS, ids=str)
+def test_convolutions_by_channels(slices: int, settings: dict[str, Any]) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 7, **settings), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(7, 5, **settings)
+    )
+    assert words(model) == {"0": "channels_out units=7", "3": "channels_in units=7"}
+    hold_against_the_whole(model, numbers(2, 3, 17, 19), slices)
+    hold_against_the_whole(
+        nn.Conv2d(3, 7, **settings), numbers(2, 3, 9, 11), slices, {"": "channels_out gather"}
+    )
+
+
+@pytest.mark.parametrize("slices", SLICES)
+def test_convolutions_of_other_dimensions(slices: int) -> None:
+    hold_against_the_whole(
+        nn.Sequential(nn.Conv1d(2, 5, 3), nn.Tanh(), nn.Conv1d(5, 3, 2)), numbers(2, 2, 9), slices
+    )
+    hold_against_the_whole(nn.Conv3d(2, 5, 2), numbers(2, 2, 4, 3, 5), slices)
+
+
+@pytest.mark.parametrize("slices", SLICES)
+def test_convolution_with_group_normalisation_then_a_flat_head(slices: int) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 3),
+        nn.GroupNorm(4, 12),
+        nn.ReLU(),
+        nn.Conv2d(12, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3),
+        nn.MaxPool2d(2),
+        nn.Sequential(nn.Flatten(), nn.Dropout(0.0)),
+        nn.Linear(6 * 4, 5),
+    )
+    assert words(model) == {
+        "0": "channels_out units=4",
+        "1": "inside units=4 channels",
+        "3": "channels_in units=4",
+        "6": "channels_out units=6",
+        "8.1": "inside units=6 channels",
+        "9": "row units=6",
+    }
+    hold_against_the_whole(model, numbers(2, 3, 11, 11), slices)
+
+
+def test_groups_too_few_for_the_slices_are_normalised_whole() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.GroupNorm(2, 12), nn.ReLU(), nn.Conv2d(12, 8, 3))
+    assert words(model, 3) == {"0": "channels_out gather", "3": "channels_out gather"}
+    hold_against_the_whole(model, numbers(2, 3, 7, 7), 3)
+
+
+def test_module_that_comes_twice_and_one_that_is_too_small() -> None:
+    twice = nn.Linear(6, 6)
+    model = nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(6, 1))
+    assert words(model) == {"0": "column gather"}, "a single output cannot be sliced"
+    hold_against_the_whole(model, numbers(3, 6), 3)
+
+
+@pytest.mark.parametrize(("how", "dim"), [("inside units=5", 2), ("inside units=5 channels", 1)])
+def test_dropout_inside_draws_as_one_process(how: str, dim: int) -> None:
+    """And as much: what is drawn after it is the same on all slices."""
+    x = numbers(3, 10, 10)
+    torch.manual_seed(3)
+    whole, after = F.dropout(x, 0.4), torch.rand(2)
+    for index, part in enumerate(parts_of(10, 5, 3)):
+        model = nn.Sequential(nn.Dropout(0.4))
+        slice_modules(model, LinkGroup(index, range(3), {}, 1.0, kind=1), {"0": Slicing.parse(how)})
+        torch.manual_seed(3)
+        assert torch.equal(
+            model(x.narrow(dim, part.start, len(part))), whole.narrow(dim, part.start, len(part))
+        )
+        assert torch.equal(torch.rand(2), after)
+    assert torch.equal(model.eval()(x[..., :2]), x[..., :2])
+
+
+def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
+    def after(count: int) -> Tensor:
+        torch.manual_seed(5)
+        draws = SameDraws()
+        draws.enter(x)
+        torch.rand(count)
+        draws.leave(x)
+        return torch.rand(3)
+
+    x = numbers(1)
+    assert torch.equal(after(4), after(7))
+    torch.manual_seed(5)
+    plain = torch.rand(3)
+    assert torch.equal(after(0), plain), "where nothing is drawn, one process draws the same"
+    assert not torch.equal(after(4), plain)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            {"0": "row"},
+            "module '0' is row, so it takes 4 features on slice 0, and got 7; in tensor_plan a layer",
+        ),
+        (
+            {"0": "column", "2": "column"},
+            "module '2' is column, so it takes 13 features on slice 0, and got 7",
+        ),
+        (
+            {"0": "vocabulary", "2": "channels_in"},
+            "module '2' is a Linear, which cannot be channels_in; it can be",
+        ),
+        ({"1": "row"}, "module '1' is a GELU, which cannot be row; leave it whole"),
+        (
+            {"0": "column units=1"},
+            "module '0' is column units=1, which is too little for 2 slices; use fewer",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan: dict[str, str], sentence: str) -> None:
+    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5))
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        hold_against_the_whole(model, numbers(3, 7), 2, plan)
+
+
+def test_shared_parameters_are_sliced_alike_or_not_at_all() -> None:
+    for plan, words_of_it in (
+        ({"tokens": "vocabulary"}, "module 'head' shares a parameter that another module slices; say how"),
+        (
+            {"tokens": "vocabulary", "head": "row"},
+            "module 'head' shares a parameter that another module slices in",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(words_of_it)):
+            hold_against_the_whole(Language(tied=True), tokens(11, 4, 3), 2, plan)
+
+
+def test_replicated_gradients_have_the_same_bits_on_all_slices() -> None:
+    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 6), nn.LayerNorm(6)).double()
+
+    def work(group: LinkGroup) -> Tensor:
+        mine = copy.deepcopy(model)
+        slice_modules(mine, group)
+        mine(numbers(3, 7)).square().sum().backward()
+        return mine[3].weight.grad
+
+    first, *others = together(3, work)
+    assert all(torch.equal(first, other) for other in others)
+    assert float(first.abs().max()) > EXACT
+
+
+ROWS: dict[str, nn.Module] = {
+    "halo of one": nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1)),
+    "strides": nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=3)
+    ),
+    "wide": nn.Sequential(nn.Conv2d(2, 3, (7, 3), padding="same", dilation=(2, 1)), nn.Conv2d(3, 2, (8, 2))),
+    "groups": nn.Sequential(nn.Conv2d(2, 4, 3, groups=2, bias=False), nn.Conv2d(4, 4, 1, stride=2, groups=4)),
+    "pools": nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.MaxPool2d(3, 2, padding=1, dilation=2),
+        nn.Sequential(nn.Dropout(0.0), nn.AvgPool2d(2, 1, padding=1), nn.GroupNorm(2, 4, affine=False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("name", ROWS)
+def test_layers_by_rows_fetch_their_halo(slices: int, name: str) -> None:
+    model = ROWS[name]
+    model.tensor_plan = {"*": "spatial"}
+    plan = words(model)
+    assert plan["0"] == "spatial scatter"
+    assert list(plan.values())[-1] == "spatial gather"
+    model.tensor_plan = None
+    hold_against_the_whole(model, numbers(2, 2, 23, 9), slices, plan)
+
+
+def test_halo_of_a_row_is_all_that_travels_forward() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1))
+    (first, second, third) = hold_against_the_whole(
+        model, numbers(1, 2, 17, 9), 3, {"0": "spatial scatter", "2": "spatial gather"}
+    )
+    row = 9 * 8
+    gathered = [2 * 2 * rows * row for rows in (6, 6, 5)]
+    assert [one.traffic["0"].forward_bytes for one in (first, second, third)] == [2 * row, 4 * row, 2 * row]
+    assert [
+        one.traffic["2"].forward_bytes - all_of_it
+        for one, all_of_it in zip((first, second, third), gathered, strict=True)
+    ] == [3 * row, 6 * row, 3 * row]
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (
+            nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+            "padding_mode=circular needs rows of the other",
+        ),
+        (nn.AvgPool2d(3, padding=1, count_include_pad=False), "count_include_pad=False needs to know"),
+        (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode=True reaches beyond"),
+        (nn.Conv2d(2, 2, 3), "module '0' has an image of 1 rows, too few for 2 slices"),
+    ],
+)
+def test_what_cannot_be_sliced_by_rows_is_refused(module: nn.Module, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        hold_against_the_whole(nn.Sequential(module), numbers(2, 2, 3, 5), 2, {"0": "spatial scatter gather"})
+
+
+class Attending(nn.Module):
+    """Torch's attention, called in one of its ways."""
+
+    def __init__(self, *, batch_first: bool, bias: bool = True, **how: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=batch_first, bias=bias)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, weights = self.attention(x, x if x.dim() == 2 else x.flip(1), x, **self.how)
+        return output if weights is None else torch.cat([output.flatten(), weights.flatten()])
+
+
+CAUSAL = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+PADDED = torch.tensor([[False] * 5, [False, False, False, True, True]])
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Attending(batch_first=True, need_weights=False, attn_mask=CAUSAL), (2, 5, 12)),
+        (Attending(batch_first=True, key_padding_mask=PADDED), (2, 5, 12)),
+        (Attending(batch_first=False, bias=False, average_attn_weights=False), (5, 2, 12)),
+        (
+            Attending(batch_first=True, attn_mask=numbers(8, 5, 5), key_padding_mask=PADDED.double()),
+            (2, 5, 12),
+        ),
+        (Attending(batch_first=False, attn_mask=CAUSAL), (5, 12)),
+    ],
+    ids=["causal", "padded", "time first", "mask of each head", "no batch"],
+)
+def test_attention_by_heads(slices: int, model: nn.Module, shape: tuple[int, ...]) -> None:
+    assert words(model) == {"attention": "heads=4"}
+    (first, *_) = hold_against_the_whole(model, numbers(*shape), slices)
+    assert not first.cut if slices == 1 else len(first.cut) >= 2
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_layers_of_torchs_transformer(slices: int, norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 4, 17, dropout=0.0, batch_first=True, norm_first=norm_first)
+    assert words(layer) == {
+        "self_attn": "heads=4",
+        "linear1": "column",
+        "dropout": "inside units=17",
+        "linear2": "row",
+    }
+    hold_against_the_whole(layer, numbers(2, 5, 12), slices)
+    hold_against_the_whole(layer.eval(), numbers(2, 5, 12), slices)
+    decoder = nn.TransformerDecoderLayer(12, 4, 17, dropout=0.0, batch_first=True, norm_first=norm_first)
+    hold_against_the_whole(
+        decoder, numbers(2, 5, 12), slices, None, lambda model, x: model(x, x.flip(0), tgt_mask=CAUSAL)
+    )
+
+
+def test_part_of_a_chain_is_sliced_as_a_stage_of_a_pipeline() -> None:
+    """Stages of one model, sliced one after another, give what the whole gives; a tied weight is cut alike in both."""
+    model = Transformer(context=8, layers=2, width=12, heads=3, vocabulary=17)
+    classifier = ImageClassifier(side=9, white=255, width=8)
+
+    def staged(model: nn.Module, x: Tensor) -> Tensor:
+        for module in chain_of(model):
+            x = module(x)
+        return x
+
+    for whole, x in ((model.double(), tokens(17, 2, 7)), (classifier.double(), numbers(2, 1, 9, 9))):
+        expected = staged(whole, x).detach()
+
+        def work(group: LinkGroup, whole: nn.Module = whole, x: Tensor = x) -> tuple[Tensor, list[Any]]:
+            mine = copy.deepcopy(whole)
+            chain = chain_of(mine)
+            cut = len(chain) // 2
+            halves = [slice_modules(mine, group, part=part) for part in (chain[:cut], chain[cut:])]
+            for module in chain:
+                x = module(x)
+            return x.detach() * 1, [half.cut for half in halves]
+
+        for y, (first, second) in together(2, work):
+            assert float((y - expected).abs().max()) < EXACT
+            tied = first.keys() & second.keys()
+            assert len(tied) == (1 if whole is model else 0)
+            assert all(first[one].cut == second[one].cut for one in tied)

@@ -1,0 +1,123 @@
+"""`tensor` in processes: slices and replicas train a transformer as one process does; what it says, and refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import manyhands as mh
+from equality import OPTIMIZERS, distance, train_plainly
+from manyhands.cli.main import app
+from manyhands.errors import UserError
+from manyhands.strategy import Strategy
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.text import bits_per_byte, next_byte_loss
+from manyhands.training.exchanging import exchanging
+
+pytestmark = pytest.mark.timeout(240)
+
+WINDOWS = torch.randint(0, 17, (30, 9), generator=torch.Generator().manual_seed(4))
+
+
+def language(**plan: Any) -> mh.Task:
+    torch.manual_seed(0)
+    template = Transformer(context=8, layers=2, width=12, heads=3, vocabulary=17).double()
+    if plan:
+        template.tensor_plan = plan["plan"]
+    return mh.Task(
+        model=lambda: copy.deepcopy(template),
+        loss=next_byte_loss,
+        data=WINDOWS,
+        optimizer=OPTIMIZERS["adamw"],
+        batch_size=7,
+        evaluation=WINDOWS[:11],
+        metrics={"bits_per_byte": bits_per_byte},
+    )
+
+
+def test_slices_and_replicas_train_a_transformer_and_single_goes_on(tmp_path: Path) -> None:
+    task, out = language(), tmp_path / "run"
+    run = mh.fit(task, "tensor slices=2 data=2", workers=4, steps=8, out=out)
+    assert distance(run.model.state_dict(), train_plainly(task, 8)) < 1e-9
+    sent = {row["layer"]: row for row in run.summary["layers"]}
+    assert list(sent) == [
+        "tokens",
+        *(f"blocks.{number}.{name}" for number in (0, 1) for name in ("project", "mix", "expand", "shrink")),
+        "head",
+    ]
+    assert sent["blocks.0.mix"]["forward_bytes"] > 0 == sent["blocks.0.mix"]["backward_bytes"]
+    assert sum(row["messages"] for row in sent.values()) * 8 < run.summary["messages_sent"]
+    shown = CliRunner().invoke(app, ["explain", str(out)], env={"COLUMNS": "100"})
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"blocks.0.project +heads=3 fused=3 +0 B +[\d.]+ KiB +\d", shown.output), shown.output
+    gone_on = mh.fit(task, "single", steps=12, out=out, resume=True)
+    assert gone_on.summary["resumed_from_step"] == 8
+    assert distance(gone_on.model.state_dict(), train_plainly(task, 12)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            {"bloks.*.expand": "column"},
+            "tensor_plan: Transformer has no module 'bloks.*.expand'; the nearest is 'blocks.1.expand'",
+        ),
+        ({"head": "colum"}, "tensor_plan: 'colum' does not say how; allowed: column, row, heads, vocabulary"),
+        ({"head": "heads"}, "tensor_plan: 'heads' does not say how many; write heads=4"),
+        ({"head": "column of=2"}, "tensor_plan: 'of=2' in 'column of=2' makes no sense; allowed: heads=4"),
+        ({"norm": "row"}, "tensor_plan: module 'norm' is a LayerNorm, which cannot be row; leave it whole"),
+        (["head"], "Transformer.tensor_plan is a list; it must be a dict of names of modules to how"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_before_anything_starts(plan: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        mh.fit(language(plan=plan), "tensor", workers=2, steps=2)
+
+
+def test_a_layer_that_gets_what_it_does_not_take_is_named() -> None:
+    """Only the run shows in which order a model applies its modules."""
+    task = language(plan={"blocks.*.expand": "row"})
+    with pytest.raises(
+        Exception, match=r"module 'blocks.0.expand' is row, so it takes 6 features on slice \d, and got"
+    ):
+        mh.fit(task, "tensor", workers=2, steps=2)
+
+
+def test_more_slices_than_heads_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"'blocks\.0\.project' is heads=3 fused=3, which is too little for 4 slices"
+    ):
+        mh.fit(language(), "tensor slices=4", workers=4, steps=2)
+
+
+def test_own_loops_have_whole_models() -> None:
+    with pytest.raises(UserError, match="strategy=tensor is not for a loop of your own"):
+        exchanging(Strategy.parse("tensor"))
+
+
+def test_a_loss_that_is_not_finite_names_its_worker() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * float("nan")
+
+    task = replace(
+        language(),
+        model=Broken,
+        loss=lambda model, batch: model(batch[:, :4].float()).mean(),
+        evaluation=None,
+        metrics={},
+    )
+    with pytest.raises(Exception, match="worker 0, step 1: the loss is not finite"):
+        mh.fit(task, "tensor", workers=2, steps=2)

@@ -1,0 +1,208 @@
+"""What a model needs, said beforehand, against what is there when it is trained; and what each strategy makes of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.profiler import profile
+from typer.testing import CliRunner
+
+import manyhands as mh
+from manyhands.cli.memory import memory_app
+from manyhands.errors import UserError
+from manyhands.estimate import estimate
+from manyhands.holding import LayerFootprint, ModelFootprint
+from manyhands.registry import STRATEGIES
+from manyhands.strategy import Strategy
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.text import next_byte_loss
+
+BATCH = 6
+
+
+def transformer(**more: Any) -> mh.Task:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "optimizer": lambda parameters: optim.AdamW(parameters),
+        "batch_size": BATCH,
+        **more,
+    }
+    return mh.Task(
+        model=lambda: Transformer(context=32, layers=3, width=64, heads=4, vocabulary=50),
+        loss=next_byte_loss,
+        data=torch.randint(0, 50, (64, 33)),
+        **options,
+    )
+
+
+def convolutions() -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5)
+        ),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        data=(torch.randn(20, 1, 16, 16), torch.randint(0, 5, (20,))),
+        optimizer=lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9),
+        batch_size=10,
+    )
+
+
+def looks_at_values() -> mh.Task:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        kept = batch[batch[:, 0] > 0] if float(batch.sum()) else batch
+        return model(batch).square().mean() + 0 * kept.sum()
+
+    return mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)),
+        loss=loss,
+        data=torch.randn(32, 40),
+        optimizer=lambda parameters: optim.SGD(parameters, lr=0.1),
+        batch_size=16,
+    )
+
+
+def live_bytes(tensors: Any) -> int:
+    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def measured(task: mh.Task) -> dict[str, int]:
+    """What is there in earnest: activations as the allocator counts them between two moments."""
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    data = task.data if isinstance(task.data, tuple) else (task.data,)
+    batch = tuple(one[: task.batch_size].clone() for one in data)
+    given = batch if isinstance(task.data, tuple) else batch[0]
+    task.loss(model, given).backward()  # torch's own memory of a first time
+    model.zero_grad()
+    gc.collect()
+    with profile(profile_memory=True) as seen:
+        loss = task.loss(model, given)
+    activations = sum(event.self_cpu_memory_usage for event in seen.events())
+    loss.backward()
+    optimizer.step()
+    states = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+    return {
+        "parameters": live_bytes(model.parameters()),
+        "gradients": live_bytes(one.grad for one in model.parameters() if one.grad is not None),
+        "state": live_bytes(states),
+        "buffers": live_bytes(model.buffers()),
+        "activations": activations,
+    }
+
+
+@pytest.mark.parametrize("make", [transformer, convolutions, looks_at_values])
+def test_what_is_said_is_what_is_there(make: Callable[[], mh.Task]) -> None:
+    task = make()
+    found = estimate(task)
+    said, there = found.footprint, measured(task)
+    assert said.parameters == there["parameters"]
+    assert said.gradients == there["gradients"]
+    assert said.state == there["state"]
+    assert said.buffers == there["buffers"]
+    assert said.activations() == pytest.approx(there["activations"], rel=0.05)
+    assert ("without taking memory" in found.how) == (make is not looks_at_values)
+
+
+def test_nothing_large_is_allocated() -> None:
+    task = transformer()
+    huge = mh.Task(
+        model=lambda: Transformer(context=32, layers=40, width=8192, heads=4),
+        loss=task.loss,
+        data=task.data,
+        optimizer=task.optimizer,
+    )
+    footprint = estimate(huge).footprint
+    assert footprint.parameters > 100 << 30
+    assert footprint.state == pytest.approx(2 * footprint.parameters, rel=1e-6)
+
+
+def test_an_optimizer_that_keeps_rows_and_columns_is_counted_as_it_is() -> None:
+    model = Transformer(context=32, layers=3, width=64, heads=4, vocabulary=50)
+    optimizer = optim.Adafactor(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    there = live_bytes(v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    assert estimate(transformer(optimizer=lambda rows: optim.Adafactor(rows))).footprint.state == there
+
+
+def test_layers_add_up_and_have_their_own_activations() -> None:
+    footprint = estimate(transformer()).footprint
+    assert sum(layer.parameters for layer in footprint.layers) == footprint.parameters
+    blocks = [layer for layer in footprint.layers if layer.name.startswith("blocks")]
+    assert len({layer.activations for layer in blocks}) == 1
+    assert 0 < sum(layer.activations for layer in footprint.layers) <= footprint.activations() / BATCH
+
+
+MODEL = ModelFootprint(
+    parameters=120,
+    gradients=100,
+    state=200,
+    buffers=3,
+    per_sample=10,
+    batch_size=8,
+    layers=(LayerFootprint(name="a", parameters=20), LayerFootprint(name="b", parameters=6, lasts=True)),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "totals"),
+    [
+        ("single", 1, {"worker": 123 + 100 + 200 + 80}),
+        ("mirrored", 4, {"worker": 123 + 100 + 200 + 20}),
+        ("allreduce", 3, {"worker": 123 + 100 + 200 + 30}),
+        ("central", 4, {"worker": 3 + 100 + 20, "shared by all": 120 + 200}),
+        ("hogwild", 4, {"worker": 3 + 100 + 80, "shared by all": 120 + 200}),
+        ("local", 4, {"worker": 123 + 100 + 200 + 20 + 323}),
+        ("sharded", 4, {"worker": 33 + 25 + 50 + 20 + 5 * 20 + 2 * 6}),
+        ("tensor", 4, {"worker": 30 + 3 + 25 + 50 + 80}),
+        ("pipeline", 4, {"worker": 60 + 3 + 50 + 100 + 10}),
+        ("pipeline schedule=gpipe", 4, {"worker": 60 + 3 + 50 + 100 + 20}),
+        ("ps servers=2", 4, {"worker": 123 + 100 + 20, "server": 60 + 100}),
+        ("ps servers=2 replicas=1 consistency=async", 4, {"worker": 123 + 100 + 80, "server": 120 + 200}),
+    ],
+)
+def test_who_holds_what(text: str, workers: int, totals: dict[str, int]) -> None:
+    rows = Strategy.parse(text).needs(MODEL, workers)
+    assert {row.who: row.total for row in rows} == totals
+    assert rows[0].count == workers
+
+
+def test_every_strategy_says_something() -> None:
+    for word in STRATEGIES:
+        assert Strategy.parse(word).needs(MODEL, 4)[0].total > 0
+
+
+def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) -> None:
+    told = tmp_path / "memory.json"
+    asked = ["language", "--layers", "3", "--width", "96", "--workers", "4", "--json", str(told)]
+    shown = CliRunner().invoke(memory_app, asked)
+    assert shown.exit_code == 0, shown.output
+    for word in ("single", "mirrored", "sharded", "ps", "shared by all"):
+        assert word in shown.output
+    rows = json.loads(told.read_text())["memory"]
+    assert {row["strategy"] for row in rows} == STRATEGIES.keys()
+    total = {row["strategy"]: row["total"] for row in rows if row["who"] == "worker"}
+    assert total["sharded"] < total["mirrored"] < total["single"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--strategy", "shraded"], "did you mean 'sharded'"),
+        (["--strategy", "pipeline stages=3"], "must be a multiple of 3"),
+        (["--workers", "0"], "workers=0 must be at least 1"),
+        (["--width", "wide"], "width is 'wide'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked: list[str], said: str) -> None:
+    shown = CliRunner().invoke(memory_app, ["language", *asked])
+    assert isinstance(shown.exception, UserError)
+    assert said in str(shown.exception)

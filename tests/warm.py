@@ -1,0 +1,204 @@
+"""Python processes for tests that start warm: forks of one process that has imported what takes seconds to import.
+
+    warm.Popen([sys.executable, "-m", "manyhands", "train", ...], stdout=PIPE, ...)
+    warm.run([sys.executable, "script.py"], capture_output=True, ...)
+
+What comes of it is a process like any other: a child of the test with its own number, arguments, environment, folder,
+streams, signals and exit status. Only importing is not done again, neither in the process itself nor in the template
+that it forks its workers from, and at the end, when all that was to be called then has been called, the modules are not
+taken apart. So what is about importing, or about the first and last moments of an interpreter, is not for here: use
+`subprocess` there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster import entry
+from manyhands.cluster.template import Template, inherited_environment
+
+__all__ = ["MODULES", "Popen", "Spared", "descriptor", "pid", "run"]
+
+MODULES = ("torch", "warm_modules")
+"""What the process that others are forked from imports."""
+
+_FIRST_FILE = str(Path(__file__).with_name("warm_process.py"))
+_ROOM = "WARM_ROOM"
+"""A variable whose letters are there to be overwritten: a fork shows its own environment in their place."""
+
+_OF_POPEN = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+_READ_EARLY = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMBA_", "TORCH", "PYTHON", "LD_", "MALLOC_")
+_SET_LATER = (
+    "OMP_NUM_THREADS",
+    "PYTHONPATH",
+    "PYTHONWARNINGS",
+    "PYTHONUNBUFFERED",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` for this interpreter, or a program of Python beside it, forked instead of started.
+
+    `trains`: whether it calls `fit`; a process that will be its template is then kept at hand. The command line does.
+    """
+
+    def __init__(self, args: Sequence[str | Path], *, trains: bool = False, **options: Any) -> None:
+        words = [str(word) for word in args]
+        if words[0] != sys.executable and Path(words[0]).parent == Path(sys.executable).parent:
+            words.insert(0, sys.executable)
+        if words[0] != sys.executable:
+            raise ValueError(f"{words[0]} is not this interpreter: start it with subprocess")
+        ours = words[1:3] == ["-m", "manyhands"] or Path(words[1]).name == "manyhands"
+        self._trains = trains or ours
+        super().__init__(words, **options)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        asked = _asked(self, arguments)
+        environment = os.environ if asked["env"] is None else asked["env"]
+        order = {"words": asked["args"], "trains": self._trains, "base": _base_path(), **_numbers(asked)}
+        template = _warm_template(environment)
+        folder = os.path.abspath(asked["cwd"] or ".")
+        adopted = template.ask("a process", json.dumps(order), _descriptors(asked), dict(environment), folder)
+        self.pid = adopted.pid
+        adopted.close()
+        _begun(self, asked)
+
+
+class Spared:
+    """For a warm process that trains: its template, forked from it before it had done anything, and waiting."""
+
+    def __init__(self, ask: Any, pid: int) -> None:
+        self._ask, self._pid = ask, pid
+
+    def popen(self) -> type[subprocess.Popen[Any]]:
+        """`subprocess.Popen`, but that the first template to be started is the one that waits."""
+        spared = self
+
+        class SparedPopen(subprocess.Popen):  # type: ignore[type-arg]
+            def _execute_child(self, *arguments: Any) -> None:
+                asked = _asked(self, arguments)
+                ask, spared._ask = spared._ask, None
+                if list(asked["args"])[-2:] != [entry.__file__, "template"] or ask is None:
+                    spared._ask = ask
+                    super()._execute_child(*arguments)  # type: ignore[misc]
+                    return
+                order = {"words": list(asked["args"]), "trains": False, **_numbers(asked)}
+                ask(json.dumps({"order": order, "environment": dict(asked["env"])}), _descriptors(asked))
+                self.pid = spared._pid
+                _begun(self, asked)
+
+        return SparedPopen
+
+
+def run(
+    args: Sequence[str | Path],
+    *,
+    timeout: float,
+    check: bool = False,
+    capture_output: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`."""
+    if capture_output:
+        options.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with Popen(args, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def pid() -> int | None:
+    """The process that others are forked from, if there is one."""
+    return _kept[0].pid if _kept else None
+
+
+def descriptor() -> int | None:
+    """The descriptor that is kept for it."""
+    return _kept[0].fileno() if _kept else None
+
+
+def _warm_template(environment: Mapping[str, str]) -> Template:
+    with _keeping:
+        if not _kept:
+            own = {**inherited_environment(), _ROOM: "-" * 65536}
+            _kept.append(Template(own, MODULES, _FIRST_FILE))
+            _read_early.update(_early(os.environ))
+    if _early(environment) != _read_early:
+        differ = sorted(set(_early(environment).items()) ^ set(_read_early.items()))
+        raise ValueError(f"{differ} are read while importing: start it with subprocess")
+    return _kept[0]
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_EARLY) and name not in _SET_LATER
+    }
+
+
+def _asked(process: subprocess.Popen[Any], arguments: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of `Popen` by name, of which the uncommon ones are refused."""
+    asked = _OF_POPEN.bind(process, *arguments).arguments
+    if asked["preexec_fn"] is not None or asked["shell"] or asked["uid"] is not None:
+        raise ValueError("a warm process takes no preexec_fn, shell or uid: start it with subprocess")
+    return asked
+
+
+def _numbers(asked: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {"numbers": [0, 1, 2, *asked["pass_fds"]]}
+
+
+def _descriptors(asked: Mapping[str, Any]) -> list[int]:
+    streams = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
+    return [
+        *(number if given == -1 else given for number, given in enumerate(streams)),
+        *asked["pass_fds"],
+    ]
+
+
+def _begun(process: Any, asked: Mapping[str, Any]) -> None:
+    """As the method that this stands for ends: the child's ends of the pipes are the child's."""
+    process._child_created = True
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(asked[end] for end in ends))
+
+
+@cache
+def _base_path() -> list[str]:
+    """What a plain interpreter searches."""
+    code = "import json, sys; print(json.dumps(sys.path))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, check=True, timeout=60
+    ).stdout
+    found: list[str] = json.loads(printed)
+    return found
+
+
+_keeping = threading.Lock()
+_kept: list[Template] = []
+_read_early: dict[str, str] = {}
+
+
+@atexit.register
+def _end() -> None:
+    while _kept:
+        _kept.pop().close()

@@ -1,0 +1,22 @@
+"""What the processes of tests import, imported once; nothing here may compute (see `manyhands.cluster.forking`).
+
+Not `manyhands.c10d`, as importing it makes torch know a backend, nor `manyhands.training.preload`, which puts torch's
+compiler off: a script decides on both for itself.
+"""
+
+from importlib import import_module
+
+import typer.rich_utils  # noqa: F401
+
+from manyhands.cli.main import COMMANDS
+from manyhands.registry import STRATEGIES
+
+for _home in STRATEGIES.values():
+    _home.load_value()
+    _home.load_training()
+    _home.load_training(compiled=True)
+for _name, _command in COMMANDS.items():
+    if _name != "bench":  # which imports `manyhands.c10d`
+        import_module(_command.home.partition(":")[0])
+for _name in ("session", "fitting", "compare.run", "compare.report", "draw.report", "draw.page", "loop.join"):
+    import_module(f"manyhands.{_name}")

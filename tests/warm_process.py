@@ -1,0 +1,212 @@
+"""The first file of the process that warm processes are forked from, and the beginning of each of those; see `warm`."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import fcntl
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.cluster import entry
+from manyhands.cluster.forking import MOST_PASSED, await_birth, take_surroundings
+from manyhands.cluster.parent import die_with_parent
+
+_FRAME_BYTES = 1 << 18
+_PR_SET_NAME = 15
+_first_filters = list(warnings.filters)
+_at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+
+def main() -> None:
+    """Import, fork, and in a fork be what was asked for; this returns, raises and exits as that does."""
+    text = os.environ.pop(entry.TEMPLATE_VARIABLE)
+    die_with_parent(json.loads(text)["launcher_pid"], signal.SIGKILL)
+    register, atexit.register = atexit.register, _note  # type: ignore[assignment]
+    born = await_birth(text)
+    atexit.register = register
+    if born is None:
+        return
+    request, passed = born
+    order = json.loads(request.role)
+    _place(passed, order["numbers"])
+    take_surroundings(request)
+    if order["trains"]:
+        spared = _spare(order["base"])
+        if isinstance(spared, dict):
+            order = spared
+        else:
+            subprocess.Popen = spared.popen()  # type: ignore[misc]
+    status: list[int] = []
+    atexit.register(_leave, status)
+    try:
+        _be(order["words"], order["base"])
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            status.append(end.code or 0)
+        raise
+    status.append(0)
+
+
+def _leave(status: list[int]) -> None:
+    """After all others, end here: to take the modules apart would copy what all forks share."""
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status[0] & 0xFF)
+
+
+def _note(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[..., Any]:
+    """What modules want to be called at the end of every fork."""
+    _at_exit.append((function, arguments, named))
+    return function
+
+
+def _spare(base: Sequence[str]) -> Any:
+    """In this process, its template to be; in that one, when it is wanted, its orders."""
+    from warm import Spared
+
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher_pid = os.getpid()
+    child = os.fork()
+    if child:
+        theirs.close()
+        return Spared(lambda text, passed: socket.send_fds(mine, [text.encode()], passed), child)
+    kept = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1000)
+    os.closerange(3, 1000)
+    die_with_parent(launcher_pid, signal.SIGKILL)
+    select.select([kept], [], [])
+    with socket.socket(fileno=kept) as control:
+        data, passed, _, _ = socket.recv_fds(control, _FRAME_BYTES, MOST_PASSED)
+    if not data:
+        os._exit(0)
+    os.setsid()
+    asked = json.loads(data)
+    order = asked["order"]
+    _place(passed, order["numbers"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    return {**order, "base": base}
+
+
+def _place(passed: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give the descriptors that came the numbers that they have in the test."""
+    away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 1000) for descriptor in passed]
+    for descriptor in passed:
+        os.close(descriptor)
+    for descriptor, number in zip(away, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _be(words: Sequence[str], base: Sequence[str]) -> None:
+    """Run `python WORDS`, with what an interpreter sets up before it does."""
+    if words[-2:] != [entry.__file__, "template"]:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(Path(words[0]).name.encode()), 0, 0, 0)
+    _show(words, os.environ)
+    _open_streams()
+    _take_warnings(os.environ.get("PYTHONWARNINGS", ""))
+    sys.orig_argv[:] = words
+    words = list(words[1:])
+    safe = False
+    while words[0] in ("-P", "-X"):
+        if words.pop(0) == "-P":
+            safe = True
+        elif words.pop(0) == "faulthandler":
+            faulthandler.enable()
+    module = types.ModuleType("__main__")
+    vars(module)["__builtins__"] = __builtins__
+    sys.modules["warm_process"], sys.modules["__main__"] = sys.modules["__main__"], module
+    path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    ours = words[:2] == ["-m", "manyhands"] or words[0].endswith(("/manyhands", entry.__file__))
+    _register_at_exit(after_first=ours)
+    if words[0] == "-m":
+        sys.path[:] = [os.getcwd(), *path, *base]
+        sys.argv[:] = words[1:]
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        return
+    if words[0] == "-c":
+        sys.path[:] = ["", *path, *base]
+        sys.argv[:] = ["-c", *words[2:]]
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.path[:] = [*([] if safe else [str(Path(words[0]).resolve().parent)]), *path, *base]
+        sys.argv[:] = words
+        vars(module)["__file__"] = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+    exec(code, vars(module))
+
+
+def _register_at_exit(*, after_first: bool) -> None:
+    """What modules have asked for; programs that register before they import anything get their turn first."""
+    register = atexit.register
+
+    def first(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[..., Any]:
+        atexit.register = register
+        register(function, *arguments, **named)
+        _register_at_exit(after_first=False)
+        return function
+
+    if after_first:
+        atexit.register = first  # type: ignore[assignment]
+        return
+    for function, arguments, named in _at_exit:
+        register(function, *arguments, **named)
+
+
+def _open_streams() -> None:
+    """Those of the new descriptors, buffered as Python does."""
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    errors = sys.stdout.errors
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors=errors, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.FileIO(number, "wb", closefd=False)
+        stream = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type, type-var]
+            encoding="utf-8",
+            errors=errors if number == 1 else "backslashreplace",
+            line_buffering=not unbuffered and (number == 2 or os.isatty(number)),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _take_warnings(text: str) -> None:
+    """PYTHONWARNINGS, behind the filters of the modules that are imported, where an interpreter has it."""
+    sys.warnoptions[:] = [option for option in text.split(",") if option]
+    of_modules = warnings.filters[: -len(_first_filters)]
+    warnings.filters[:] = _first_filters  # type: ignore[index]
+    warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
+    warnings.filters[:0] = of_modules  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Let those who look into /proc see these arguments and variables: they replace the ones it was started with."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments, arguments_end, variables, variables_end = map(int, fields[45:49])
+    given = "\0".join(words).encode()[: arguments_end - arguments - 1]
+    ctypes.memset(arguments, 0, arguments_end - arguments)
+    ctypes.memmove(arguments, given, len(given))
+    given = "\0".join(f"{name}={value}" for name, value in environment.items()).encode()
+    if len(given) < variables_end - variables:
+        ctypes.memset(variables, 0, variables_end - variables)
+        ctypes.memmove(variables, given, len(given))
+
+
+if __name__ == "__main__":
+    main()
