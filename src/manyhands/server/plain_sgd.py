@@ -83,12 +83,7 @@ def is_hooked(optimizer: Optimizer) -> bool:
     return any(hooks)
 
 
-@njit(
-    "boolean(int64, int64, int64, int64, int64, float64, int64, int64)",
-    nogil=True,
-    cache=True,
-    fastmath={"contract"},
-)
+@njit(nogil=True, cache=True, fastmath={"contract"})
 def _step(values, gradient, flags, pieces, count, lr, out, num_bytes):  # type: ignore[no-untyped-def]
     bounds, reached = array_at(pieces, 2 * count, np.int64), array_at(flags, count, np.uint8)
     for piece in range(count):

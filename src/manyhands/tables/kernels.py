@@ -73,7 +73,7 @@ def sum_rows(gradients: Any, numbers: Any, count: int) -> Any:
     return total
 
 
-@njit("boolean(int64[::1])", cache=True, nogil=True)
+@njit(cache=True, nogil=True)
 def ascend(rows: Any) -> bool:
     """Whether every row is greater than the one before it."""
     in_order = True
@@ -82,7 +82,7 @@ def ascend(rows: Any) -> bool:
     return in_order
 
 
-@njit("void(int64, int64, int64, int64, int64)", cache=True, nogil=True)
+@njit(cache=True, nogil=True)
 def put_rows(values, rows, given, count, row_bytes):  # type: ignore[no-untyped-def]
     """Overwrite `count` rows, by addresses; torch's own ways to do it take several times as long.
 
