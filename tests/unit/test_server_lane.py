@@ -95,6 +95,7 @@ class Twins:
         if replica is None or step is None:
             handle = self.laned.handle
             return self.compare(expected, [*handle(turn.push, turn.member), *handle(turn.read, turn.member)])
+        assert step.line == row_to_json(step.row)
         lane, found = self.lanes[turn.shard], list[Action](step.actions)
         lane.commit(step)
         answer = lane.answer(step)

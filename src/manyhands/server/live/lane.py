@@ -20,7 +20,6 @@ from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.stores import Stores
-from manyhands.server.log import Row
 from manyhands.server.messages import ReadRows
 from manyhands.server.server import ServerCore
 from manyhands.server.store import ShardStore
@@ -50,11 +49,11 @@ class LiveLane:
         outgoing: OutgoingParameters,
         records: ServerRecords,
         *,
-        log: Callable[[Row], None] | None,
+        log: Callable[[int, str], None] | None,
         staleness: dict[int, Counter[int]],
         checkpoint_every: int,
     ) -> None:
-        """`log` writes a row, None where nothing is recorded; `staleness` counts steps by it, for each shard.
+        """`log` writes a line of a shard, None where nothing is recorded; `staleness` counts steps by it, by shard.
 
         A turn that a checkpoint follows is not for the lane.
         """
@@ -85,7 +84,7 @@ class LiveLane:
             return Dealt.NOTHING
         applied_ns = time.monotonic_ns()
         if self._log is not None:
-            self._log(step.row)
+            self._log(shard, step.line)
         lane.commit(step)
         answer = lane.answer(step)
         num_bytes = 0

@@ -48,7 +48,7 @@ from manyhands.server.live.reports import (
 from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.stores import Stores
-from manyhands.server.log import LostRow, Row, StepRow
+from manyhands.server.log import LostRow, StepRow
 from manyhands.server.messages import (
     Concluded,
     Forward,
@@ -382,7 +382,7 @@ class _Server:
                 case Drop(shard=shard, slot=slot, clock=clock):
                     self._gradients.drop(shard, slot, clock)
                 case Log(row=row):
-                    self._log(row)
+                    self._note(self._logs.write(row), ends_recording=True)
                     if isinstance(row, StepRow):
                         self._staleness[row.shard].update(update.staleness for update in row.updates)
                         if self._is_primary(row.shard):  # a backup takes every step once more
@@ -466,8 +466,8 @@ class _Server:
             f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
         )
 
-    def _log(self, row: Row) -> None:
-        self._note(self._logs.write(row), ends_recording=True)
+    def _log(self, shard: int, line: str) -> None:
+        self._note(self._logs.write_line(shard, line), ends_recording=True)
 
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
         """Have the launcher tell the user something, if there is anything."""
