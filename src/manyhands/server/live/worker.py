@@ -193,7 +193,7 @@ class _Turn:
             if isinstance(told, ViewPublished):
                 self._roles = dict(told.roles)
                 self._follow(told.view, told.addresses)
-        if self._context.stop_requested():
+        if self._context.stopping:
             raise Aborted("the launcher asked to stop")
 
     def _listen(self, wait_s: float) -> None:

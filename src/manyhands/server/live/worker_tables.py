@@ -47,6 +47,7 @@ class WorkerTables:
         self._forgotten: set[bytes] = set()
         self._rows: list[list[Tensor]] = []  # by table and shard
         self._sorted: list[Tensor] = []  # by table, those of all shards
+        self._sizes: dict[int, int] = {}  # by shard, of the values of what is read, once it is asked
         self._digests: dict[
             tuple[int, int], bytes
         ] = {}  # by table and shard, what names them, once it is asked
@@ -65,6 +66,8 @@ class WorkerTables:
         self._forgotten.clear()
         self._whole = False
         self._digests.clear()
+        self._sizes.clear()
+        self._sizes.clear()
         self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
         self._sorted = [_NO_ROWS] * len(self._parameters)
         self._gradients = [None for _ in self._parameters]
@@ -73,6 +76,7 @@ class WorkerTables:
         """Read what this batch reads; the shards that have rows of it."""
         self._whole = False
         self._digests.clear()
+        self._sizes.clear()
         for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
             rows = self._sorted[number] = _checked(table, rows_of(batch))
             self._rows[number] = table.placed(self._layout.shards).split(rows)
@@ -85,6 +89,7 @@ class WorkerTables:
     def choose_whole(self) -> Collection[int]:
         """Read all rows of all tables, as an evaluation does."""
         self._whole = True
+        self._sizes.clear()
         return range(self._layout.shards)
 
     def chosen(self, shard: int) -> list[Tensor]:
@@ -97,7 +102,9 @@ class WorkerTables:
 
     def require_size(self, shard: int, num_bytes: int) -> None:
         """Refuse an answer of another length than what was asked for, before it is read."""
-        expected = values_bytes(self._layout.tables, self._counts(shard))
+        expected = self._sizes.get(shard)
+        if expected is None:
+            expected = self._sizes[shard] = values_bytes(self._layout.tables, self._counts(shard))
         if num_bytes != expected:
             raise ProtocolError(
                 "payload_bytes", f"the rows of shard {shard} have {expected} bytes, not {num_bytes}"
@@ -184,23 +191,32 @@ class WorkerTables:
 
 def _checked(table: Table, rows: Any) -> Tensor:
     """The rows that a task's function named: sorted, each once; a UserError if the table has no such rows."""
-    allowed = f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
-    try:
-        found = torch.as_tensor(rows).detach().reshape(-1).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
+    found = rows if isinstance(rows, Tensor) else _as_tensor(table, rows)
     if not found.numel():
         return torch.empty(0, dtype=torch.int64)
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
-    given = found.numpy().astype(np.int64, copy=True)
+    if found.dtype != torch.int64 and (
+        found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    ):
+        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {_allowed(table)}")
+    given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)
     if not ascend(given):
         given.sort()
         given = given[np.append(True, given[1:] != given[:-1])]
     for row in (int(given[0]), int(given[-1])):
         if not 0 <= row < table.shape[0]:
-            raise UserError(f"sparse[{table.name!r}] gave row {row}; {allowed}")
+            raise UserError(f"sparse[{table.name!r}] gave row {row}; {_allowed(table)}")
     return torch.from_numpy(given)
+
+
+def _as_tensor(table: Table, rows: Any) -> Tensor:
+    try:
+        return torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {_allowed(table)}") from error
+
+
+def _allowed(table: Table) -> str:
+    return f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
 
 
 def _put(table: Table, parameter: Tensor, rows: Tensor, payload: memoryview) -> None:
