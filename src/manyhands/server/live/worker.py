@@ -143,6 +143,7 @@ class _Turn:
         self._latest: View | None = None
         self._roles: dict[int, int] = {}  # of servers in events, by member
         self._wire = wire_of_link(job.strategy)
+        self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
 
     def __enter__(self) -> _Turn:
         return self
@@ -316,7 +317,7 @@ class _Turn:
         now_ns = time.monotonic_ns()
         self._hub.send(to, turn, payload)
         self._body.bytes_sent += num_bytes
-        self._body.messages_sent += 2
+        self._body.messages_sent += 1
         self._record_message(EventKind.SEND, now_ns, to, turn, num_bytes)
 
     def _send(self, to: int, message: Message) -> None:
@@ -459,7 +460,7 @@ class _Turn:
     def _record_pull(self, work: Work, now_ns: int) -> None:
         """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
         num_bytes = sum(one.nbytes for one in self._body.encoded) or self._body.layout.num_bytes
-        sent = Traffic(bytes_sent=num_bytes, messages_sent=2 * self._body.layout.shards)
+        sent = Traffic(bytes_sent=num_bytes, messages_sent=self._per_shard * self._body.layout.shards)
         book = StepBook(self._ring.record, work.batch, self._pushed_ns)
         if self._waited_for != NOBODY:
             book.waits({self._waited_for: now_ns - self._pushed_ns})
