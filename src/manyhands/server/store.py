@@ -131,9 +131,13 @@ class ShardStore:
         """Copy the current values into a range of bytes, such as a worker's."""
         values.copy_(self._values.memory)
 
-    def gather(self, table: str, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """The current values of rows of a table, which must be rows of this shard; with `out`, known to be."""
-        return self._tables[table].gather(rows, out, is_vetted=out is not None)
+    def gather(self, table: str, rows: Tensor) -> Tensor:
+        """The current values of rows of a table, which must be rows of this shard."""
+        return self._tables[table].gather(rows)
+
+    def copy_rows(self, table: str, rows: Tensor, address: int) -> None:
+        """Copy the current values of rows of a table to an address; they are known to be rows of this shard."""
+        self._tables[table].copy_rows(rows, address)
 
     def first_bad(self, contribution: Contribution) -> str | None:
         """The name of the first parameter whose gradient has an item that is not finite; None where all are.

@@ -24,6 +24,7 @@ __all__ = [
     "put_rows",
     "sgd_rows",
     "sum_rows",
+    "take_rows",
 ]
 
 
@@ -94,6 +95,17 @@ def put_rows(values, rows, given, count, row_bytes):  # type: ignore[no-untyped-
         new = array_at(given + index * row_bytes, size, np.uint32)
         for word in range(size):
             own[word] = new[word]
+
+
+@njit(cache=True, nogil=True)
+def take_rows(values, rows, out, count, row_bytes):  # type: ignore[no-untyped-def]
+    """Copy `count` rows one behind the other to `out`, by addresses, as `put_rows` does the other way."""
+    numbers, size = array_at(rows, count, np.int64), row_bytes // 4
+    for index in range(count):
+        own = array_at(values + numbers[index] * row_bytes, size, np.uint32)
+        copy = array_at(out + index * row_bytes, size, np.uint32)
+        for word in range(size):
+            copy[word] = own[word]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

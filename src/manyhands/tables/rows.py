@@ -34,6 +34,7 @@ from manyhands.tables.kernels import (
     number_rows,
     sgd_rows,
     sum_rows,
+    take_rows,
 )
 from manyhands.tables.placement import Placement
 
@@ -84,13 +85,15 @@ class RowTable:
         kept = (value for value in self.state.values() if isinstance(value, Tensor))
         return self.values.nbytes + sum(value.nbytes for value in kept)
 
-    def gather(self, rows: Tensor, out: Tensor | None = None, *, is_vetted: bool = False) -> Tensor:
-        """The values of these rows of the whole table, in a new tensor or in `out`; IndexError names a wrong one.
+    def copy_rows(self, rows: Tensor, address: int) -> None:
+        """Copy the values of these rows of the whole table, which are known to be this shard's, to an address."""
+        local = self._placement.local(rows)
+        row_bytes = self.values.shape[1] * self.values.itemsize
+        take_rows(self.values.data_ptr(), local.data_ptr(), address, local.numel(), row_bytes)
 
-        Those that are vetted are known to be this shard's.
-        """
-        if not is_vetted:
-            self._require_inside(rows)
+    def gather(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The values of these rows of the whole table, in a new tensor or in `out`; IndexError names a wrong one."""
+        self._require_inside(rows)
         return torch.index_select(self.values, 0, self._placement.local(rows), out=out)
 
     def apply(self, gradient: RowGradient, settings: Mapping[str, Any], rate: float = 1.0) -> None:

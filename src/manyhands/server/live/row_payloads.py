@@ -35,6 +35,7 @@ __all__ = [
     "Said",
     "UnknownSets",
     "Vetted",
+    "add_part",
     "most_bytes",
     "pack",
     "take_sets",
@@ -72,12 +73,12 @@ class UnknownSets(Exception):
 def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
     """The payload, as buffers to be sent one after the other; without `said`, the values of an answer."""
     parts: list[Any] = []
-    _add(parts, b"".join(map(_head, said)))
+    add_part(parts, b"".join(map(_head, said)))
     for one in said:
         if isinstance(one, Given):
-            _add(parts, _buffer(one.rows))
+            add_part(parts, _buffer(one.rows))
     for tensor in values:
-        _add(parts, _buffer(tensor))
+        add_part(parts, _buffer(tensor))
     return parts
 
 
@@ -168,7 +169,7 @@ def _heads_bytes(layout: FlatLayout) -> int:
     return round_up(len(layout.tables) * _HEAD.size, LINE_BYTES)
 
 
-def _add(parts: list[Any], data: Any) -> None:
+def add_part(parts: list[Any], data: Any) -> None:
     """Add a part and what fills it up; an empty one is none."""
     num_bytes = memoryview(data).nbytes
     if num_bytes:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.row_payloads import Vetted, most_bytes, pack, take_sets, take_values
+from manyhands.server.live.row_payloads import Vetted, add_part, most_bytes, pack, take_sets, take_values
 from manyhands.server.store import ShardStore
 from manyhands.tables.rows import RowGradient
 from manyhands.tables.rowsets import Given, RowSets, name_of
@@ -37,7 +39,9 @@ class ServerTables:
         self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
         self._vetted: set[Vetted] = set()
-        self._rooms: dict[tuple[int, int], Tensor] = {}  # by member and table, what its rows' values lie in
+        self._rooms: dict[
+            tuple[int, int], tuple[NDArray[np.uint8], int]
+        ] = {}  # by member and table, what its rows' values lie in
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
     def require_room(self, shard: int, num_bytes: int) -> None:
@@ -67,26 +71,29 @@ class ServerTables:
 
         They lie in memory that is kept for `member` and used again for its next ones once it `has_all` that was sent.
         """
-        values = []
+        parts: list[Any] = []
         for number, (table, rows) in enumerate(zip(self._layout.tables, asked, strict=True)):
             if rows is not None:
-                room = self._room(member, number, rows.numel() * table.width, table.dtype, has_all)
-                values.append(store.gather(table.name, rows, room.view(-1, table.width)))
-        return pack((), values)
+                num_bytes = rows.numel() * table.width * table.dtype.itemsize
+                room, address = self._room(member, number, num_bytes, has_all)
+                store.copy_rows(table.name, rows, address)
+                add_part(parts, room[:num_bytes])
+        return parts
 
     def forget(self, member: int) -> None:
         """A member is not connected any more."""
         for key in [key for key in self._rooms if key[0] == member]:
             del self._rooms[key]
 
-    def _room(self, member: int, number: int, count: int, dtype: torch.dtype, has_all: bool) -> Tensor:
-        """Memory for so many items: fresh pages for every answer take longer than filling them."""
-        room = self._rooms.get((member, number))
-        if room is None or room.numel() < count or not has_all:
-            room = torch.empty(count, dtype=dtype)
-            if room.nbytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
-                self._rooms[member, number] = room
-        return room[:count]
+    def _room(self, member: int, number: int, num_bytes: int, has_all: bool) -> tuple[NDArray[np.uint8], int]:
+        """Memory for so many bytes, and where: fresh pages for every answer take longer than filling them."""
+        known = self._rooms.get((member, number))
+        if known is None or known[0].nbytes < num_bytes or not has_all:
+            fresh = np.empty(num_bytes, np.uint8)
+            known = (fresh, fresh.ctypes.data)
+            if num_bytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
+                self._rooms[member, number] = known
+        return known
 
     def gradients(self, shard: int, payload: memoryview, *, borrow: bool = False) -> dict[str, RowGradient]:
         """The gradients of rows that a Push carries, by table; UnknownSets as above.
