@@ -6,37 +6,14 @@ else than the results it quotes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from manyhands.errors import format_bytes
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-def load(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return result
-
-
-def markdown(rows: list[list[str]]) -> str:
-    head, *body = rows
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def show_time(microseconds: float) -> str:
-    if microseconds >= 1000:
-        return f"{microseconds / 1000:.1f} ms"
-    return f"{microseconds:.0f} µs" if microseconds >= 100 else f"{microseconds:.1f} µs"
-
-
-def show_ratio(ratio: float) -> str:
-    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×"
+from render_models import offload, pipeline_bubbles, pipeline_speed, wavefronts
+from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
 def allreduce_speed() -> str:
@@ -470,10 +447,6 @@ def first_minute() -> str:
     return f"**{result['cores']} cores**\n\n{markdown(rows)}"
 
 
-def show_percent(part: float | None) -> str:
-    return "" if part is None else f"{100 * part:.0f} %"
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce speed": allreduce_speed,
     "backend speed": backend_speed,
@@ -491,9 +464,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "glove workers": glove_workers,
     "glove corpus": glove_corpus,
     "first minute": first_minute,
+    "offload": offload,
+    "pipeline bubbles": pipeline_bubbles,
+    "pipeline speed": pipeline_speed,
     "regression": regression_speed,
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
+    "wavefronts": wavefronts,
     **{
         name: allreduce_table(name)
         for name in (

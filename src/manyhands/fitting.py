@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cluster.template import warm
+from manyhands.cluster.template import expect, warm
 from manyhands.device import check_device
 from manyhands.errors import UserError
+from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 
@@ -47,6 +48,7 @@ def fit(
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
     if chosen.forks_workers(compiled=getattr(task, "compiled", False)):
+        expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
     from manyhands.session import run_session
     from manyhands.training.request import Request

@@ -22,6 +22,12 @@ class Home:
     kernel: str = ""
     """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that these are in."""
+        homes = (self.value, self.training, self.kernel)
+        return tuple(f"manyhands.{home.partition(':')[0]}" for home in homes if home)
+
     def load_value(self) -> Any:
         """The class of the value."""
         return _load(self.value)
@@ -76,5 +82,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "gpipe": "pipeline schedule=gpipe",
     "1f1b": "pipeline",
     "pp": "pipeline",
+    "megatron": "tensor",
+    "tp": "tensor",
 }
 """What other frameworks call it, and the text that comes nearest here."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -477,3 +478,12 @@ def test_many_messages_of_all_sizes_through_a_small_ring(seed: int) -> None:
     with first, second, ThreadPoolExecutor(2) as pool:
         for future in (pool.submit(talk), pool.submit(listen)):
             future.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("leaves", [TcpLink.close, TcpLink.abandon])
+def test_closing_does_not_linger_for_a_peer_that_is_gone(leaves: Callable[[TcpLink], None]) -> None:
+    ours, theirs = TcpLink.pair()
+    leaves(theirs)
+    begin = time.monotonic()
+    ours.close()
+    assert time.monotonic() - begin < 0.5

@@ -100,6 +100,16 @@ def test_recomputed_activations_give_the_same_gradients_and_running_statistics(s
     assert int(kept.weights["1.num_batches_tracked"]) == 4 + 4 + 3, "each micro-batch counts once"
 
 
+def test_running_statistics_of_sliced_stages_are_put_together() -> None:
+    layers = (nn.Conv2d(1, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.Flatten())
+    model = nn.Sequential(*layers, nn.Linear(245, 5)).double()
+    task = replace(task_of("cnn"), model=partial(copy.deepcopy, model))
+    whole = train_in_stages(task, "pipeline stages=1", 1, steps=3)
+    sliced = train_in_stages(task, "pipeline stages=1 tensor=3", 3, steps=3)
+    assert sliced.exchanges[0].told()["layers"][1]["how"] == "inside units=5 channels"
+    assert distance(sliced.weights, whole.weights) < 1e-9
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_activations_kept_are_those_of_the_schedule(schedule: str) -> None:
     ended = train_in_stages(

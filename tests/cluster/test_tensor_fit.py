@@ -19,6 +19,7 @@ from equality import OPTIMIZERS, Silent, distance, make_task
 from manyhands.grid.layout import Grid
 from manyhands.link.simulated import SimulatedNetwork
 from manyhands.tasks.language import Transformer
+from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.text import next_byte_loss
 from manyhands.tasks.vision import ImageClassifier, accuracy, classification_loss
 from manyhands.tensor.exchange import TensorExchange
@@ -82,11 +83,35 @@ def rows_of_images() -> mh.Task:
     return task_of(lambda: model, loss, images())
 
 
+def batch_norms() -> mh.Task:
+    """Their convolutions have no bias: its gradient would be rounding alone, which AdamW makes large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 7, 3, bias=False), nn.BatchNorm2d(7), nn.ReLU(), nn.Conv2d(7, 4, 3, bias=False),
+        nn.BatchNorm2d(4, momentum=None), nn.ReLU(), nn.Conv2d(4, 6, 3, bias=False),
+        nn.BatchNorm2d(6, momentum=None, affine=False), nn.Flatten(), nn.Linear(54, 10),
+    )  # fmt: skip
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].double() / 255), batch[1])
+
+    return task_of(lambda: model, loss, images(), evaluation=images(11))
+
+
+def recurrent() -> mh.Task:
+    """Its LSTMs are whole on every slice, what is around them is sliced."""
+    torch.manual_seed(0)
+    model = lambda: RecurrentNetwork(layers=2, width=10, vocabulary=17)  # noqa: E731
+    return task_of(model, next_byte_loss, windows(), evaluation=windows(11))
+
+
 TASKS: dict[str, Callable[[], mh.Task]] = {
     "transformer": lambda: transformer(tied=True),
     "untied transformer": lambda: transformer(tied=False),
     "classifier": classifier,
     "rows": rows_of_images,
+    "batch norms": batch_norms,
+    "lstm": recurrent,
     "awkward": lambda: make_task(OPTIMIZERS["adamw"]),
 }
 
@@ -139,6 +164,7 @@ class Loaded:
 @pytest.mark.parametrize(
     ("name", "slices", "data"),
     [
+        ("transformer", 1, 2),
         ("transformer", 2, 1),
         ("transformer", 3, 1),
         ("transformer", 2, 2),
@@ -147,6 +173,8 @@ class Loaded:
         ("classifier", 4, 1),
         ("classifier", 3, 2),
         ("rows", 3, 1),
+        ("batch norms", 3, 1),
+        ("lstm", 3, 1),
         ("awkward", 2, 1),
         ("awkward", 4, 2),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -231,6 +232,17 @@ def test_dropout_inside_draws_as_one_process(how: str, dim: int) -> None:
     assert torch.equal(model.eval()(x[..., :2]), x[..., :2])
 
 
+def test_layers_that_do_more_than_is_known_are_whole() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have another function, which changes the class
+        computed = nn.utils.weight_norm(nn.Linear(6, 6))
+    rows = nn.Embedding(9, 6, max_norm=1.0)
+    model = nn.ModuleList([computed, rows, nn.Conv2d(4, 4, 3, groups=2), nn.Linear(6, 6)])
+    assert words(model) == {"3": "column gather"}
+    with pytest.raises(UserError, match="module '0' computes its weight from others; say 'whole'"):
+        slice_modules(model, LinkGroup(0, range(2), {}, 1.0, kind=1), {"0": Slicing.parse("column gather")})
+
+
 def test_draws_after_sliced_work_do_not_depend_on_how_much_it_drew() -> None:
     def after(count: int) -> Tensor:
         torch.manual_seed(5)
@@ -444,3 +456,55 @@ def test_part_of_a_chain_is_sliced_as_a_stage_of_a_pipeline() -> None:
             tied = first.keys() & second.keys()
             assert len(tied) == (1 if whole is model else 0)
             assert all(first[one].cut == second[one].cut for one in tied)
+
+
+def reduced(num_bytes: int, slices: int) -> int:
+    """What each slice sends for an all-reduce of so many bytes, by the documentation's formula."""
+    return num_bytes * (slices - 1) if num_bytes <= 128 << 10 else 2 * num_bytes * (slices - 1) // slices
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("batch", [3, 2500], ids=["small", "large"])
+def test_traffic_is_that_of_the_documented_formulas(slices: int, batch: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 12))
+    assert words(model)["4"] == "column gather"
+    for one in hold_against_the_whole(model, numbers(batch, 8), slices):
+        sent = {name: (told.forward_bytes, told.backward_bytes) for name, told in one.traffic.items()}
+        eight = reduced(batch * 8 * 8, slices)
+        gathered = (slices - 1) * batch * 12 // slices * 8
+        assert sent == {"0": (0, eight), "2": (eight, 0), "4": (gathered, eight)}
+    for one in hold_against_the_whole(nn.Embedding(12, 8), tokens(12, batch), slices):
+        told = one.traffic[""]
+        assert (told.forward_bytes, told.backward_bytes) == (reduced(batch * 8 * 8, slices), 0)
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_traffic_of_convolutions_and_attention_is_that_of_the_formulas(slices: int) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+    image = 3 * 2 * 8 * 8 * 8
+    for one in hold_against_the_whole(model, numbers(3, 2, 8, 8), slices):
+        assert (one.traffic["0"].forward_bytes, one.traffic["0"].backward_bytes) == (
+            0,
+            reduced(image, slices),
+        )
+        assert (one.traffic["2"].forward_bytes, one.traffic["2"].backward_bytes) == (
+            reduced(image, slices),
+            0,
+        )
+    plan = {"0": "spatial scatter", "2": "spatial gather"}
+    for index, one in enumerate(hold_against_the_whole(model, numbers(3, 2, 8, 8), slices, plan)):
+        edges = 1 if index in (0, slices - 1) else 2
+        row = 3 * 8 * 8
+        rows, weights = 8 // slices, [reduced(count * 8, slices) for count in (144, 8, 144, 2)]
+        first, second = one.traffic["0"], one.traffic["2"]
+        assert first.forward_bytes == edges * 2 * row
+        assert first.backward_bytes == edges * 2 * row + sum(weights[:2]) + (slices - 1) * rows * 2 * row
+        assert second.forward_bytes == edges * 8 * row + (slices - 1) * rows * 2 * row
+        assert second.backward_bytes == edges * 8 * row + sum(weights[2:])
+    attending = Attending(batch_first=True, need_weights=False)
+    for one in hold_against_the_whole(attending, numbers(2, 5, 12), slices):
+        told = {name: (each.forward_bytes, each.backward_bytes) for name, each in one.traffic.items()}
+        whole = reduced(2 * 5 * 12 * 8, slices)
+        assert told == {"attention": (0, 2 * whole), "attention.out_proj": (whole, 0)}, (
+            "key is another tensor"
+        )

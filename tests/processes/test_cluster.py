@@ -24,6 +24,7 @@ import torch
 import warm
 from descriptors import open_descriptors
 from kills import Run, await_that
+from manyhands.cluster import template
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Finished
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
@@ -159,6 +160,20 @@ def test_the_template_is_kept_when_torch_sets_variables_of_its_own() -> None:
     assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
     run(lambda context: None, num_roles=1)
     assert first is not None
+    assert kept_pid() == first
+
+
+def test_what_is_expected_is_imported_before_the_next_fork_by_the_template_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def is_there(context: RoleContext) -> dict[str, Any]:
+        return {"there": "colorsys" in sys.modules}
+
+    monkeypatch.setattr(template, "_expected", {})
+    assert [one.payload for one in run(is_there, num_roles=1)] == [{"there": False}]
+    first = kept_pid()
+    template.expect(["colorsys"])
+    assert [one.payload for one in run(is_there)] == [{"there": True}] * 2
     assert kept_pid() == first
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,42 @@ def test_slices_and_replicas_train_a_transformer_and_single_goes_on(tmp_path: Pa
     assert distance(gone_on.model.state_dict(), train_plainly(task, 12)) < 1e-9
 
 
+def chance(model: nn.Module, folder: Path | None = None) -> mh.Task:
+    """A model with dropout; each worker leaves its parameters in `folder`, as they are before each step."""
+    x = torch.randn(30, 5, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if folder is not None and model.training:
+            torch.save(dict(model.named_parameters()), folder / f"{os.getpid()}.pt")
+        return model(batch).square().mean()
+
+    template = model.double()
+    return mh.Task(
+        model=lambda: copy.deepcopy(template),
+        loss=loss,
+        data=x,
+        optimizer=OPTIMIZERS["adamw"],
+        batch_size=7,
+    )
+
+
+def test_dropout_in_a_chain_is_that_of_one_process_and_elsewhere_that_of_all_slices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    chain = [nn.Linear(6, 13), nn.Dropout(0.3), nn.GELU(), nn.Linear(13, 6), nn.Dropout(0.2), nn.LayerNorm(6)]
+    task = chance(nn.Sequential(*chain))
+    run = mh.fit(task, "tensor", workers=2, steps=8)
+    assert distance(run.model.state_dict(), train_plainly(task, 8)) < 1e-9
+    layer = nn.TransformerEncoderLayer(6, 3, 9, dropout=0.3, batch_first=True)
+    mh.fit(chance(layer, tmp_path), "tensor", workers=2, steps=8)
+    first, second = (torch.load(file) for file in sorted(tmp_path.iterdir()))
+    assert first["self_attn.out_proj.weight"].shape != second["self_attn.out_proj.weight"].shape
+    for name in ("norm1.weight", "norm2.bias", "linear2.bias", "self_attn.out_proj.bias"):
+        assert torch.equal(first[name], second[name]), (
+            "slices of different sizes draw alike where it is whole"
+        )
+        assert not torch.equal(first[name], layer.get_parameter(name)), "it has moved"
+
+
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
@@ -121,3 +158,8 @@ def test_a_loss_that_is_not_finite_names_its_worker() -> None:
     )
     with pytest.raises(Exception, match="worker 0, step 1: the loss is not finite"):
         mh.fit(task, "tensor", workers=2, steps=2)
+
+
+def test_compiling_a_slice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"compile: torch\.compile takes a whole model, and under `tensor`"):
+        mh.fit(language(), "tensor", workers=2, steps=2, options=mh.Options(compile=True))

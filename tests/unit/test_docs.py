@@ -36,7 +36,8 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_figures_are_those_of_the_committed_results(page: Path) -> None:
+def test_figures_are_those_of_the_committed_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # where a script finds what lies beside it
     render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))["render"]
     text = page.read_text()
     assert render(text) == text, "run `python benchmarks/render.py`"

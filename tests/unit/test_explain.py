@@ -13,9 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from manyhands.analyse.explain import Explanation, Parts, WorkerPath, explain
+from manyhands.analyse.layers import LayerSent, layers_sent
 from manyhands.analyse.narrate import paragraph
 from manyhands.cli.main import app
-from manyhands.draw.explained import workers_table
+from manyhands.draw.explained import layers_table, workers_table
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, RECORD, EventKind
 from manyhands.record.files import EventFileWriter
@@ -373,3 +374,15 @@ def test_a_worker_that_slowed_five_seconds_ago_is_named(usual_ms: float) -> None
     roles = barrier_run(lambda worker, step: usual_ms * (3 if worker == 2 and step >= since else 1), 4, steps)
     (slow,) = explain(roles, synchronous=True).slow
     assert (slow.worker, slow.since_step, slow.until_step) == (2, since, None)
+
+
+def test_layers_of_a_summary_that_make_no_sense_are_left_out() -> None:
+    good = {"layer": "head", "how": "row", "forward_bytes": 4.0, "backward_bytes": 0, "messages": 2}
+    bad = [{**good, "messages": value} for value in (None, "2", float("nan"), True)]
+    (found,) = layers_sent({"layers": [3, None, [], {}, *bad, good]})
+    assert found == LayerSent(layer="head", how="row", forward_bytes=4.0, backward_bytes=0.0, messages=2.0)
+    assert layers_sent({}) == layers_sent({"layers": 7}) == ()
+    out = Console(file=io.StringIO(), width=80)
+    out.print(layers_table([found, *layers_sent({"layers": [{**good, "layer": "[red]\x1b"}]})]))
+    assert "head" in out.file.getvalue()
+    assert "[red]" in out.file.getvalue(), "names are no markup"

@@ -77,6 +77,8 @@ def test_the_hosts_choose_the_strategy(asked: str | None, hosts: list[list[int]]
         ),
         ("central", [[0, 1], [2]], r"ranks [0, 1], [2]"),
         ("single", [[0, 1]], "strategy=single is one process, but there are 2 workers"),
+        ("sharded", [[0, 1]], "strategy=sharded is not for a loop of your own"),
+        ("single device_memory=1GiB", [[0]], "give the model and its loss to mh.fit for device_memory"),
     ],
 )
 def test_a_strategy_that_hosts_can_not_have_is_refused(asked: str, hosts: list[list[int]], told: str) -> None:

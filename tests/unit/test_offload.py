@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_plainly
@@ -132,6 +133,24 @@ def test_a_model_that_leaves_layers_out_and_one_in_float32() -> None:
     assert same_bits(train_limited(awkward, 12, 1 << 20), train_plainly(awkward, 12))
     small = task(torch.float32)
     assert same_bits(train_limited(small, STEPS, 300 * KIB), train_plainly(small, STEPS))
+
+
+class Again(Transformer):
+    """Keeps only the inputs of its blocks, and computes the rest again in backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def test_layers_may_be_computed_again_in_backward() -> None:
+    one = replace(
+        task(),
+        model=lambda: Again(context=8, layers=5, width=24, heads=4, tied=False, vocabulary=21).double(),
+    )
+    assert same_bits(train_limited(one, STEPS, 330 * KIB), train_plainly(one, STEPS))
 
 
 def test_layers_may_live_in_a_file(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_text_parses_and_prints_back(text: str) -> None:
         ("pipeline recompute=yes", "unknown value 'yes'; allowed: true, false"),
         ("pipeline schedule=wavefront recompute=true", "recompute=true: schedule=wavefront cannot"),
         ("pipeline stage=2", "pipeline has no setting 'stage'"),
-        ("pipeline codec=bf16", "memory is shared, and nothing travels"),
+        ("pipeline codec=bf16", "stages send each other outputs and gradients as they are"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(text: str, sentence: str) -> None:

@@ -67,6 +67,11 @@ class TemplateSpec:
     """A descriptor of the launcher's process, which reports its end."""
 
     modules: tuple[str, ...]
+    """What it imports before it forks."""
+
+    later: tuple[str, ...]
+    """What it imports when nobody asks for anything."""
+
     path: tuple[str, ...]
 
     def to_text(self) -> str:
@@ -83,6 +88,9 @@ class ForkRequest:
 
     role: str
     """The text of a `RoleSpec`."""
+
+    modules: tuple[str, ...]
+    """What the template imports first, where it has not: the fork will need it, and so may its siblings."""
 
     environment: Mapping[str, str]
     folder: str
@@ -115,16 +123,21 @@ def await_birth(text: str) -> tuple[ForkRequest, list[int]] | None:
     spec = TemplateSpec(**json.loads(text))
     sys.path[:] = spec.path
     _show_name(TEMPLATE_NAME)
+    _import_all(spec.modules)
+    with socket.socket(fileno=spec.control) as control:
+        return _serve(control, spec)
+
+
+def _import_all(names: Sequence[str]) -> None:
+    """Import what is not there yet; what fails is told of, and fails again in the worker that needs it."""
     gc.disable()  # what is imported stays: looking for garbage among it takes a fifth of the time
-    for name in spec.modules:
+    for name in names:
         try:
             importlib.import_module(name)
-        except Exception:  # the worker that needs it fails with the same, and is told of
+        except Exception:
             traceback.print_exc()
     gc.enable()
     gc.freeze()  # or collecting in a fork would copy what all forks share
-    with socket.socket(fileno=spec.control) as control:
-        return _serve(control, spec)
 
 
 def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, list[int]] | None:
@@ -132,14 +145,20 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(spec.launcher, select.POLLIN)
+    later = list(spec.later)
     while True:
-        ready = {descriptor for descriptor, _ in poll.poll()}
+        ready = {descriptor for descriptor, _ in poll.poll(0 if later else None)}
+        if not ready:
+            _import_all([later.pop(0)])
+            continue
         if spec.launcher in ready:
             return None
         asked = _receive(control)
         if asked is None:
             return None
         request, passed = asked
+        if not sys.modules.keys() >= set(request.modules):
+            _import_all(request.modules)
         try:
             pid = _fork_twice()
         except OSError as error:

@@ -26,11 +26,13 @@ from manyhands.cluster.forking import MOST_PASSED, ForkRequest, TemplateSpec
 from manyhands.cluster.process import AdoptedProcess
 from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.registry import STRATEGIES
 
 __all__ = [
     "PRELOADED",
     "Template",
     "end_kept",
+    "expect",
     "inherited_environment",
     "kept_descriptor",
     "kept_pid",
@@ -40,6 +42,9 @@ __all__ = [
 
 PRELOADED: Final = ("torch", "manyhands.training.preload")
 """What workers of every strategy need."""
+
+_LATER: Final = tuple(module for home in STRATEGIES.values() for module in home.modules)
+"""What those of one strategy need: the one that is asked for, and all when nothing is."""
 
 # -P: no folder of ours is searched before the standard library. faulthandler: a crash in C code
 # prints where Python was.
@@ -88,6 +93,7 @@ class Template:
                     control=theirs.fileno(),
                     launcher=launcher,
                     modules=tuple(modules),
+                    later=_LATER if modules == PRELOADED else (),
                     path=tuple(sys.path),
                 )
                 self._process = subprocess.Popen(
@@ -129,6 +135,7 @@ class Template:
         """A fork for what the first file makes of `role`, in `folder` or here, with the descriptors in `passed`."""
         request = ForkRequest(
             role=role,
+            modules=tuple(_expected),
             environment=environment,
             folder=folder or os.readlink("/proc/self/cwd"),
             umask=_umask(),
@@ -205,6 +212,11 @@ def warm() -> None:
     obtain(inherited_environment())
 
 
+def expect(modules: Sequence[str]) -> None:
+    """Have templates import `modules` before the next fork, for it and those that come after."""
+    _expected.update(dict.fromkeys(modules))
+
+
 def inherited_environment() -> dict[str, str]:
     """The launcher's environment, in which a child finds this package where the launcher did."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
@@ -261,6 +273,7 @@ def _umask() -> int:
     return mask
 
 
+_expected: dict[str, None] = {}
 _keeping = threading.Lock()
 _kept: Template | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from manyhands.analyse.explain import Explanation, WorkerPath
 from manyhands.analyse.layers import LayerSent
@@ -57,11 +58,11 @@ def layers_table(layers: Sequence[LayerSent]) -> Table:
         table.add_column(column, justify="right")
     for row in layers:
         table.add_row(
-            row.layer,
-            row.how,
+            Text(row.layer),
+            Text(row.how),
             format_bytes(row.forward_bytes),
             format_bytes(row.backward_bytes),
-            f"{row.messages:g}",
+            f"{round(row.messages, 1):g}",
         )
     return table
 

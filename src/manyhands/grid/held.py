@@ -107,7 +107,10 @@ class Held:
 
 
 class HeldModel:
-    """What one worker holds; `buffers` are those that it tells of, by their names in the whole."""
+    """What one worker holds; `buffers` are those that it tells of, by their names in the whole.
+
+    `buffer_cuts` has those of them of which it holds a part.
+    """
 
     def __init__(
         self,
@@ -115,11 +118,13 @@ class HeldModel:
         optimizer: Optimizer,
         held: Sequence[Held],
         buffers: Mapping[str, Tensor] | None = None,
+        buffer_cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.held = tuple(held)
         self._outline = outline
         self._optimizer = optimizer
         self._buffers = dict(buffers or {})
+        self._buffer_cuts = dict(buffer_cuts or {})
         self._names = outline.names()
         numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._position = {id(parameter): position for position, parameter in enumerate(numbered)}
@@ -145,7 +150,10 @@ class HeldModel:
             for one in self.held
             if one.tells
         ]
-        entries += [_Entry({"name": name, "cut": None}, tensor) for name, tensor in self._buffers.items()]
+        entries += [
+            _Entry({"name": name, "cut": _words(self._buffer_cuts.get(name))}, tensor)
+            for name, tensor in self._buffers.items()
+        ]
         gathered = _gather(group, entries)
         if gathered is None:
             return None

@@ -93,7 +93,7 @@ class TcpLink(QueuedLink):
             return
         while time.monotonic_ns() < until_ns:
             fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, unsent)
-            if unsent[0] == 0:
+            if unsent[0] == 0 or _hung_up(self._descriptor):
                 return
             time.sleep(0.001)
 
@@ -203,6 +203,13 @@ def _prepare(end: socket.socket) -> None:
 
 def _memory(address: int, num_bytes: int) -> memoryview:
     return memoryview(_ANY_MEMORY.from_address(address)).cast("B")[:num_bytes]
+
+
+def _hung_up(descriptor: int) -> bool:
+    """Whether there is nobody any more who could take what is still unsent."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
 
 
 def _wait(descriptor: int, events: int, until_ns: int) -> bool:

@@ -33,6 +33,7 @@ from manyhands.pipeline.wave import WaveStage
 from manyhands.tensor.finding import find_plan
 from manyhands.tensor.plan import Slicing
 from manyhands.tensor.slicing import slice_modules
+from manyhands.tensor.telling import layers_told
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 from manyhands.training.resources import Resources
@@ -82,6 +83,7 @@ class PipelineExchange(Exchange):
         self._post = StagePost(self._place.stage, self._stages, links, timeout_s)
         self._tied: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []
         self._posts: dict[int, Post] = {}
+        self._steps = 0
 
     @property
     def table(self) -> Schedule:
@@ -117,9 +119,10 @@ class PipelineExchange(Exchange):
         self._told = {
             name: buffer
             for name, buffer in model.named_buffers()
-            if name in holding.buffers and name in outline.keys and place.data == place.slice == 0
+            if name in holding.buffers and name in outline.keys and place.data == 0
+            if place.slice == 0 or name in self._sliced.buffers
         }
-        self._held = HeldModel(outline, optimizer, held, self._told)
+        self._held = HeldModel(outline, optimizer, held, self._told, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}
         for number, (stages, parameters) in enumerate(holding.tied):
@@ -188,6 +191,7 @@ class PipelineExchange(Exchange):
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: sum gradients over replicas, then over the stages that share a parameter; and the loss."""
+        self._steps += 1
         sum_gradients(self._replicas, [one.local for one in self._held.held])
         for group, parameters in self._tied:
             sum_gradients(group, parameters)
@@ -237,6 +241,10 @@ class PipelineExchange(Exchange):
             bytes_sent=sum(one.bytes_sent for one in sent),
         )
 
+    def told(self) -> Mapping[str, Any]:
+        """What a step of training sends for each sliced layer, from this worker."""
+        return {"layers": layers_told(self._sliced.traffic, self._steps)}
+
     def close(self) -> None:
         """Let go of the links."""
         for link in self._links.values():
@@ -258,16 +266,15 @@ class PipelineExchange(Exchange):
         modules = [module for part in holding.parts for module in part.modules]
         slices = self._slices
         plan: dict[str, Slicing] = {}
-        for (
-            part
-        ) in holding.parts:  # one by one: no layer of one part takes what a layer of another leaves sliced
+        for part in holding.parts if slices.world > 1 else ():
+            # one by one: no layer of one part takes what a layer of another leaves sliced
             plan |= find_plan(model, slices.world, part.modules)
-        cut = slice_modules(model, slices, plan, part=modules).cut if slices.world > 1 else {}
+        self._sliced = slice_modules(model, slices, plan, part=modules)
         for module in modules:
             module.to(device)
         place, held = self._place, []
         for one in holding.parameters:
-            mine = cut.get(id(one))
+            mine = self._sliced.cut.get(id(one))
             tells = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
             local, where = (one, None) if mine is None else (mine.local, mine.cut)
             held.append(Held(whole=one, local=local, shape=one.shape, cut=where, tells=tells))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from manyhands.pipeline.wave import check_over_time
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.task import Task
 from manyhands.tensor.slicing import check_plan
+from manyhands.tensor.telling import layers_together
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchanging import told
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
@@ -41,6 +42,12 @@ class PipelineTraining(ProcessTraining):
                 "compile: torch.compile takes a whole model, and under `pipeline` no worker has one; leave it out"
             )
 
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """And what all workers together sent for each sliced layer, in a step of training."""
+        samples, besides = super().gather(finished)
+        layers = layers_together(one["layers"] for one in finished)
+        return samples, {**besides, "layers": layers} if layers else besides
+
     @classmethod
     @contextmanager
     def worker(
@@ -53,7 +60,7 @@ class PipelineTraining(ProcessTraining):
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = Trainer(plan, exchange, around, checkpoints).run(start)
-                return trained, told(exchange.traffic())
+                return trained, {**told(exchange.traffic()), **exchange.told()}
 
             yield train
 
@@ -75,6 +82,7 @@ def check_model(strategy: Pipeline, model: nn.Module) -> None:
         check_plan(model, strategy.tensor)
     if strategy.table().over_time:
         check_over_time(chain)
+    check_plan(model, strategy.tensor)
 
 
 def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:

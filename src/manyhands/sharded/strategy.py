@@ -73,4 +73,4 @@ class Sharded(Strategy):
     @property
     def instead_of_own_loop(self) -> str:
         """A loop of one's own would read parameters that are elsewhere."""
-        return "give model, loss and data to mh.fit(task, 'sharded')"
+        return "give the model and its loss to mh.fit for sharded"

@@ -55,6 +55,11 @@ class Single(Strategy):
         """One of them."""
         return True
 
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop's model is on the device as a whole."""
+        return "give the model and its loss to mh.fit for device_memory" if self.device_memory else ""
+
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """What is compiled has no layers; the folder for them must be there."""
         super().check(workers, device, compiled=compiled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands.errors import UserError
@@ -14,7 +15,7 @@ from manyhands.tensor.layers import SlicedModule, along, whole_attribute
 from manyhands.tensor.moves import copied, gathered, summed
 from manyhands.tensor.plan import SliceKind, Slicing, parts_of
 
-__all__ = ["CONVOLUTIONS", "DROPOUT", "GROUP_NORM"]
+__all__ = ["BATCH_NORMS", "CONVOLUTIONS", "DROPOUT", "GROUP_NORM"]
 
 
 class OutputChannels(SlicedModule, _ConvNd):
@@ -112,6 +113,50 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
         return F.group_norm(x, groups, self.part("weight"), self.part("bias"), self.eps)
 
 
+class ChannelBatchNorm(SlicedModule, _BatchNorm):
+    """Some of the channels, which know nothing of each other: their running statistics are cut, too."""
+
+    weight = whole_attribute("weight")
+    bias = whole_attribute("bias")
+
+    @classmethod
+    def cuts(cls, module: _BatchNorm, how: Slicing, slices: int) -> dict[str, list[Cut]]:
+        """Parameters and running statistics of this slice's channels."""
+        parts = parts_of(module.num_features, how.units, slices)
+        return {name: along(0, parts) for name in ("weight", "bias", "running_mean", "running_var")}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sliced by channels, as what goes in."""
+        self.expect(x, 1, self.sizes("weight")[self.port.index], "channels")
+        rate = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            rate = 1 / float(self.num_batches_tracked) if self.momentum is None else rate
+        keeps = not self.training or self.track_running_stats
+        return F.batch_norm(
+            x,
+            self.running_mean if keeps else None,
+            self.running_var if keeps else None,
+            self.part("weight"),
+            self.part("bias"),
+            self.training or self.running_mean is None,
+            rate,
+            self.eps,
+        )
+
+
+class _ChannelBatchNorm1d(ChannelBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class _ChannelBatchNorm2d(ChannelBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class _ChannelBatchNorm3d(ChannelBatchNorm, nn.BatchNorm3d):
+    pass
+
+
 class SlicedDropout(SlicedModule, nn.Dropout):
     """Draws for the whole activation and takes its part: so every slice draws as much as one process."""
 
@@ -135,7 +180,9 @@ class SlicedDropout(SlicedModule, nn.Dropout):
         each = x.shape[dim] // len(mine)
         self.expect(x, dim, each * len(mine), "features")
         whole = (*x.shape[:dim], each * how.units, *x.shape[dim + 1 :])
+        self.sliced.draws.leave(x)
         kept = F.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), self.p)
+        self.sliced.draws.enter(x)  # all have drawn alike
         return x * kept.narrow(dim, each * mine.start, x.shape[dim])
 
 
@@ -143,6 +190,11 @@ CONVOLUTIONS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
     nn.Conv1d: {SliceKind.CHANNELS_OUT: _OutputChannels1d, SliceKind.CHANNELS_IN: _InputChannels1d},
     nn.Conv2d: {SliceKind.CHANNELS_OUT: _OutputChannels2d, SliceKind.CHANNELS_IN: _InputChannels2d},
     nn.Conv3d: {SliceKind.CHANNELS_OUT: _OutputChannels3d, SliceKind.CHANNELS_IN: _InputChannels3d},
+}
+BATCH_NORMS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
+    nn.BatchNorm1d: {SliceKind.INSIDE: _ChannelBatchNorm1d},
+    nn.BatchNorm2d: {SliceKind.INSIDE: _ChannelBatchNorm2d},
+    nn.BatchNorm3d: {SliceKind.INSIDE: _ChannelBatchNorm3d},
 }
 GROUP_NORM: dict[SliceKind, type[SlicedModule]] = {SliceKind.INSIDE: ChannelGroupNorm}
 DROPOUT: dict[SliceKind, type[SlicedModule]] = {SliceKind.INSIDE: SlicedDropout}

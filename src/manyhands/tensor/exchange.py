@@ -22,6 +22,7 @@ from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.tensor.slicing import Sliced, slice_modules
+from manyhands.tensor.telling import layers_told
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 
@@ -34,7 +35,16 @@ _EVERYONE, _SLICES, _DATA = 41, 42, 43
 class TensorExchange(Exchange):
     """One worker's end: its slice of one replica of the model."""
 
-    def __init__(self, rank: int, grid: Grid, links: Mapping[int, Link], timeout_s: float) -> None:
+    builds_on_host = True
+
+    def __init__(
+        self,
+        rank: int,
+        grid: Grid,
+        links: Mapping[int, Link],
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
         self.rank, self.world = rank, grid.workers
         self._grid, self._place, self._links = grid, grid.place(rank), links
         wires = {link.wire for link in links.values()}
@@ -46,6 +56,7 @@ class TensorExchange(Exchange):
         self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
         self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
         self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
+        self._device = device if device is not None else torch.device("cpu")
         self._optimizer: Optimizer | None = None
         self._held: HeldModel | None = None
         self._sliced: Sliced | None = None
@@ -64,12 +75,13 @@ class TensorExchange(Exchange):
         return self._grid.data
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: everybody takes worker 0's weights, and keeps its slice of them."""
+        """Collective: everybody takes worker 0's weights, and keeps its slice of them, on its device."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._everyone.broadcast(tensor.detach())
         outline = Outline.of(model)
         whole = {id(one): one for one in outline.parameters.values()}
         self._sliced = slice_modules(model, self._slices)
+        model.to(self._device)  # the slices alone: the wholes are no longer the model's
         first = self._place.data == 0
         held = []
         for identity, parameter in whole.items():
@@ -83,8 +95,12 @@ class TensorExchange(Exchange):
                     tells=first and (cut is not None or self._place.slice == 0),
                 )
             )
-        buffers = {key: value for key, value in model.named_buffers() if key in outline.shapes}
-        self._held = HeldModel(outline, optimizer, held, buffers if self.rank == 0 else {})
+        buffers = {
+            key: value
+            for key, value in model.named_buffers()
+            if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
+        }
+        self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
         keep_freed_memory()  # every step frees what the next one takes
@@ -159,9 +175,8 @@ class TensorExchange(Exchange):
 
     def told(self) -> Mapping[str, Any]:
         """What a step of training sends for each layer, from this worker."""
-        layers = self._sliced.traffic if self._sliced is not None else {}
-        steps = max(1, self._steps)
-        return {"layers": [{"layer": name, **one.per_step(steps)} for name, one in layers.items()]}
+        traffic = self._sliced.traffic if self._sliced is not None else {}
+        return {"layers": layers_told(traffic, self._steps)}
 
     def close(self) -> None:
         """Close the links."""

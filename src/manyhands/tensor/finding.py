@@ -51,6 +51,7 @@ _PER_CHANNEL = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _ANY_ROWS = (*_ELEMENTWISE, nn.Dropout)
 _KNOWN: dict[type[nn.Module], Mapping[str, str]] = {
     nn.TransformerEncoderLayer: {
@@ -209,11 +210,10 @@ class _Finder:
         """How a layer is sliced whose neighbours are not known; None: not at all."""
         tied = [id(one) for one in module.parameters(recurse=False) if id(one) in self._tied]
         by_vocabulary = all(self._tied[one] for one in tied)
-        if type(module) is nn.Embedding:
-            plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-            fits = module.num_embeddings >= self._slices and plain and by_vocabulary
+        if _is_plain_embedding(module):
+            fits = module.num_embeddings >= self._slices and by_vocabulary
             return Slicing(kind=SliceKind.VOCABULARY) if fits else None
-        if type(module) is nn.Linear and module.out_features >= self._slices and by_vocabulary:
+        if _is_plain_linear(module) and module.out_features >= self._slices and by_vocabulary:
             return Slicing(kind=SliceKind.VOCABULARY) if tied else Slicing(kind=SliceKind.COLUMN, gather=True)
         if tied:
             return None
@@ -270,7 +270,7 @@ class LayerPair:
 def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
     """The pair that the first of a chain of modules begins, if it begins one."""
     name, first = chain[0]
-    if type(first) is nn.Linear:
+    if _is_plain_linear(first):
         width, opens = first.out_features, SliceKind.COLUMN
     elif _is_plain_convolution(first):
         width, opens = first.out_channels, SliceKind.CHANNELS_OUT
@@ -292,6 +292,8 @@ def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
         elif not flat and type(module) is nn.GroupNorm:
             units = gcd(units, module.num_groups)
             inside.append(between)
+        elif not flat and type(module) in _BATCH_NORMS:
+            inside.append(between)
         elif not flat and type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
             flat = True
         elif not (type(module) in _ELEMENTWISE or (type(module) in _PER_CHANNEL and not flat)):
@@ -301,7 +303,7 @@ def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
 
 def _closes(module: nn.Module, opens: SliceKind, width: int, *, flat: bool) -> SliceKind | None:
     """Which way this module takes `width` sliced features or channels; None: it does not."""
-    if type(module) is nn.Linear and flat:
+    if _is_plain_linear(module) and flat:
         fits = module.in_features == width if opens is SliceKind.COLUMN else module.in_features % width == 0
         return SliceKind.ROW if fits else None
     if _is_plain_convolution(module) and not flat and module.in_channels == width:
@@ -316,8 +318,8 @@ def _tied(model: nn.Module) -> dict[int, bool]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
     return {
-        one: all(type(module) in (nn.Embedding, nn.Linear) for module in found)
-        and any(type(module) is nn.Embedding for module in found)
+        one: all(_is_plain_embedding(module) or _is_plain_linear(module) for module in found)
+        and any(_is_plain_embedding(module) for module in found)
         for one, found in owners.items()
         if len(found) > 1
     }
@@ -325,7 +327,25 @@ def _tied(model: nn.Module) -> dict[int, bool]:
 
 def _is_plain_convolution(module: nn.Module) -> TypeGuard[_ConvNd]:
     """Whether every output channel depends on all input channels."""
-    return isinstance(module, _ConvNd) and type(module) in CONVOLUTIONS and module.groups == 1
+    if not isinstance(module, _ConvNd) or type(module) not in CONVOLUTIONS:
+        return False
+    return module.groups == 1 and _has_weight(module)
+
+
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and _has_weight(module)
+
+
+def _is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether looking up rows is all that it does."""
+    if type(module) is not nn.Embedding or not _has_weight(module):
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """Whether the weight is a parameter, and not computed from others as under `weight_norm`."""
+    return module._parameters.get("weight") is not None
 
 
 def _splits_heads(attention: nn.MultiheadAttention) -> bool:

@@ -7,7 +7,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from manyhands.errors import UserError
 from manyhands.tensor.attention import ATTENTION
-from manyhands.tensor.channels import CONVOLUTIONS, DROPOUT, GROUP_NORM
+from manyhands.tensor.channels import BATCH_NORMS, CONVOLUTIONS, DROPOUT, GROUP_NORM
 from manyhands.tensor.layers import EMBEDDING, LINEAR, SlicedModule
 from manyhands.tensor.plan import SliceKind, Slicing
 from manyhands.tensor.spatial import SPATIAL, why_not
@@ -22,6 +22,7 @@ KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
     nn.GroupNorm: GROUP_NORM,
     nn.Dropout: DROPOUT,
     **CONVOLUTIONS,
+    **BATCH_NORMS,
 }
 for _kind, _spatial in SPATIAL.items():
     KINDS[_kind] = {**KINDS.get(_kind, {}), SliceKind.SPATIAL: _spatial}

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from manyhands.errors import UserError
 from manyhands.tensor.moves import Port, gathered
+from manyhands.wire.dtypes import HALVES
 
 __all__ = ["WholeLater", "cross_entropy", "settled"]
 
@@ -152,8 +153,7 @@ def cross_entropy(part: Tensor, target: Tensor, port: Port, first: int, ignore_i
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, port: Port, first: int) -> Tensor:
-        samples, classes = part.shape
-        mine = (target >= first) & (target < first + classes)
+        mine = (target >= first) & (target < first + part.shape[1])
         column = (target - first).where(mine, 0)
         largest = part.amax(1)
         own = torch.stack(
@@ -168,7 +168,6 @@ class _CrossEntropy(torch.autograd.Function):
         top = highest.amax(0)
         logarithm = top + (exponentials * (highest - top).exp()).sum(0).log()
         ctx.save_for_backward(part, logarithm, mine, column)
-        del samples
         return logarithm - picked.sum(0)
 
     @staticmethod
@@ -200,7 +199,12 @@ def _loss_of(
     valid = target[target != ignore_index]
     if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < sum(sizes):
         return None  # torch says what is wrong with it
-    losses = cross_entropy(scores._part, target, port, sum(sizes[: port.index]), ignore_index)
+    exact = (
+        scores._part.float() if scores.dtype in HALVES else scores._part
+    )  # as torch's, 16 bits lose the sum
+    losses = cross_entropy(exact, target, port, sum(sizes[: port.index]), ignore_index)
+    if not torch.is_autocast_enabled(scores.device.type):
+        losses = losses.to(scores.dtype)
     if reduction == "none":
         return losses
     total = losses.sum()

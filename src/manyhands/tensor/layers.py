@@ -93,7 +93,7 @@ class SlicedModule(nn.Module):
 
     @classmethod
     def cuts(cls, module: Any, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Which part of each parameter every slice has; parameters that are not named stay whole."""
+        """Which part of each parameter and buffer every slice has; those that are not named stay whole."""
         raise NotImplementedError
 
     @classmethod

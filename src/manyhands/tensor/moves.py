@@ -38,15 +38,6 @@ class LayerTraffic:
     backward_messages: int = 0
     backward_bytes: int = 0
 
-    def per_step(self, steps: int) -> dict[str, Any]:
-        """Means over the steps of training, as plain values."""
-        return {
-            "how": self.how,
-            "forward_bytes": self.forward_bytes / steps,
-            "backward_bytes": self.backward_bytes / steps,
-            "messages": (self.forward_messages + self.backward_messages) / steps,
-        }
-
     def add(self, messages: int, num_bytes: int, *, backward: bool) -> None:
         """Count what was sent."""
         if backward:

@@ -13,7 +13,7 @@ of it). A layer that leaves its output sliced is followed by one that takes it.
 | `vocabulary` | Embedding, Linear | whole | whole; of Linear, put together when somebody looks |
 | `channels_out` | convolution | whole | sliced by channels; whole with `gather` |
 | `channels_in` | convolution | sliced by channels | whole |
-| `inside` | GroupNorm, Dropout | sliced | sliced |
+| `inside` | GroupNorm, BatchNorm, Dropout | sliced | sliced |
 | `spatial` | Conv2d, pooling, GroupNorm | rows of the image; whole with `scatter` | rows; whole with `gather` |
 | `whole` | anything | whole | whole: every slice computes all of it |
 """

@@ -37,6 +37,9 @@ class Sliced:
     cut: Mapping[int, CutParameter]
     """By the identity of the whole; parameters that are not here are whole on every slice."""
 
+    buffers: Mapping[str, Cut]
+    """By the names of buffers of which this slice has a part."""
+
     traffic: Mapping[str, LayerTraffic]
     """What each layer has sent so far, by its name."""
 
@@ -64,20 +67,27 @@ def slice_modules(
         if how.kind is not SliceKind.WHOLE and group.world > 1:
             slicer.slice(name, named[name], how)
     slicer.check_tied(owners)
-    return Sliced(plan=plan, cut=slicer.cut, traffic=slicer.traffic, clock=slicer.clock)
+    return Sliced(
+        plan=plan, cut=slicer.cut, buffers=slicer.buffers, traffic=slicer.traffic, clock=slicer.clock
+    )
 
 
 def check_plan(model: nn.Module, slices: int) -> None:
     """UserError where a model's plan cannot be, before anything is sliced."""
+    if slices == 1:
+        return  # nothing is
     modules = dict(model.named_modules())
     for name, how in find_plan(model, slices).items():
-        if how.kind is not SliceKind.WHOLE and slices > 1:
+        if how.kind is not SliceKind.WHOLE:
             _cuts(name, modules[name], how, slices)
 
 
 def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
     """Of each parameter that is cut: what every slice has."""
     cuts = sliced_class(name, module, how).cuts(module, how, slices)
+    for key in cuts:
+        if key not in module._parameters and key not in module._buffers:
+            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; say 'whole'")
     if any(cut.begin == cut.end for found in cuts.values() for cut in found):
         raise UserError(
             f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
@@ -100,6 +110,7 @@ class _Slicer:
 
     def __init__(self, group: LinkGroup) -> None:
         self.cut: dict[int, CutParameter] = {}
+        self.buffers: dict[str, Cut] = {}
         self.traffic: dict[str, LayerTraffic] = {}
         self.clock = Clock()
         self._group = group
@@ -120,9 +131,13 @@ class _Slicer:
             cuts=cuts,
         )
         for key, found in cuts.items():
-            whole = module._parameters[key]
+            whole, mine = module._parameters.get(key), found[self._group.index]
+            buffer = module._buffers.get(key)
             if whole is not None:
-                module._parameters[key] = self._local(name, whole, found[self._group.index])
+                module._parameters[key] = self._local(name, whole, mine)
+            elif buffer is not None:
+                module._buffers[key] = mine.of(buffer)
+                self.buffers[f"{name}.{key}" if name else key] = mine
         for below, (submodule, its_how) in kind.beside(module, how).items():
             self.slice(f"{name}.{below}" if name else below, submodule, its_how)
         # As torch's own parametrizations do: whoever holds the module goes on with the slice.

@@ -76,6 +76,11 @@ class Tensor(Strategy):
         ]
 
     @property
+    def model_parts(self) -> int:
+        """Each slice has its own; as many as workers where nothing else is said, which the value does not know."""
+        return max(1, self.slices)
+
+    @property
     def instead_of_own_loop(self) -> str:
         """A loop's model is whole."""
         return "fit a Task for tensor"

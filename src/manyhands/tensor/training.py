@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from manyhands.errors import UserError
 from manyhands.tensor.exchange import TensorExchange
 from manyhands.tensor.slicing import check_plan
 from manyhands.tensor.strategy import Tensor
+from manyhands.tensor.telling import layers_together
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
@@ -25,26 +27,22 @@ class TensorTraining(ExchangeTraining):
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
         grid = strategy.grid(resources.world)
-        return TensorExchange(resources.rank, grid, resources.links(), resources.timeout_s)
+        links = resources.links()
+        return TensorExchange(resources.rank, grid, links, resources.timeout_s, resources.device)
 
     def run(self, stage: Stage) -> Result:
         """Look at the plan before anybody is started."""
         strategy = self._request.strategy
         assert isinstance(strategy, Tensor), "the registry leads here from its own value"
         check_plan(self._model, strategy.grid(self._request.workers).slices)
+        if self._request.options.compile and self._request.workers > 1:
+            raise UserError(
+                "compile: torch.compile takes a whole model, and under `tensor` no worker has one; leave it out"
+            )
         return super().run(stage)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """What all workers together sent for each layer, in a step of training."""
         samples, besides = super().gather(finished)
-        told = [one["layers"] for one in finished if "layers" in one]
-        layers = [_together(rows) for rows in zip(*told, strict=True)]
+        layers = layers_together(one.get("layers", []) for one in finished)
         return samples, {**besides, "layers": layers} if layers else besides
-
-
-def _together(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first = rows[0]
-    return {
-        **first,
-        **{name: sum(row[name] for row in rows) for name in first if name not in ("layer", "how")},
-    }

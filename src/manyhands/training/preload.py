@@ -1,15 +1,14 @@
-"""Imported by the process that workers are forked from: everything that a worker of any strategy imports.
+"""Imported by the process that workers are forked from: what workers of every strategy import.
 
 Nothing here may compute; see `cluster.forking`.
 """
 
 from __future__ import annotations
 
-from manyhands.registry import STRATEGIES
+from importlib import import_module
+
 from manyhands.training.dynamo import defer
 
 defer()
-for _home in STRATEGIES.values():
-    _home.load_value()
-    _home.load_training()
-    _home.load_training(compiled=True)
+for _name in ("cluster.role", "training.processes", "training.worker"):
+    import_module(f"manyhands.{_name}")

@@ -1,0 +1,77 @@
+"""The documents' tables of models that are split, or larger than a memory."""
+
+from __future__ import annotations
+
+from manyhands.errors import format_bytes
+from results_read import load, markdown, show_percent
+
+
+def pipeline_bubbles() -> str:
+    """The part of the time in which stages have nothing to do: as the formula has it, and as measured."""
+    result = load("pipeline")
+    rows = [["schedule", "stages", "micro-batches", "bubble by formula", "measured"]]
+    for row in result["pipelines"]:
+        rows.append(
+            [
+                row["schedule"],
+                str(row["stages"]),
+                str(row["microbatches"]),
+                show_percent(row["bubble_formula"]),
+                show_percent(row["bubble_measured"]),
+            ]
+        )
+    return f"**{result['cores']} cores**, a core for each stage\n\n{markdown(rows)}"
+
+
+def pipeline_speed() -> str:
+    """A step beside compute + bubble, and beside torch's pipelines on Gloo."""
+    result = load("pipeline")
+    rows = [["schedule", "stages", "a step", "÷ (compute + bubble)", "torch on Gloo", "torch ÷ ours"]]
+    for row in result["pipelines"]:
+        torchs = row["torch_s"]
+        rows.append(
+            [
+                row["schedule"],
+                str(row["stages"]),
+                f"{1000 * row['ours_s']:.0f} ms",
+                f"{row['over_ideal']:.2f}",
+                "" if torchs is None else f"{1000 * torchs:.0f} ms",
+                "" if torchs is None else f"{row['torch_over_ours']:.2f}×",
+            ]
+        )
+    return f"**{result['cores']} cores**, a core for each stage\n\n{markdown(rows)}"
+
+
+def wavefronts() -> str:
+    """An LSTM as a wavefront on two workers, beside layer by layer in one process with both cores."""
+    result = load("pipeline")
+    rows = [["layers", "time steps", "layer by layer", "wavefront", "faster by"]]
+    for row in result["wavefronts"]:
+        rows.append(
+            [
+                str(row["layers"]),
+                str(row["time_steps"]),
+                f"{1000 * row['layer_by_layer_s']:.0f} ms",
+                f"{1000 * row['wavefront_s']:.0f} ms",
+                f"{row['speed_up']:.2f}×",
+            ]
+        )
+    return markdown(rows)
+
+
+def offload() -> str:
+    """A model whose states do not fit the device, beside the same model that is there as a whole."""
+    result = load("offload")
+    rows = [["strategy", "a step", "peak on the device"]]
+    for way in (result["whole"], result["limited"]):
+        rows.append(
+            [
+                f"`{way['strategy']}`",
+                f"{1000 * way['step_s']:.0f} ms",
+                format_bytes(way["peak_allocated_bytes"]),
+            ]
+        )
+    states = format_bytes(result["states_bytes"])
+    millions = result["parameters"] / 1e6
+    about = f"{millions:.0f} million parameters, whose states take {states}"
+    return f"**{result['device']}**, {about}\n\n{markdown(rows)}"

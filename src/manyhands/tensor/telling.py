@@ -1,0 +1,38 @@
+"""What workers tell of the traffic of sliced layers at the end of a run, and what that comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from manyhands.tensor.moves import LayerTraffic
+
+__all__ = ["layers_together", "layers_told"]
+
+_AMOUNTS = ("forward_bytes", "backward_bytes", "messages")
+
+
+def layers_told(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[str, Any]]:
+    """One worker's: what a step of training sent for each layer, a row each, as plain values."""
+    steps = max(1, steps)
+    return [
+        {
+            "layer": name,
+            "how": one.how,
+            "forward_bytes": one.forward_bytes / steps,
+            "backward_bytes": one.backward_bytes / steps,
+            "messages": (one.forward_messages + one.backward_messages) / steps,
+        }
+        for name, one in traffic.items()
+    ]
+
+
+def layers_together(told: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """All workers': what they sent for each layer is added up; layers are in the order in which they are told of."""
+    found: dict[str, dict[str, Any]] = {}
+    for rows in told:
+        for row in rows:
+            total = found.setdefault(row["layer"], {**row, **dict.fromkeys(_AMOUNTS, 0)})
+            for name in _AMOUNTS:
+                total[name] += row[name]
+    return list(found.values())
