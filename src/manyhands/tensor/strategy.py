@@ -59,6 +59,10 @@ class Tensor(Strategy):
         """Where the link says so."""
         return self.link == "tcp"
 
+    def shares(self, workers: int) -> int:
+        """One for each replica."""
+        return self.grid(workers).data
+
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A slice of every layer each."""
         grid = self.grid(workers)
