@@ -75,7 +75,10 @@ def read_settings(
             raise UserError(f"{word} setting {name!r} needs a value, as in {name}={example}")
         if name in values:
             raise UserError(f"{word} setting {name!r} is given twice")
-        values[name] = allowed[name].read(value)
+        try:
+            values[name] = allowed[name].read(value)
+        except UserError as error:
+            raise UserError(f"{word} {text}: {error}") from error
     return values
 
 

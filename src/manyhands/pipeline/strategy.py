@@ -140,6 +140,11 @@ class Pipeline(Strategy):
         """Each stage, and each slice of it, has its own."""
         return self.stages * self.tensor
 
+    @property
+    def straggler_advice(self) -> str:
+        """Stages wait for each other, and may be cut elsewhere."""
+        return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
+
     def shares(self, workers: int) -> int:
         """One for each replica."""
         return self.grid(workers).data
