@@ -57,15 +57,18 @@ def run_session(request: Request, out: str | Path | None, resume: bool) -> Run:
         if directory is not None:
             stack.callback(_close, directory)
         session = _Session(request, directory, done)
-        return session.run(
-            training,
-            Beginning(
-                config=request.config(model),
-                history=session.history,
-                resumed=resume,
-                path=directory.path if directory is not None else None,
-            ),
+        beginning = Beginning(
+            config=request.config(model),
+            history=session.history,
+            resumed=resume,
+            path=directory.path if directory is not None else None,
         )
+        try:
+            return session.run(training, beginning)
+        except UserError:
+            if directory is not None and not resume and not session.history:
+                directory.discard()  # what was refused can be asked for again, put right, in the same place
+            raise
 
 
 def _close(directory: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ __all__ = [
     "check_buckets",
     "check_choice",
     "check_link",
+    "enough",
     "link_setting",
     "parse_size",
     "read_settings",
@@ -73,7 +75,10 @@ def read_settings(
             raise UserError(f"{word} setting {name!r} needs a value, as in {name}={example}")
         if name in values:
             raise UserError(f"{word} setting {name!r} is given twice")
-        values[name] = allowed[name].read(value)
+        try:
+            values[name] = allowed[name].read(value)
+        except UserError as error:
+            raise UserError(f"{word} {text}: {error}") from error
     return values
 
 
@@ -105,6 +110,12 @@ def show_size(num_bytes: int) -> str:
         if num_bytes and num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
     return str(num_bytes)
+
+
+def enough(num_bytes: float) -> str:
+    """A size of at least `num_bytes` in few digits, as a user would write it for a limit."""
+    unit = 1024 if num_bytes <= MIB else MIB
+    return show_size(math.ceil(num_bytes / unit) * unit)
 
 
 def buckets_setting() -> Any:

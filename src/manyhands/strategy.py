@@ -158,13 +158,17 @@ class Strategy(ABC):
         del costs, workers
         return None
 
+    def shares(self, workers: int) -> int:
+        """Into how many shares so many workers split a global batch; those who have parts of one model share one."""
+        return workers if self.splits_batches else 1
+
     def processes(self, workers: int) -> dict[str, int]:
         """How many processes of which kind it starts for so many workers."""
         return {"worker": workers}
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """What each kind of its processes holds of a model at its peak: here a copy of everything for each worker."""
-        parts = workers if self.splits_batches else 1
+        parts = self.shares(workers)
         return [
             WorkerMemory(
                 who="worker",

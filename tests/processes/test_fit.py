@@ -265,6 +265,22 @@ def test_a_slow_worker_shows_as_itself() -> None:
         assert rows[other]["wait_s"] > rows[1]["wait_s"]
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline cuts=1"])
+def test_the_others_wait_for_a_slow_worker_where_the_model_is_split(strategy: str) -> None:
+    """What a worker stands still for another is waiting, and no exchange: else nobody would wait for who is slow."""
+    task = replace(
+        make_task(OPTIMIZERS["sgd"]),
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 1)),
+        loss=lambda model, batch: (model(batch[0].float()) - batch[1].float()).square().mean(),
+        data=(torch.ones(32, 8), torch.ones(32, 1)),
+        evaluation=None,
+    )
+    slow = mh.Options(slow=mh.Slowdown(worker=1, factor=40))
+    ahead, late = mh.fit(task, strategy, workers=2, steps=15, options=slow).summary["per_worker"]
+    assert ahead["wait_for_s"][1] > ahead["exchange_s"]
+    assert ahead["wait_s"] > late["wait_s"]
+
+
 def test_the_error_of_a_worker_comes_with_its_traceback_and_step() -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         if model.weight.grad is None and torch.equal(batch[0][0], torch.ones(2)) and len(batch[0]) == 3:

@@ -277,6 +277,8 @@ def test_all_who_end_alike_are_named() -> None:
     said = told(found(measured(0), measured(1), measured(2, final=0.8), strategies=strategies))
     assert "allreduce and central ended best, at accuracy 0.9, and hogwild worst, at 0.8." in said
     assert "All ended at accuracy 0.9." in told(found(measured(0), measured(1)))
+    rounded = told(found(measured(0), measured(1, final=0.9 + 1e-7)))
+    assert "All ended at accuracy 0.9." in rounded, "best and worst at one number would be nonsense"
 
 
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -216,6 +216,14 @@ def shown(*words: str) -> str:
     return done.output
 
 
+def test_workers_that_have_parts_of_a_model_work_on_the_same_samples() -> None:
+    sliced = shown("digits", "--workers", "4", "--strategy", "tensor slices=2")
+    assert "split by dimensions · 32 samples\n" in sliced
+    assert "sliced over 2 workers" in sliced
+    staged = shown("digits", "--workers", "8", "--strategy", "pipeline stages=2 tensor=2")
+    assert "split by layers · 32 samples\n" in staged
+
+
 @pytest.mark.parametrize("name", ["digits", "language", "recurrent"])
 def test_every_strategy_that_has_whole_models_cuts_nothing(name: str) -> None:
     output = shown(name, "--workers", "4")
@@ -273,6 +281,8 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
         (["--place", "blocks"], r"--place 'blocks': it must be PATTERN=DEVICE, as in"),
         (["--workers", "0"], "workers=0; it must be a whole number of at least 1"),
         (["--strategy", "mirrord"], "did you mean 'mirrored'"),
+        (["--place", "blocks.*=gpu"], r"placement of 'blocks.\*' on 'gpu': torch knows no such device"),
+        (["--strategy", "pipeline stages=9", "--workers", "9"], "stages=9: .* 5 layers .* at most stages=5"),
         (["--strategy", "single", "--workers", "2"], "single is one process"),
         (["--svg", "/nowhere/at/all.svg"], "there is no folder /nowhere/at"),
         (["--layers", "none"], "layers is 'none'; it must be a whole number of at least 1"),

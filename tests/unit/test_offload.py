@@ -209,6 +209,18 @@ def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
         Strategy.parse(text)
 
 
+def test_what_was_refused_leaves_no_run_behind(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    mine = mh.Options(own_files=frozenset({"notes.txt"}))
+    with pytest.raises(UserError, match="the largest layer"):
+        mh.fit(task(), "single device_memory=100KiB", steps=1, out=tmp_path / "run", options=mine)
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["notes.txt"]
+    with pytest.raises(UserError, match="the largest layer"):
+        mh.fit(task(), "single device_memory=100KiB", steps=1, out=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_folder_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="offload=/nowhere/at/all: not a folder"):
         mh.fit(task(), "single device_memory=1MiB offload=/nowhere/at/all", steps=1)
@@ -223,6 +235,13 @@ def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations()
     assert plan_budget(2000, units, buffers=5) == Budget(ahead=True, activations=1700 - 15 - 400 - 300 - 300)
     with pytest.raises(UserError, match="the largest layer, 'a', takes 400 B"):
         plan_budget(480, units)
+
+
+def test_the_least_limit_that_is_said_is_enough_and_not_much_more() -> None:
+    units = [UnitBytes(name="a", values=20 * KIB, gradients=20 * KIB, state=40 * KIB)]
+    with pytest.raises(UserError, match=r"use at least device_memory=95KiB$"):
+        plan_budget(10 * KIB, units)
+    assert plan_budget(95 * KIB, units).activations < KIB
 
 
 def test_what_is_saved_first_goes_to_the_host_once_the_sum_is_known() -> None:

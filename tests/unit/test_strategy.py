@@ -80,7 +80,7 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("tensor dims=2", ["no setting 'dims'", "slices, data, link"]),
         ("single workers=2", ["no setting 'workers'", "device_memory, offload"]),
         ("allreduce algorithm=ring group=2", ["hierarchical"]),
-        ("allreduce algorithm=hierarchical group=x", ["'x' is not a whole number"]),
+        ("allreduce algorithm=hierarchical group=x", ["group=x: 'x' is not a whole number"]),
     ],
 )
 def test_errors_name_the_word_and_the_fix(text: str, parts: list[str]) -> None:

@@ -317,12 +317,18 @@ def test_a_live_run_blames_nobody_before_it_has_lasted() -> None:
 def test_first_steps_blame_nobody() -> None:
     assert said(synchronous_run([10, 50], steps=2)) == []
     assert said(synchronous_run([10, 50], steps=8)) != []
+    assert said(synchronous_run([10, 50], steps=4)) == [
+        "the others wait 78 % of their time for worker 1, which computes 5.0 times their median: it has more to do, or "
+        "a slower core"
+    ]
 
 
 @pytest.mark.parametrize(
     ("strategy", "advice"),
     [
         ("mirrored", "ps consistency=async would"),
+        ("pipeline", "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"),
+        ("tensor", "every layer waits for the slowest of its slices"),
         ("allreduce algorithm=ring", "ps consistency=async would"),
         ("ps servers=2", "straggler, consistency=async would"),
         (

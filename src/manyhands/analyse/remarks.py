@@ -19,6 +19,7 @@ _MAX_NAMED = 3
 _LATE_SHARE = 0.25  # making the others spend this share of their time waiting is no accident
 _MIN_STEPS = 3  # the first steps warm caches up and say nothing
 _NOBODY_WAITS = 0.01
+_LONGER = 1.5  # times the others' computing that explains by itself why they wait
 _MOST = 2.0  # times its even share of the applying that makes a server worth a word
 
 
@@ -91,7 +92,10 @@ def _about_straggler(straggler: Straggler, strategy: str) -> str:
 
 
 def _about_late(workers: Sequence[WorkerTotals], suspects: Collection[int]) -> str | None:
-    """One that computes as fast as the others and is waited for all the same spends its time elsewhere."""
+    """One that computes as fast as the others and is waited for all the same spends its time elsewhere.
+
+    In a few steps nobody is slow yet; of one that computed longer in them, that is said.
+    """
     workers = [worker for worker in workers if worker.steps]
     if len(workers) < 2 or min(worker.steps for worker in workers) < _MIN_STEPS:
         return None
@@ -102,9 +106,11 @@ def _about_late(workers: Sequence[WorkerTotals], suspects: Collection[int]) -> s
     slowness = _ratio(pace[latest], statistics.median(pace[:latest] + pace[latest + 1 :]))
     if awaited[latest] < _LATE_SHARE or not alone or slowness == 0 or workers[latest].worker in suspects:
         return None
+    said = f"the others wait {_percent(awaited[latest])} of their time for worker {workers[latest].worker}, which"
+    if slowness >= _LONGER:  # in too few steps to say since when
+        return f"{said} computes {slowness:.1f} times their median: it has more to do, or a slower core"
     return (
-        f"the others wait {_percent(awaited[latest])} of their time for worker {workers[latest].worker}, "
-        f"which computes only {slowness:.1f} times their median; "
+        f"{said} computes only {slowness:.1f} times their median; "
         "look at its data loading, evaluation and checkpoints"
     )
 

@@ -69,8 +69,7 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: dict[s
         graph, model = _traced(task, task.batch_size)
         places, about = _placed(graph, model, where), "placed by name"
     else:
-        share = task.batch_size / (workers if strategy.splits_batches else 1)
-        graph, model = _traced(task, math.ceil(share))
+        graph, model = _traced(task, math.ceil(task.batch_size / strategy.shares(workers)))
         places = _split(graph, strategy, workers)
         crew = f"{workers} workers · split by {strategy.split.value}" if workers > 1 else "1 worker"
         about = f"{strategy} · {crew}"
@@ -111,16 +110,25 @@ def _traced(task: Task, samples: int) -> tuple[Graph, nn.Module]:
 
 def _placed(graph: Graph, model: nn.Module, where: dict[str, str]) -> tuple[str, ...]:
     from manyhands.placement.graph import places_by_name
+    from manyhands.placement.placed import AUTO, known_device
 
+    for pattern, device in where.items():
+        if device != AUTO:
+            known_device(device, repr(pattern))
     names = [name for name, _ in model.named_modules() if name]
     return places_by_name(graph, names, where, otherwise="cpu")
 
 
 def _split(graph: Graph, strategy: Strategy, workers: int) -> tuple[str, ...]:
-    """Where a strategy has each module: in a stage, or on every worker."""
+    """Where a strategy has each module: in a stage, sliced over some workers, or on every worker."""
+    from manyhands.facts import Split
+
     stages = strategy.stages_of([node.seconds for node in graph.nodes], workers)
     if stages is not None:
         return tuple(f"stage {stage}" for stage in stages)
+    if strategy.split is Split.DIMENSIONS:
+        workers //= strategy.shares(workers)
+        return (f"sliced over {workers} workers",) * len(graph.nodes)
     return ("the only worker" if workers == 1 else f"each of {workers} workers",) * len(graph.nodes)
 
 

@@ -33,6 +33,7 @@ from manyhands.cli.runs import (
     live_page,
     live_tensorboard,
 )
+from manyhands.registry import STRATEGIES
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -45,7 +46,7 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             str,
             typer.Option(
-                help="How: single, mirrored, central, allreduce, local, ps or hogwild, with settings: 'ps servers=2'."
+                help=f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
             ),
         ],
         "mirrored",

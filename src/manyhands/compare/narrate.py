@@ -168,7 +168,7 @@ def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     ranked = sorted(known, key=lambda row: row.final[metric].median, reverse=not target.lower)
     best, worst = ranked[0], ranked[-1]
     high, low = best.final[metric], worst.final[metric]
-    if high.median == low.median:
+    if f"{high.median:.4g}" == f"{low.median:.4g}":  # to the digits that are told
         return [f"All ended at {metric} {high.median:.4g}."]
     bests, worsts = ([row for row in ranked if row.final[metric].median == end.median] for end in (high, low))
     said = f"{_names(bests)} ended best, at {metric} {high.median:.4g}, and {_names(worsts)} worst, at {low.median:.4g}"

@@ -7,7 +7,7 @@ every member has the same bits, and has them again in the next run; 16-bit types
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -20,10 +20,13 @@ from manyhands.link.base import Link
 from manyhands.training.exchange import Post, Traffic
 from manyhands.wire.dtypes import HALVES
 
-__all__ = ["LinkGroup"]
+__all__ = ["LinkGroup", "waits_of"]
 
 _AT_ONCE_BYTES: Final = 128 << 10
 """Up to this many bytes everybody sends everything to all; above, each sums a part and hands it out."""
+
+_QUICK_BYTES: Final = 64 << 10
+"""A message of at most so many bytes takes no time worth telling: who waits for one waits for its sender."""
 
 
 class LinkGroup:
@@ -121,7 +124,8 @@ class LinkGroup:
         for index, space in receives.items():
             begin = time.monotonic_ns()
             refused, _ = self._mailbox.receive(self.members[index], space, refused)
-            self._waited[index] += time.monotonic_ns() - begin
+            if space.nbytes <= _QUICK_BYTES:
+                self._waited[index] += time.monotonic_ns() - begin
         self._mailbox.flush(refused, [peer for peer, _ in letters])
 
     def barrier(self) -> None:
@@ -137,7 +141,10 @@ class LinkGroup:
         return self._mailbox.take_posts()
 
     def take_waits(self) -> Mapping[int, int]:
-        """How many nanoseconds each worker's messages took to come since the last call, by their numbers."""
+        """How many nanoseconds this member waited for each worker to come since the last call, by their numbers.
+
+        It is what small messages took; the time of a large one may be its own.
+        """
         waits, self._waited = self._waited, [0] * self.world
         return {worker: waited for worker, waited in zip(self.members, waits, strict=True) if waited}
 
@@ -164,6 +171,15 @@ class LinkGroup:
         """This member's piece to all, and theirs here."""
         mine = pieces[self.index]
         self.exchange(dict.fromkeys(self._others(), mine), {index: pieces[index] for index in self._others()})
+
+
+def waits_of(groups: Iterable[LinkGroup]) -> dict[int, int]:
+    """What a worker that is in several groups waited for each other one since the last call, in nanoseconds."""
+    waits: dict[int, int] = {}
+    for group in groups:
+        for worker, waited_ns in group.take_waits().items():
+            waits[worker] = waits.get(worker, 0) + waited_ns
+    return waits
 
 
 def _flat(tensor: Tensor) -> Tensor:

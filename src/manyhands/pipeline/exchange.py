@@ -15,7 +15,7 @@ from manyhands.chain import chain_of
 from manyhands.cluster.board import State
 from manyhands.footprint import sizes_of
 from manyhands.grid.gradients import agree_on, sum_gradients
-from manyhands.grid.group import LinkGroup
+from manyhands.grid.group import LinkGroup, waits_of
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import GridAxis
 from manyhands.memory.heap import keep_freed_memory
@@ -145,6 +145,7 @@ class PipelineExchange(Exchange):
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """This worker's turns of the schedule, on its replica's share of the batch."""
         del model  # the parts are its
+        waits_of(self._groups())  # of what was done between steps
         begin = time.monotonic()
         share = computer.share(step, self.part, self.parts)
         ends = TrainingEnds(computer, share, step, self.part)
@@ -228,9 +229,11 @@ class PipelineExchange(Exchange):
         return self._all.all_reduce(values)
 
     def take_times(self) -> Times:
-        """The turns of the last step, and its messages once all have agreed."""
+        """The turns of the last step; once all have agreed, its messages and whom this worker waited for."""
         posts, self._posts = self._posts, {}
-        return Times(posts=posts, turns=self._borders.take_times())
+        self._slices.take_waits()  # inside of turns, and part of their time
+        waits = waits_of(self._groups())
+        return Times(wait_ns=waits, posts=posts, turns=self._borders.take_times())
 
     def traffic(self) -> Traffic:
         """Of the stage and of all its groups."""

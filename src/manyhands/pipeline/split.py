@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeAlias
 
 from manyhands.errors import UserError, format_bytes
+from manyhands.settings import enough
 
 __all__ = ["LayerCost", "balanced", "check_cuts", "part_bytes", "parts_of", "planned"]
 
@@ -135,7 +136,7 @@ def planned(
     raise UserError(
         f"memory={format_bytes(limit)}: no cut of {len(layers)} layers into {parts} parts fits; the best needs "
         f"{format_bytes(least)} on a worker (the largest layer is number {largest}): give "
-        f"memory={math.ceil(least / 2**20)}MiB, more stages, a schedule that keeps fewer micro-batches (1f1b) or "
+        f"memory={enough(least)}, more stages, a schedule that keeps fewer micro-batches (1f1b) or "
         "recompute=true"
     )
 

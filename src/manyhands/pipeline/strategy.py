@@ -111,7 +111,8 @@ class Pipeline(Strategy):
         parts, layers = self.table().parts, len(costs)
         if layers < parts:
             raise UserError(
-                f"stages={self.stages}: a chain of {layers} layers cannot be cut into {parts} parts"
+                f"stages={self.stages}: a chain of {layers} layers cannot be cut into {parts} parts; use at most "
+                f"stages={layers * self.stages // parts}"
             )
         if self.cuts:
             check_cuts(self.cuts, layers, parts)
@@ -138,6 +139,15 @@ class Pipeline(Strategy):
     def model_parts(self) -> int:
         """Each stage, and each slice of it, has its own."""
         return self.stages * self.tensor
+
+    @property
+    def straggler_advice(self) -> str:
+        """Stages wait for each other, and may be cut elsewhere."""
+        return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
+
+    def shares(self, workers: int) -> int:
+        """One for each replica."""
+        return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A stage each, and the activations of as many micro-batches as the schedule has in flight."""

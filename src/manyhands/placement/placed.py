@@ -14,7 +14,7 @@ from manyhands.placement.log import PlacementLog
 from manyhands.placement.patterns import assigned
 from manyhands.placement.running import Entering, ForwardPass, Leaving, Placing, brought, tensors_in
 
-__all__ = ["Placed", "place"]
+__all__ = ["AUTO", "Placed", "known_device", "place"]
 
 AUTO = "auto"
 _CPU = torch.device("cpu")
@@ -137,12 +137,7 @@ def _found(name: str | torch.device | None, what: str, course: ForwardPass) -> t
     """The device of this name, or the CPU in its place."""
     if name is None or name == AUTO:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(
-            f"placement of {what} on {name!r}: torch knows no such device; allowed: auto, cpu, cuda, cuda:0, ..."
-        ) from error
+    device = known_device(name, what)
     there = _there(device)
     if there is None:
         if not course.soft:
@@ -153,6 +148,16 @@ def _found(name: str | torch.device | None, what: str, course: ForwardPass) -> t
         course.log.note(f"{what} is on cpu, for this machine has no {device}")
         return _CPU
     return there
+
+
+def known_device(name: str | torch.device, what: str) -> torch.device:
+    """The device of this name, which need not be there; UserError where no machine has one. `what` is to be on it."""
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"placement of {what} on {name!r}: torch knows no such device; allowed: auto, cpu, cuda, cuda:0, ..."
+        ) from error
 
 
 def _there(device: torch.device) -> torch.device | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.settings import MIB, show_size
+from manyhands.settings import enough, show_size
 
 __all__ = ["Budget", "UnitBytes", "plan_budget"]
 
@@ -52,11 +52,10 @@ def plan_budget(limit: int, units: Sequence[UnitBytes], buffers: int = 0) -> Bud
     usable = int(limit * _KEPT)
     tight = lasting + largest.to_step
     if usable < tight:
-        least = -(-int(tight / _KEPT + 1) // MIB) * MIB
         raise UserError(
             f"device_memory={show_size(limit)}: the largest layer, {largest.name!r}, takes "
             f"{format_bytes(largest.to_step)} with its gradient and its optimizer state, and what stays "
-            f"{format_bytes(lasting)}; use at least device_memory={show_size(least)}"
+            f"{format_bytes(lasting)}; use at least device_memory={enough(tight / _KEPT + 1)}"
         )
     coming = max((unit.values + unit.state for unit in units), default=0)
     leaving = max((unit.values + unit.state for unit in units), default=0)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -192,6 +194,15 @@ class RunDirectory:
             self.summary_path.unlink(missing_ok=True)
         except OSError as error:
             raise WriteFailed(f"{self.summary_path} could not be removed: {reason(error)}") from error
+
+    def discard(self) -> None:
+        """Remove what `create` made, of a run that was refused before its first step; files of others stay."""
+        for folder in (self.events_path, self.checkpoints_path):
+            shutil.rmtree(folder, ignore_errors=True)
+        for name in (_MEMBERS, _METRICS, _CONFIG, _LOCK):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            self.path.rmdir()
 
     def close(self) -> None:
         """Sync the metrics and let others have the directory."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.grid.gradients import agree_on, sum_gradients
-from manyhands.grid.group import LinkGroup
+from manyhands.grid.group import LinkGroup, waits_of
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import Grid, GridAxis
 from manyhands.link.base import Link
@@ -112,6 +112,7 @@ class TensorExchange(Exchange):
         """Together with the other slices of this replica."""
         for group in self._groups:
             group.take_posts()  # of what was done between steps
+        waits_of(self._groups)
         return super().compute(computer, model, step)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
@@ -161,11 +162,15 @@ class TensorExchange(Exchange):
         return self._everyone.all_reduce(values.clone())
 
     def take_times(self) -> Times:
-        """What passed between slices inside forward and backward; messages, once all have agreed on the step."""
+        """What passed between slices inside forward and backward; messages, once all have agreed on the step.
+
+        Waiting for who came late is no part of what passing took.
+        """
         spent_ns = self._sliced.clock.spent_ns if self._sliced is not None else 0
         spent_ns, self._counted_ns = spent_ns - self._counted_ns, spent_ns
         posts, self._posts = self._posts, {}
-        return Times(exchange_ns=spent_ns, posts=posts)
+        waits = waits_of(self._groups)
+        return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
         """Of all groups."""

@@ -59,6 +59,15 @@ class Tensor(Strategy):
         """Where the link says so."""
         return self.link == "tcp"
 
+    @property
+    def straggler_advice(self) -> str:
+        """Slices wait for each other inside every layer."""
+        return "every layer waits for the slowest of its slices; slice over workers that are alike"
+
+    def shares(self, workers: int) -> int:
+        """One for each replica."""
+        return self.grid(workers).data
+
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A slice of every layer each."""
         grid = self.grid(workers)

@@ -145,7 +145,8 @@ class Trainer:
         book = StepBook(around.record, step, begin)
         book.input(mine.input_ns, mine.samples)
         book.turns(during.turns)
-        book.compute(computed, less_ns=overlapped)
+        book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped)
+        book.waits(during.wait_ns)
         book.waits(times.wait_ns)
         if exchange.world > 1:
             self._sent = exchange.traffic()
