@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from manyhands.pipeline.table import Schedule
 from manyhands.pipeline.training import in_microbatches
 from manyhands.pipeline.wave import WaveStage
 from manyhands.randomness import preserved
+from manyhands.store.checkpoint import CheckpointStore
 from manyhands.strategy import Strategy
 from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
@@ -78,7 +80,8 @@ def links_between(world: int) -> list[dict[int, Link]]:
 
 
 def plan_of(task: mh.Task, steps: int, **more: Any) -> TrainingPlan:
-    return TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0, **more)
+    settings = {"evaluate_every": 0, "checkpoint_every": 0, **more}
+    return TrainingPlan(task=task, steps=steps, seed=0, **settings)
 
 
 def train_alone(task: mh.Task, steps: int, start: Any = None) -> Ended:
@@ -90,11 +93,16 @@ def train_alone(task: mh.Task, steps: int, start: Any = None) -> Ended:
     return Ended(weights=dict(trained.model.state_dict()), optimizer=state, rows=told.rows)
 
 
-def train_in_stages(task: mh.Task, text: str, workers: int, steps: int, start: Any = None) -> Ended:
-    """By the strategy, every worker in a thread of its own; a worker's error is raised here, the first one's first."""
+def train_in_stages(
+    task: mh.Task, text: str, workers: int, steps: int, start: Any = None, folder: Path | None = None
+) -> Ended:
+    """By the strategy, every worker in a thread of its own; a worker's error is raised here, the first one's first.
+
+    The last step is saved in `folder`, where there is one.
+    """
     strategy = Strategy.parse(text)
     assert isinstance(strategy, Pipeline)
-    plan = in_microbatches(plan_of(task, steps), strategy)
+    plan = in_microbatches(plan_of(task, steps, checkpoint_every=steps if folder else 0), strategy)
     links = links_between(workers)
     told = [Told() for _ in range(workers)]
     trained: list[Trained | None] = [None] * workers
@@ -110,7 +118,8 @@ def train_in_stages(task: mh.Task, text: str, workers: int, steps: int, start: A
             with closing(PipelineExchange(strategy, resources, plan, told[rank].mark)) as exchange:
                 exchanges[rank] = exchange
                 given = copy.deepcopy(start)
-                trained[rank] = Trainer(plan, exchange, told[rank]).run(given)
+                store = CheckpointStore(folder) if folder is not None else None
+                trained[rank] = Trainer(plan, exchange, told[rank], store).run(given)
                 states[rank] = exchange.optimizer_state()
         except BaseException as error:
             errors.append((rank, error))
@@ -134,8 +143,14 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
         assert not thread.is_alive(), f"{thread.name} hangs"
 
 
-def gradients_of(task: mh.Task, table: Schedule, *, recompute: bool = False) -> tuple[float, State]:
-    """Loss and gradients of the first batch, by stages that are threads and share one model.
+def gradients_of(
+    task: mh.Task,
+    table: Schedule,
+    *,
+    recompute: bool = False,
+    around: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> tuple[float, State]:
+    """Loss and gradients of the first batch, by stages that are threads and share one model; each inside `around`.
 
     Nothing is summed here over stages that share a parameter: they add up in the one that there is.
     """
@@ -154,7 +169,8 @@ def gradients_of(task: mh.Task, table: Schedule, *, recompute: bool = False) -> 
             share = computer.share(0, 0, 1)
             ends = TrainingEnds(computer, share, 0, 0)
             at_work = WaveStage(borders) if table.over_time else PipelineStage(borders, recompute=recompute)
-            at_work.run(ends, len(share.pieces), lambda _: None)
+            with around(stage):
+                at_work.run(ends, len(share.pieces), lambda _: None)
             losses[stage] = ends.mean_loss()
         except BaseException as error:
             errors.append(error)

@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import manyhands as mh
+from equality import Silent
 from manyhands.grid.group import LinkGroup
+from manyhands.grid.layout import Grid
 from manyhands.link.simulated import SimulatedNetwork
+from manyhands.tensor.exchange import TensorExchange
 from manyhands.tensor.plan import Slicing
 from manyhands.tensor.slicing import Sliced, slice_modules
+from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Exchange
+from manyhands.training.worker import Trainer
 
 EXACT = 1e-12
 
@@ -84,3 +91,26 @@ def assert_close(found: Tensor | None, expected: Tensor | None, what: str) -> No
     assert found.shape == expected.shape, what
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     assert float((found - expected).abs().max() if expected.numel() else 0) <= EXACT * scale, what
+
+
+def train(task: mh.Task, exchange: Exchange, steps: int, start: Any = None) -> Any:
+    """What a worker's training ended with: the whole model, the optimizer's state, the evaluation."""
+    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0, check_every=7)
+    trainer = Trainer(plan, exchange, Silent())
+    trained = trainer.run(copy.deepcopy(start))
+    evaluated = exchange.evaluate(trainer._computer, trained.model)
+    weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+    model = {name: value.clone() for name, value in weights.items()}
+    return model, copy.deepcopy(exchange.optimizer_state()), evaluated
+
+
+def train_sliced(task: mh.Task, grid: Grid, steps: int, start: Any = None) -> list[Any]:
+    """The same of every worker of `tensor`, in virtual time."""
+    network, world = SimulatedNetwork(), grid.workers
+
+    def role(rank: int) -> Callable[[], Any]:
+        links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
+        return lambda: train(task, TensorExchange(rank, grid, links, 5.0), steps, start)
+
+    results = network.run({str(rank): role(rank) for rank in range(world)})
+    return [results[str(rank)] for rank in range(world)]

@@ -99,8 +99,10 @@ def sample(hint: Any, rng: random.Random) -> Any:
         return tuple(sample(get_args(hint)[0], rng) for _ in range(rng.randrange(4)))
     if get_origin(hint) in (UnionType, Union):
         return sample(rng.choice(get_args(hint)), rng)
-    assert is_dataclass(hint), hint
     hints = get_type_hints(hint)
+    if issubclass(hint, tuple):
+        return hint(*(sample(hints[name], rng) for name in hint._fields))
+    assert is_dataclass(hint), hint
     return hint(**{field.name: sample(hints[field.name], rng) for field in fields(hint)})
 
 

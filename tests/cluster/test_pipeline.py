@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -59,6 +60,20 @@ def test_slices_of_time_give_the_gradients_of_whole_sequences() -> None:
             assert distance(ours, gradients) < 1e-9, (stages, slices)
 
 
+def test_eight_slices_of_time_of_uneven_lengths() -> None:
+    """Eleven time steps."""
+    windows = torch.randint(0, 11, (7, 12), generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    task = replace(task_of("lstm"), data=windows)
+    model, rows = task.model(), next(iter(Computer(plan_of(task, 1), 0).share(0, 0, 1).pieces)).fetch()
+    expected = task.loss(model, rows)
+    expected.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    for stages in (1, 2, 3, 4):
+        found, ours = gradients_of(task, SCHEDULES["wavefront"](stages, 8))
+        assert found == pytest.approx(float(expected.detach()), rel=1e-9)
+        assert distance(ours, gradients) < 1e-9, stages
+
+
 @pytest.mark.parametrize(
     ("name", "text", "workers"),
     [
@@ -67,6 +82,7 @@ def test_slices_of_time_give_the_gradients_of_whole_sequences() -> None:
         ("cnn", "pipeline schedule=interleaved", 2),
         ("lstm", "pipeline microbatches=3 schedule=wavefront", 2),
         ("lstm", "pipeline stages=4 schedule=gpipe", 4),
+        ("transformer", "pipeline schedule=naive", 2),
     ],
 )
 def test_twenty_steps_of_adamw_are_those_of_one_process(name: str, text: str, workers: int) -> None:

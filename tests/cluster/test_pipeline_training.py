@@ -17,7 +17,7 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
 from manyhands.errors import UserError
 from manyhands.pipeline.schedules import MOST_HELD
-from manyhands.store.checkpoint import Loaded
+from manyhands.store.checkpoint import CheckpointStore, Loaded
 from pipelines import Ended, adamw, sgd, task_of, train_alone, train_in_stages
 
 
@@ -129,6 +129,31 @@ def test_a_run_goes_on_under_another_number_of_stages_and_alone() -> None:
     assert further.optimizer["param_groups"] == train_alone(task, 4).optimizer["param_groups"]
     back = train_in_stages(task, "pipeline", 2, steps=6, start=start_from(train_alone(task, 3), 3))
     assert distance(back.weights, whole.weights) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "workers"),
+    [
+        ("transformer", "pipeline stages=4 tensor=2", 8),
+        ("transformer", "pipeline stages=2 schedule=naive data=2", 4),
+        ("cnn", "pipeline schedule=interleaved", 2),
+        ("cnn", "pipeline stages=3 schedule=zb-h1", 3),
+        ("lstm", "pipeline stages=2 schedule=gpipe tensor=3", 6),
+        ("lstm", "pipeline stages=3 microbatches=2 schedule=wavefront", 3),
+    ],
+)
+def test_the_checkpoint_of_each_is_whole_and_single_goes_on(
+    name: str, text: str, workers: int, tmp_path: Path
+) -> None:
+    task = task_of(name, adamw)
+    train_in_stages(task, text, workers, steps=2, folder=tmp_path)
+    loaded = CheckpointStore(tmp_path).load(2)
+    task.model().load_state_dict(loaded.model)
+    saved = {position: set(state) for position, state in loaded.optimizer["state"].items()}
+    ended, whole = train_alone(task, 4, start=loaded), train_alone(task, 4)
+    assert saved == {position: set(state) for position, state in whole.optimizer["state"].items()}
+    assert distance(ended.weights, whole.weights) < 1e-9
+    assert ended.losses == pytest.approx(whole.losses[2:], rel=1e-9)
 
 
 def test_evaluation_is_that_of_one_process() -> None:

@@ -15,17 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from equality import OPTIMIZERS, Silent, distance, make_task
+from equality import OPTIMIZERS, distance, make_task
 from manyhands.grid.layout import Grid
-from manyhands.link.simulated import SimulatedNetwork
 from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.text import next_byte_loss
 from manyhands.tasks.vision import ImageClassifier, accuracy, classification_loss
-from manyhands.tensor.exchange import TensorExchange
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.worker import Trainer
+from manyhands.training.exchange import SingleExchange
+from sliced import train, train_sliced
 
 STEPS = 20
 
@@ -116,31 +113,10 @@ TASKS: dict[str, Callable[[], mh.Task]] = {
 }
 
 
-def train(task: mh.Task, exchange: Exchange, steps: int, start: Any = None) -> Any:
-    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=0, check_every=7)
-    trainer = Trainer(plan, exchange, Silent())
-    trained = trainer.run(copy.deepcopy(start))
-    evaluated = exchange.evaluate(trainer._computer, trained.model)
-    weights = trained.weights if trained.weights is not None else trained.model.state_dict()
-    model = {name: value.clone() for name, value in weights.items()}
-    return model, copy.deepcopy(exchange.optimizer_state()), evaluated
-
-
 @cache
 def alone(name: str, steps: int = STEPS) -> Any:
     """What one process comes to."""
     return train(TASKS[name](), SingleExchange(), steps)
-
-
-def sliced(task: mh.Task, grid: Grid, steps: int = STEPS, start: Any = None) -> list[Any]:
-    network, world = SimulatedNetwork(), grid.workers
-
-    def role(rank: int) -> Callable[[], Any]:
-        links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
-        return lambda: train(task, TensorExchange(rank, grid, links, 5.0), steps, start)
-
-    results = network.run({str(rank): role(rank) for rank in range(world)})
-    return [results[str(rank)] for rank in range(world)]
 
 
 def largest_difference(one: Any, other: Any) -> float:
@@ -182,7 +158,7 @@ class Loaded:
 def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data: int) -> None:
     task = TASKS[name]()
     expected, state, evaluated = alone(name)
-    found = sliced(task, Grid(slices=slices, data=data))
+    found = train_sliced(task, Grid(slices=slices, data=data), STEPS)
     (weights, optimizer, _), *others = found
     assert distance(weights, expected) < 1e-9
     assert largest_difference(optimizer, state) < 1e-9
@@ -196,12 +172,12 @@ def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data
 def test_checkpoint_goes_on_under_one_process_and_back() -> None:
     task = TASKS["transformer"]()
     expected, state, _ = alone("transformer")
-    (half, half_state, _), _ = sliced(task, Grid(slices=2), 8)
+    (half, half_state, _), _ = train_sliced(task, Grid(slices=2), 8)
     resumed, resumed_state, _ = train(task, SingleExchange(), STEPS, Loaded(8, half, half_state))
     assert distance(resumed, expected) < 1e-9
     assert largest_difference(resumed_state, state) < 1e-9
     first, first_state, _ = alone("transformer", 8)
-    (back, back_state, _), *_ = sliced(task, Grid(slices=3), STEPS, Loaded(8, first, first_state))
+    (back, back_state, _), *_ = train_sliced(task, Grid(slices=3), STEPS, Loaded(8, first, first_state))
     assert distance(back, expected) < 1e-9
     assert largest_difference(back_state, state) < 1e-9
 
@@ -210,6 +186,6 @@ def test_checkpoint_goes_on_under_one_process_and_back() -> None:
 def test_gradients_are_clipped_as_in_one_process(clip: dict[str, float]) -> None:
     task = replace(TASKS["transformer"](), **clip)
     expected, _, _ = train(task, SingleExchange(), 6)
-    (weights, _, _), *_ = sliced(task, Grid(slices=2, data=2), 6)
+    (weights, _, _), *_ = train_sliced(task, Grid(slices=2, data=2), 6)
     assert distance(weights, expected) < 1e-9
     assert distance(expected, alone("transformer", 6)[0]) > 1e-6

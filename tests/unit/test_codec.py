@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -66,6 +66,15 @@ class Nothing:
     pass
 
 
+class Quick(NamedTuple):
+    number: int
+    weight: float
+
+
+class Slow(NamedTuple):
+    name: str
+
+
 OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing, 5: Secret}
 ALL = dict(enumerate(get_args(messages.Message), 1))
 CODEC, SERVER = MessageCoder(OWN), MessageCoder(ALL)
@@ -109,6 +118,20 @@ def test_every_message_of_the_server_comes_back_as_it_was(kind: int) -> None:
 def test_a_message_of_numbers_is_one_struct_in_the_order_of_its_fields() -> None:
     flat = Flat(number=2**62, point=POINT, weight=0.1)
     assert CODEC.encode(flat) == (1, struct.pack("<qqqBd", 2**62, -3, 7, 1, 0.1))
+
+
+def test_a_tuple_of_plain_numbers_is_one_struct_too() -> None:
+    coder = MessageCoder({3: Quick})
+    assert coder.encode(Quick(-5, 0.25)) == (3, struct.pack("<qd", -5, 0.25))
+    back = coder.decode(3, memoryview(struct.pack("<qd", -5, 0.25)))
+    assert (type(back), back) == (Quick, Quick(-5, 0.25))
+    with pytest.raises(ProtocolError, match="is 16 bytes, not 15"):
+        coder.decode(3, bytes(15))
+    with pytest.raises(UserError, match="cannot be sent"):
+        coder.encode(Quick(1 << 63, 0.0))
+    for wrong in (Slow, tuple):
+        with pytest.raises(UserError, match="a tuple that travels has names and plain numbers"):
+            MessageCoder({1: wrong})
 
 
 def test_any_other_message_is_a_json_list() -> None:

@@ -18,7 +18,10 @@ from manyhands.server.live.row_payloads import UnknownSets, most_bytes, pack, ta
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.messages import Push
+from manyhands.server.store import ShardStore
 from manyhands.tables.rowsets import Given, Named, RowSets, name_of
+from manyhands.task import Task
+from manyhands.training.computing import Computer, TrainingPlan
 
 SERVER, OTHER_SERVER = 1, 2
 NO_ROWS = torch.empty(0, dtype=torch.int64)
@@ -370,3 +373,54 @@ def test_a_push_of_the_wrong_size_is_refused_before_it_is_read() -> None:
     assert beside.room_for(PUSH, 128) is None, "rows beside shared memory lie wherever the link puts them"
     with pytest.raises(ProtocolError, match="at most"):
         beside.room_for(PUSH, 1 << 20)
+
+
+def test_a_set_that_is_known_for_one_table_is_looked_at_for_another() -> None:
+    """The tables have 10 and 7 rows: a name says which rows they are, and not of which table."""
+    _, layout = made()
+    mine = [row for row in layout.tables[0].placed(2).rows(0).tolist() if row >= 7]
+    assert mine, "rows that the second table does not have"
+    server = ServerTables(layout)
+    for _ in range(2):  # given, and by its name
+        rows = server.asked(0, joined(pack([given(*mine), None])), whole=False)
+        assert [None if one is None else one.tolist() for one in rows] == [mine, None]
+        named = Named(name=given(*mine).name)
+        assert server.asked(0, joined(pack([named, None])), whole=False)[0] is not None
+    with pytest.raises(ProtocolError, match=f"row {mine[0]} of table 'b.weight' is not shard 0's"):
+        server.asked(0, joined(pack([None, named])), whole=False)
+
+
+def test_values_that_are_borrowed_stay_where_they_lie() -> None:
+    _, layout = made()
+    values = [torch.rand(3, 3), torch.rand(1, 2, dtype=torch.float64)]
+    payload = joined(pack((), values))
+    for borrow in (False, True):
+        first, _ = take_values(layout.tables, [3, 1], payload.toreadonly(), borrow=borrow)
+        assert first is not None
+        assert torch.equal(first, values[0])
+        before = payload[0]
+        payload[0] ^= 1
+        assert torch.equal(first, values[0]) is not borrow
+        payload[0] = before
+
+
+def test_the_memory_of_an_answer_is_used_again_once_it_has_left() -> None:
+    _, layout = made()
+    task = Task(
+        model=Tables,
+        loss=lambda one, _: one.a.weight.sum(),
+        data=torch.zeros(1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        sparse=SPARSE,
+    )
+    plan = TrainingPlan(task=task, steps=1, seed=0, evaluate_every=0, checkpoint_every=0)
+    store = ShardStore(Computer(plan, worker_rank=0).build(), layout, 0)
+    server, rows = ServerTables(layout), layout.tables[0].placed(2).rows(0)
+    places = []
+    for has_all in (True, True, False, True):
+        (values, *_) = server.values(store, [rows, None], SERVER, has_all=has_all)
+        assert bytes(values) == store.gather("a.weight", rows).numpy().tobytes()
+        places.append(values.ctypes.data)
+    assert places[0] == places[1] != places[2] == places[3]
+    server.forget(SERVER)
+    assert not server._rooms

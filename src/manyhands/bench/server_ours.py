@@ -26,6 +26,7 @@ from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
 from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute
+from manyhands.server.client_lane import ClientLane
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import SharedParameters, WorkerArea
 from manyhands.server.live.job import Job
@@ -46,6 +47,7 @@ from manyhands.server.messages import (
     View,
 )
 from manyhands.server.strategy import Ps
+from manyhands.server.turns import TurnAnswer, WorkerTurn, in_turns
 from manyhands.task import Task
 from manyhands.training.computing import TrainingPlan
 
@@ -190,6 +192,7 @@ class WorkerEnd:
         self._part.flags.copy_(layout.flags(0, {PARAMETER}))
         self._is_shared = job.strategy.link == "shared"
         self._core = ClientCore(slot=slot, member=member, num_shards=1)
+        self._lane = ClientLane(self._core)
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._computing = False
 
@@ -229,9 +232,11 @@ class WorkerEnd:
     def exchange(self) -> None:
         """Push the gradient; return when the server has applied it and the new parameters are here."""
         self._computing = False
-        self._hub.hold_back()
-        self._do(self._core.computed(weight=1.0))
-        self._hub.send_off()
+        turn = self._lane.turn(weight=1.0)
+        if turn is not None:
+            self._hub.send(*turn, self._push_payload(*turn))
+        else:
+            self._do(self._core.computed(weight=1.0))
         self._listen_until(lambda: self._computing)
         if self._tables.exist:
             self._tables.begin()
@@ -258,6 +263,12 @@ class WorkerEnd:
 
     def _take(self, event: Arrived) -> None:
         message = event.message
+        if type(message) is TurnAnswer:
+            if self._lane.answered(message, event.member) is not None:
+                self._computing = True
+                event.release()
+                return
+            message = message.parameters
         if isinstance(message, RowValues):
             self._tables.take(message.shard, event.payload)
         elif isinstance(message, RowsUnknown):
@@ -266,10 +277,10 @@ class WorkerEnd:
         event.release()
 
     def _do(self, actions: list[ClientAction]) -> None:
-        for action in actions:
+        for action, turn in in_turns(actions):
             match action:
                 case SendMessage(to=to, message=message):
-                    self._hub.send(to, message, self._payload(to, message))
+                    self._hub.send(to, turn or message, self._payload(to, message))
                 case Compute():
                     self._computing = True
                 case _:
@@ -278,15 +289,18 @@ class WorkerEnd:
     def _payload(self, to: int, message: Message) -> list[Any]:
         match message:
             case Push():
-                inline = [] if self._is_shared else [self._part.flags, self._part.gradient.memory]
-                return [*(one.numpy() for one in inline), *self._tables.push(to, message.shard)]
+                return self._push_payload(to, message)
             case ReadRows():
                 return self._tables.request(to, message.shard)
             case _:
                 return []
 
+    def _push_payload(self, to: int, push: Push | WorkerTurn) -> list[Any]:
+        inline = [] if self._is_shared else [self._part.flags.numpy(), self._part.gradient.memory.numpy()]
+        return inline + self._tables.push(to, push.shard) if self._tables.exist else inline
+
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
-        if isinstance(message, Parameters) and self._part.values.nbytes == num_bytes:
+        if isinstance(message, Parameters | TurnAnswer) and self._part.values.nbytes == num_bytes:
             return memoryview(self._part.values.numpy())  # type: ignore[arg-type]
         return None

@@ -22,6 +22,11 @@ class Async(Policy):
         """A read waits for nobody else."""
         return None
 
+    @property
+    def each_alone(self) -> bool:
+        """Each update by itself."""
+        return True
+
     def next_group(self, book: Book) -> Group | None:
         """Each update by itself, as it comes."""
         return Group(0, book.first_waiting(1)) if book.num_waiting else None

@@ -31,6 +31,11 @@ class Bounded(Policy):
         """How many clocks a read may miss."""
         return self.bound
 
+    @property
+    def each_alone(self) -> bool:
+        """Each update by itself."""
+        return True
+
     def next_group(self, book: Book) -> Group | None:
         """Each update by itself, as it comes."""
         return Group(0, book.first_waiting(1)) if book.num_waiting else None

@@ -85,6 +85,11 @@ class Policy(ABC):
         return False
 
     @property
+    def each_alone(self) -> bool:
+        """Whether every update is a step of its own, as it comes."""
+        return False
+
+    @property
     def lockstep(self) -> bool:
         """Whether no step is taken before every worker has pushed, so that nobody reads what changes."""
         return False

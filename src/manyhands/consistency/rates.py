@@ -30,6 +30,11 @@ class StalenessAware(Policy):
         return self.inner.stepwise
 
     @property
+    def each_alone(self) -> bool:
+        """As inside."""
+        return self.inner.each_alone
+
+    @property
     def chosen_by_lead(self) -> bool:
         """As inside."""
         return self.inner.chosen_by_lead

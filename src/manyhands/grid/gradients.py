@@ -16,7 +16,7 @@ from manyhands.grid.group import LinkGroup
 from manyhands.settings import MIB
 from manyhands.training.exchange import LocalStep, SharedStep
 
-__all__ = ["agree_on", "scale_to", "squared_norm", "sum_gradients"]
+__all__ = ["agree_on", "sum_gradients"]
 
 _BUCKET_BYTES: Final = 25 * MIB
 
@@ -35,21 +35,6 @@ def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
         flat = group.all_reduce(torch.cat([_gradient(one).reshape(-1) for one in bucket]))
         for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
             one.grad = part.view(one.shape)
-
-
-def squared_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """Of their gradients together."""
-    norms = [torch.linalg.vector_norm(one.grad) for one in parameters if one.grad is not None]
-    return sum(float(norm) ** 2 for norm in norms)
-
-
-def scale_to(max_norm: float, norm: float, parameters: Sequence[nn.Parameter]) -> None:
-    """Scale gradients, whose norm over all workers is `norm`, down to `max_norm`, as torch does."""
-    factor = max_norm / (norm + 1e-6)
-    if not factor >= 1:  # a norm that is not a number is passed on, as torch does
-        for one in parameters:
-            if one.grad is not None:
-                one.grad.mul_(factor)
 
 
 def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> SharedStep:

@@ -8,7 +8,7 @@ that: model and optimizer are put together as one process would have them, so a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,9 @@ class Outline:
     parameters: Mapping[str, nn.Parameter]
     """By every name: a tied one has several."""
 
+    buffers: Mapping[str, Tensor]
+    """By every name: that of a module that stands at two places has several."""
+
     keys: tuple[str, ...]
     """Of its `state_dict()`, in order."""
 
@@ -74,15 +77,16 @@ class Outline:
         state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
         return Outline(
             parameters=dict(model.named_parameters(remove_duplicate=False)),
+            buffers=dict(model.named_buffers(remove_duplicate=False)),
             keys=tuple(state),
             shapes={key: value.shape for key, value in state.items()},
         )
 
     def names(self) -> dict[int, str]:
-        """By the identity of a parameter: the first of its names."""
+        """By the identity of a parameter or buffer: the first of its names."""
         found: dict[int, str] = {}
-        for name, parameter in self.parameters.items():
-            found.setdefault(id(parameter), name)
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            found.setdefault(id(tensor), name)
         return found
 
 
@@ -143,15 +147,25 @@ class HeldModel:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
                 parameter.grad = None
 
-    def model_state(self, group: LinkGroup) -> dict[str, Tensor] | None:
-        """Collective: the whole model's `state_dict()` on the first member, None on the others."""
+    def gradients(self, wanted: Callable[[Held], bool] = lambda _: True) -> list[Tensor]:
+        """Of the parameters that are wanted, as far as they have one."""
+        return [one.local.grad for one in self.held if one.local.grad is not None and wanted(one)]
+
+    def model_state(self, group: LinkGroup, model: nn.Module | None = None) -> dict[str, Tensor] | None:
+        """Collective: the whole model's `state_dict()` on the first member, None on the others.
+
+        A module of `model` may have put another buffer in the place of the one that was there: it is told as it is now.
+        """
         entries = [
             _Entry({"name": self._names[id(one.whole)], "cut": _words(one.cut)}, one.local.detach())
             for one in self.held
             if one.tells
         ]
         entries += [
-            _Entry({"name": name, "cut": _words(self._buffer_cuts.get(name))}, tensor)
+            _Entry(
+                {"name": name, "cut": _words(self._buffer_cuts.get(name))},
+                model.get_buffer(name) if model is not None else tensor,
+            )
             for name, tensor in self._buffers.items()
         ]
         gathered = _gather(group, entries)
@@ -161,10 +175,12 @@ class HeldModel:
         for entry in gathered:
             name = str(entry.facts["name"])
             _lay(state, name, entry, self._outline.shapes[name])
-        for name, parameter in self._outline.parameters.items():
-            first = self._names[id(parameter)]
+        for name, tensor in (*self._outline.parameters.items(), *self._outline.buffers.items()):
+            first = self._names[id(tensor)]
             if name != first and first in state:
                 state[name] = state[first]
+            if name in self._outline.shapes and not self._outline.shapes[name].numel():
+                state.setdefault(name, torch.empty(self._outline.shapes[name], dtype=tensor.dtype))
         missing = [key for key in self._outline.keys if key not in state]
         if missing:
             raise ManyhandsError(f"no worker told of {missing[0]!r}, a tensor of the model")

@@ -21,7 +21,7 @@ from manyhands.group.shared import SharedGroup
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, round_up
 from manyhands.sharding.kept import KeptState, kept_by
-from manyhands.sharding.optimizers import is_elementwise
+from manyhands.sharding.optimizers import require_elementwise
 
 __all__ = ["HomeSlot", "SharedHome"]
 
@@ -47,7 +47,7 @@ class SharedHome:
     def __init__(
         self, group: SharedGroup, model: nn.Module, optimizer: Optimizer, control_bytes: int
     ) -> None:
-        _require_elementwise(optimizer)
+        require_elementwise(optimizer, "hogwild")
         tensors = _tensors(model)
         kept = kept_by(optimizer)
         _require_known(kept, model)
@@ -173,13 +173,3 @@ def _tensors(model: nn.Module) -> list[Tensor]:
             )
     buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
     return [*(parameter for _, parameter in named), *buffers]
-
-
-def _require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose steps cannot be taken by several workers at once, by name."""
-    if not is_elementwise(optimizer):
-        kind = type(optimizer).__name__
-        raise UserError(
-            f"optimizer {kind} is not known to treat each item of a parameter by itself, as hogwild needs; use another "
-            f"such as SGD or Adagrad, or, if it does so, give class {kind} the attribute elementwise = True"
-        )

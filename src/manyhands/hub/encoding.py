@@ -2,7 +2,8 @@
 
 A `Codec` is given the message classes, frozen dataclasses of numbers and small things, and the number of each. A class
 made of int, float, bool and IntEnum, and of dataclasses made of these, is one little-endian struct, compiled when the
-codec is made: int and IntEnum 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. Any other class
+codec is made: int and IntEnum 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. A NamedTuple of
+int and float is such a struct too, for messages that are many: it is made in a fraction of the time. Any other class
 (text, bytes, tuples, None, one of several dataclasses) is JSON: a list of the fields in order, a dataclass again a
 list, one of several a list that begins with the name of its class, and bytes their hexadecimal digits.
 
@@ -77,6 +78,8 @@ class MessageCoder:
 
 
 def _compile(message: type) -> tuple[_Encode, _Decode]:
+    if issubclass(message, tuple):
+        return _as_tuple(message)
     flat = _flat_fields(message, "")
     return _as_json(message) if flat is None else _as_struct(message, flat)
 
@@ -107,6 +110,27 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
         else:
             return None
     return flat
+
+
+def _as_tuple(message: Any) -> tuple[_Encode, _Decode]:
+    """A named tuple of plain numbers: what is packed and unpacked is all of it."""
+    hints = get_type_hints(message)
+    names: tuple[str, ...] = getattr(message, "_fields", ())
+    wrong = [name for name in names if hints[name] not in (int, float)]
+    if wrong or not names:
+        raise UserError(f"{message.__name__}: a tuple that travels has names and plain numbers, not {wrong}")
+    layout = struct.Struct("<" + "".join(_CODES[hints[name]] for name in names))
+    pack, unpack, make, size = layout.pack, layout.unpack, message._make, layout.size
+
+    def encode(value: Any) -> bytes:
+        return pack(*value)
+
+    def decode(body: Buffer) -> Any:
+        if len(body) != size:
+            _wrong_size(message, size, body)
+        return make(unpack(body))
+
+    return encode, decode
 
 
 def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Encode, _Decode]:

@@ -21,24 +21,38 @@ __all__ = ["ChainPart", "Ends", "StageBorders"]
 class ChainPart:
     """Some modules of a chain, one after another; `number` is the part's, `first` its first module's place."""
 
-    def __init__(self, number: int, first: int, modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, number: int, first: int, modules: Sequence[nn.Module], own: Sequence[nn.Parameter] = ()
+    ) -> None:
         self.number = number
         self.first = first
+        self.own = tuple(own)
+        """Parameters of the model that none of its layers has, and any may use."""
+
         self.modules = tuple(modules)
-        self._copies_input = any(
-            getattr(inner, "inplace", False) is True
-            for module in self.modules[:1]
-            for inner in module.modules()
-        )
+        self._changes_input: bool | None = None  # not known before the first forward
 
     def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
         """Apply the modules; `begin` is called with the place of each in the chain before it is."""
-        if self._copies_input and isinstance(x, Tensor):
-            x = x.clone()  # a leaf may not be changed in place, nor what another part still has
-        for place, module in enumerate(self.modules, self.first):
-            begin(place)
-            x = module(x)
+        with self.changeable(x) as x:
+            for place, module in enumerate(self.modules, self.first):
+                begin(place)
+                x = module(x)
         return x
+
+    @contextmanager
+    def changeable(self, x: Any) -> Iterator[Any]:
+        """An input that the modules may change in place: a leaf may not be, nor what another part still has.
+
+        It is a copy, until one was seen that they left alone.
+        """
+        if not isinstance(x, Tensor) or self._changes_input is False:
+            yield x
+            return
+        copy = x.clone()
+        yield copy
+        if self._changes_input is None and all(module.training for module in self.modules):
+            self._changes_input = copy._version > 0  # some change it in training alone
 
     def parameters(self) -> list[nn.Parameter]:
         """All of them, each once."""
@@ -66,8 +80,8 @@ class Ends(Protocol):
     def input(self, microbatch: int) -> Any:
         """What the first part is called with."""
 
-    def loss(self, microbatch: int, output: Tensor) -> Tensor:
-        """What backward begins with, from the last part's output."""
+    def loss(self, microbatch: int, output: Any) -> Tensor:
+        """What backward begins with, from the last part's output: whatever the task's loss takes."""
 
     def begin(self, microbatch: int, place: int) -> None:
         """A module of the chain is about to be applied to a micro-batch: set the random generators."""
@@ -103,13 +117,14 @@ class StageBorders:
         x = x.to(self._device)
         return x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
 
-    def gradient(self, part: ChainPart, microbatch: int, of: Tensor | torch.Size) -> Tensor:
-        """Of the part's output, which has this shape; not of the last part."""
+    def gradient(self, part: ChainPart, microbatch: int, shape: torch.Size) -> Tensor | None:
+        """Of the part's output, which has this shape; not of the last part.
+
+        None where nothing that is trained is reached from it.
+        """
         after = (part.number + 1) % self.schedule.stages
-        shape = of.shape if isinstance(of, Tensor) else of
-        return (
-            self.post.receive(Flow.GRADIENT, part.number, microbatch, after).reshape(shape).to(self._device)
-        )
+        gradient = self.post.receive(Flow.GRADIENT, part.number, microbatch, after)
+        return gradient.reshape(shape).to(self._device) if gradient.numel() else None
 
     def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
         """To the part after."""
@@ -117,20 +132,23 @@ class StageBorders:
         self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
 
     def send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
-        """Of a part's input to the part before, where it is a number that has one."""
+        """Of a part's input to the part before, where it is a number that has one.
+
+        An empty one where nothing was reached: zeros would have its parameters decay, as they do not in one process.
+        """
         if not part.number or not x.is_floating_point():
             return
-        gradient = x.grad if x.grad is not None else torch.zeros_like(x)
+        gradient = x.grad if x.grad is not None else x.new_empty(0)
         before = part.number - 1
         self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
 
-    def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Tensor | None:
+    def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Any:
         """The output of one part for one micro-batch, without a graph: sent on, or returned where it is the last."""
         x = self.input(part, microbatch) if part.number else ends.input(microbatch)
         with ends.computing():
             output = part.forward(x, lambda place: ends.begin(microbatch, place))
         if self.is_last(part):
-            return self.tensor(output, part, microbatch)
+            return output
         self.send_output(part, microbatch, output)
         return None
 

@@ -62,7 +62,7 @@ class TrainingEnds:
         with self._computer.precision():
             return input_of(self._computer.task.loss, self._batches[microbatch])
 
-    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+    def loss(self, microbatch: int, output: Any) -> Tensor:
         """The task's, as much as it weighs in the global batch."""
         self.prepare(microbatch)
         piece = self._share.pieces[microbatch]
@@ -121,12 +121,12 @@ class MeasureEnds:
         with self._computer.precision():
             return input_of(self._function, batch, self._what)
 
-    def loss(self, microbatch: int, output: Tensor) -> Tensor:
+    def loss(self, microbatch: int, output: Any) -> Tensor:
         """Nothing is trained here."""
         del microbatch, output
         raise AssertionError("an evaluation has no backward")
 
-    def measured(self, output: Tensor) -> float:
+    def measured(self, output: Any) -> float:
         """The measure of the last part's output, times the number of samples."""
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from manyhands.chain import chain_of
 from manyhands.cluster.board import State
 from manyhands.footprint import sizes_of
-from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
+from manyhands.grid.gradients import agree_on, sum_gradients
 from manyhands.grid.group import LinkGroup, waits_of
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import GridAxis
@@ -30,10 +30,12 @@ from manyhands.pipeline.standin import input_of
 from manyhands.pipeline.strategy import Pipeline
 from manyhands.pipeline.table import Pass, Schedule
 from manyhands.pipeline.wave import WaveStage
+from manyhands.sharding.optimizers import check_sharing
 from manyhands.tensor.finding import find_plan
 from manyhands.tensor.plan import Slicing
 from manyhands.tensor.slicing import slice_modules
 from manyhands.tensor.telling import layers_told
+from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 from manyhands.training.resources import Resources
@@ -116,13 +118,14 @@ class PipelineExchange(Exchange):
         self._holding = holding = holding_of(model, chain, self.cuts, strategy.stages, place.stage)
         computer = Computer(self._plan, self.rank)
         held = self._slice(model, holding, computer.device)
-        self._told = {
-            name: buffer
-            for name, buffer in model.named_buffers()
-            if name in holding.buffers and name in outline.keys and place.data == 0
+        told = {
+            name: model.get_buffer(name)
+            for name in holding.buffers
+            if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
-        self._held = HeldModel(outline, optimizer, held, self._told, self._sliced.buffers)
+        check_sharing(optimizer, sliced=bool(self._sliced.cut))
+        self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}
         for number, (stages, parameters) in enumerate(holding.tied):
@@ -174,7 +177,7 @@ class PipelineExchange(Exchange):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
                         output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
-                        if output is not None:
+                        if self._borders.is_last(part):
                             totals[column] += ends.measured(output)
                     self._post.settle()
                     number += 1
@@ -202,10 +205,10 @@ class PipelineExchange(Exchange):
 
     def clip(self, max_norm: float) -> float:
         """Collective: the norm is over all stages, a parameter that several have counted once."""
-        told = [one.local for one in self._held.held if one.tells]
-        total = self.total(torch.tensor([squared_norm(told)], dtype=torch.float64))
+        told = self._held.gradients(lambda one: one.tells)
+        total = self.total(torch.tensor([squares_of(told)], dtype=torch.float64))
         norm = math.sqrt(float(total))
-        scale_to(max_norm, norm, [one.local for one in self._held.held])
+        scale_down(self._held.gradients(), norm, max_norm)
         return norm
 
     def apply(self) -> None:
@@ -219,11 +222,7 @@ class PipelineExchange(Exchange):
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """Collective: put together on worker 0."""
-        for name, told in self._told.items():
-            now = model.get_buffer(name)
-            if now is not told:  # its module has put another in its place
-                told.copy_(now)
-        return self._held.model_state(self._all)
+        return self._held.model_state(self._all, model)
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
@@ -275,6 +274,8 @@ class PipelineExchange(Exchange):
         self._sliced = slice_modules(model, slices, plan, part=modules)
         for module in modules:
             module.to(device)
+        for one in holding.own:
+            one.data = one.data.to(device)
         place, held = self._place, []
         for one in holding.parameters:
             mine = self._sliced.cut.get(id(one))
@@ -319,6 +320,7 @@ class PipelineExchange(Exchange):
                 state_copies=sizes.state / sizes.gradients if sizes.gradients else 0.0,
                 begin=lambda place: ends.begin(0, place),
             )
+        model.zero_grad()  # what layers use without having it got a gradient as well
         strategy = self._strategy
         need = part_bytes(layers, most_held(self._table), recompute=strategy.recompute)
         limit = strategy.memory * strategy.tensor  # of the slices of a stage together

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from manyhands.pipeline.borders import ChainPart
 from manyhands.pipeline.split import parts_of
@@ -21,13 +21,16 @@ class Holding:
     """Its parts of the chain, in order."""
 
     parameters: tuple[nn.Parameter, ...]
-    """Those that it computes with, each once; on the first stage also those that no layer has."""
+    """Those that it computes with, each once; among them those that no layer has, which any may use."""
 
     first: frozenset[int]
     """The identities of those of them that no earlier stage has: this stage tells of them."""
 
     tied: tuple[tuple[tuple[int, ...], tuple[nn.Parameter, ...]], ...]
     """Parameters that this stage and others have, by the stages that do, in an order that all stages share."""
+
+    own: tuple[Tensor, ...]
+    """Parameters and buffers that no layer has: the model's own."""
 
     buffers: tuple[str, ...]
     """The names of those that this stage tells of."""
@@ -37,8 +40,11 @@ def holding_of(
     model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int, stage: int
 ) -> Holding:
     """What `stage` has of a model whose chain is cut so, part k on stage k mod `stages`."""
+    layers = {id(one) for module in chain for one in (*module.parameters(), *module.buffers())}
+    own = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in layers]
+    parameters = [one for one in own if isinstance(one, nn.Parameter)]
     parts = [
-        ChainPart(number, places.start, chain[places.start : places.stop])
+        ChainPart(number, places.start, chain[places.start : places.stop], parameters)
         for number, places in enumerate(parts_of(cuts, len(chain)))
     ]
     holders: dict[int, set[int]] = {}
@@ -51,7 +57,7 @@ def holding_of(
     mine, first = [], set()
     tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        having = tuple(sorted(holders.get(id(parameter), {0})))
+        having = tuple(sorted(holders.get(id(parameter), range(stages))))
         if stage in having:
             mine.append(parameter)
             if having[0] == stage:
@@ -63,6 +69,7 @@ def holding_of(
         parameters=tuple(mine),
         first=frozenset(first),
         tied=tuple((having, tuple(tied[having])) for having in sorted(tied)),
+        own=tuple(own),
         buffers=tuple(
             name
             for name, buffer in model.named_buffers()

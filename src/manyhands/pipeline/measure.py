@@ -44,6 +44,7 @@ def layer_costs(
                 held_bytes=_held(module, state_copies),
                 activation_bytes=kept,
                 input_bytes=x.nbytes if isinstance(x, Tensor) else 0,
+                gives_tensor=isinstance(output, Tensor),
             )
         )
         x = output
@@ -52,13 +53,7 @@ def layer_costs(
 
 def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
     """Seconds of forward and backward, bytes kept between them, and the output."""
-    if isinstance(x, Tensor):
-        x = x.detach().clone()
-        if x.is_floating_point():
-            x.requires_grad_()
-        given: Any = x.view_as(x) if not _in_place(module) else x.clone()
-    else:
-        given = x
+    given = _each(x, lambda one: _leaf(one).clone())  # which may be changed in place
     saved: dict[int, int] = {}
     own = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
 
@@ -71,20 +66,33 @@ def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
     began = time.perf_counter()
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = module(given)
-    if isinstance(output, Tensor) and output.requires_grad:
-        torch.autograd.backward(output, torch.ones_like(output))
-    _finish(output)
+    roots: list[Tensor] = []
+    _each(output, lambda one: roots.append(one) if one.requires_grad else None)
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+        _finish(roots[0])
     seconds = time.perf_counter() - began
-    return seconds, sum(saved.values()), output.detach() if isinstance(output, Tensor) else output
+    return seconds, sum(saved.values()), _each(output, Tensor.detach)
 
 
-def _finish(output: Any) -> None:
-    if isinstance(output, Tensor) and output.device.type == "cuda":
+def _each(value: Any, act: Callable[[Tensor], Any]) -> Any:
+    """What `act` makes of a tensor, or of each one in tuples, lists and dicts; anything else is left alone."""
+    if isinstance(value, Tensor):
+        return act(value)
+    if isinstance(value, dict):
+        return {key: _each(one, act) for key, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_each(one, act) for one in value)
+    return value
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _finish(output: Tensor) -> None:
+    if output.device.type == "cuda":
         torch.cuda.synchronize(output.device)
-
-
-def _in_place(module: nn.Module) -> bool:
-    return any(getattr(inner, "inplace", False) is True for inner in module.modules())
 
 
 def _held(module: nn.Module, state_copies: float) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from manyhands.errors import UserError, format_bytes
@@ -36,6 +37,9 @@ class LayerCost:
 
     input_bytes: int = 0
     """Of what it is called with."""
+
+    gives_tensor: bool = True
+    """Whether its output can go to another stage, so that a part may end with it."""
 
 
 def parts_of(cuts: Sequence[int], layers: int) -> list[range]:
@@ -112,15 +116,20 @@ def planned(
     A worker with several parts has its share of the limit for each. UserError says the need where nothing fits.
     """
     parts, seconds = stages * chunks, [layer.seconds for layer in layers]
+    found = balanced(seconds, parts, lambda _, __, end: _may_end(layers, end))
+    if found is None:
+        ends = sum(_may_end(layers, end) for end in range(1, len(layers) + 1))
+        raise UserError(
+            f"stages={stages}: between two stages goes one tensor, and {len(layers) - ends} of {len(layers)} layers "
+            f"give something else, so no cut makes {parts} parts; use at most {ends // chunks} stages"
+        )
     if not limit:
-        found = balanced(seconds, parts)
-        assert found is not None, "there are enough layers"
         return found
     each = limit // chunks
-    found = balanced(seconds, parts, lambda *part: need(*part) <= each)
+    found = balanced(seconds, parts, partial(_fits, layers, need, each))
     if found is not None:
         return found
-    least = _least(len(layers), parts, need) * chunks
+    least = _least(layers, parts, need) * chunks
     largest = max(
         range(len(layers)), key=lambda layer: layers[layer].held_bytes + layers[layer].activation_bytes
     )
@@ -132,8 +141,18 @@ def planned(
     )
 
 
-def _least(layers: int, parts: int, need: PartBytes) -> int:
+def _may_end(layers: Sequence[LayerCost], end: int) -> bool:
+    """Whether a part may have the layers before `end`: what the last one of all gives goes to the loss."""
+    return end == len(layers) or layers[end - 1].gives_tensor
+
+
+def _fits(layers: Sequence[LayerCost], need: PartBytes, limit: int, part: int, begin: int, end: int) -> bool:
+    return _may_end(layers, end) and need(part, begin, end) <= limit
+
+
+def _least(chain: Sequence[LayerCost], parts: int, need: PartBytes) -> int:
     """The least limit under which there is a cut."""
+    layers = len(chain)
     sizes = sorted(
         {
             need(part, begin, end)
@@ -145,7 +164,8 @@ def _least(layers: int, parts: int, need: PartBytes) -> int:
     low, high = 0, len(sizes) - 1
     while low < high:
         middle = (low + high) // 2
-        if balanced([0.0] * layers, parts, lambda *part: need(*part) <= sizes[middle]) is None:  # noqa: B023
+        fits = partial(_fits, chain, need, sizes[middle])
+        if balanced([0.0] * layers, parts, fits) is None:
             low = middle + 1
         else:
             high = middle

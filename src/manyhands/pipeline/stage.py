@@ -99,9 +99,9 @@ class PipelineStage:
                 # the last part was not run at all so far, the others were, and have moved their buffers
                 with nullcontext() if borders.is_last(part) else _unmoved(part.buffers()):
                     root = self._compute(part, kept, microbatch, ends)
-            if root.requires_grad:
+            if root.requires_grad and (gradient is not None or borders.is_last(part)):
                 if self._schedule.splits_backward:
-                    kept.put_off = PutOff(root, gradient, _leaf(kept.input), part.parameters())
+                    kept.put_off = PutOff(root, gradient, _leaf(kept.input), [*part.parameters(), *part.own])
                     kept.put_off.input_gradient()
                 else:
                     torch.autograd.backward(root, gradient)
@@ -121,8 +121,9 @@ class PipelineStage:
         """The part's output, or the loss where it is the last."""
         with ends.computing():
             output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
-        output = self._borders.tensor(output, part, microbatch)
-        return ends.loss(microbatch, output) if self._borders.is_last(part) else output
+        if self._borders.is_last(part):
+            return ends.loss(microbatch, output)
+        return self._borders.tensor(output, part, microbatch)
 
     def _part(self, turn: StageTurn) -> ChainPart:
         return self._borders.parts[self._schedule.part(turn)]

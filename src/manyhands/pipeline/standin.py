@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from manyhands.errors import UserError
 
@@ -62,6 +62,18 @@ class _StandIn(nn.Module, ABC):
             )
         return self._take(inputs[0])
 
+    def __getitem__(self, place: Any) -> NoReturn:
+        _refuse(self._what, f"[{place!r}]")
+
+    def __iter__(self) -> NoReturn:
+        _refuse(self._what, "its layers")
+
+    def __len__(self) -> NoReturn:
+        _refuse(self._what, "len()")
+
+    def __bool__(self) -> bool:
+        return True
+
     @abstractmethod
     def _take(self, given: Any) -> Any:
         """The model is called with this."""
@@ -87,11 +99,11 @@ class TakesInput(_StandIn):
 class GivesOutput(_StandIn):
     """On the last stage: gives the output, once."""
 
-    def __init__(self, output: Tensor, what: str = "task.loss") -> None:
+    def __init__(self, output: Any, what: str = "task.loss") -> None:
         super().__init__(what)
         self.output = output
 
-    def _take(self, given: Any) -> Tensor:
+    def _take(self, given: Any) -> Any:
         del given
         if self._called:
             raise UserError(

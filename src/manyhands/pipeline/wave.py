@@ -120,7 +120,7 @@ class WaveStage:
     def _backward(self, turn: StageTurn, piece: int, ends: Ends) -> None:
         part, number, borders = self._part, turn.microbatch, self._borders
         is_last = borders.is_last(part)
-        arrived = None if is_last else borders.gradient(part, number, self._kept[number].output)
+        arrived = None if is_last else borders.gradient(part, number, self._kept[number].output.shape)
         with borders.timed(turn):
             if is_last and number == self._slices - 1:
                 self._loss(piece, ends)
@@ -146,16 +146,17 @@ class WaveStage:
         before: list[State | None] = []
         after: list[State] = []
         given = x
-        for place, module in enumerate(self._part.modules, self._part.first):
-            ends.begin(piece * self._slices + number, place)
-            if isinstance(module, OverTime):
-                last = self._kept[number - 1].after[len(after)] if number else None
-                state = tuple(one.detach().requires_grad_() for one in last) if last is not None else None
-                x, reached = module.over_time(x, state)
-                before.append(state)
-                after.append(reached)
-            else:
-                x = module(x)
+        with self._part.changeable(given) as x:
+            for place, module in enumerate(self._part.modules, self._part.first):
+                ends.begin(piece * self._slices + number, place)
+                if isinstance(module, OverTime):
+                    last = self._kept[number - 1].after[len(after)] if number else None
+                    state = tuple(one.detach().requires_grad_() for one in last) if last is not None else None
+                    x, reached = module.over_time(x, state)
+                    before.append(state)
+                    after.append(reached)
+                else:
+                    x = module(x)
         return _Slice(input=given, output=x, before=before, after=after)
 
     def _own_input(self, number: int, piece: int, ends: Ends) -> Tensor:

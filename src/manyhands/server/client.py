@@ -47,6 +47,7 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
+from manyhands.server.turns import TurnAnswer, WorkerTurn
 
 __all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
 
@@ -112,7 +113,7 @@ class _Shard:
     version: int = 0
     term: int = 0
     work: Work = field(default=_UNKNOWN)
-    push: Push | None = None  # sent or to be sent, and not known to be settled
+    push: Push | WorkerTurn | None = None  # sent or to be sent, and not known to be settled
     pushed: bool = False  # it was sent, to this primary or to one before it
     read: Read | None = None  # sent or to be sent, and not answered
     asked_again: int = -1  # the last clock that we read for twice
@@ -181,7 +182,7 @@ class ClientCore:
         """Whether the gradient last pushed to `shard` may still have to be sent again."""
         return self._shards[shard].push is not None
 
-    def awaits(self, message: Parameters | RowValues, source: int) -> bool:
+    def awaits(self, message: Parameters | TurnAnswer | RowValues, source: int) -> bool:
         """Whether this answer is the one that is awaited: the payload of any other must not replace what was read."""
         shard = self._shards[message.shard]
         asked = shard.rows if isinstance(message, RowValues) else shard.read
@@ -382,7 +383,7 @@ class ClientCore:
         if shard.push is None or not shard.welcome:
             return []
         shard.pushed = True
-        return [SendMessage(to=shard.primary, message=shard.push)]
+        return [SendMessage(to=shard.primary, message=_push(shard.push))]
 
     def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:
         shard.settled = max(shard.settled, message.clock)
@@ -456,12 +457,13 @@ class ClientCore:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _refused(self, shard: _Shard, message: Refused) -> list[ClientAction]:
-        if shard.push is None or message.clock != shard.push.clock or shard.push.skip:
+        push = None if shard.push is None else _push(shard.push)
+        if push is None or message.clock != push.clock or push.skip:
             return []
         if not self._skip_nonfinite:
-            where = f"update {message.clock} of worker {self.slot} (batch {shard.push.batch})"
+            where = f"update {message.clock} of worker {self.slot} (batch {push.batch})"
             return self._leave(Reason.REFUSED, f"shard {shard.index} refused {where}: {message.reason}")
-        shard.push = replace(shard.push, skip=True)
+        shard.push = replace(push, skip=True)
         return self._send_push(shard)  # the Read behind the refused push still waits there
 
     def _fenced(self, holder: int) -> list[ClientAction]:
@@ -472,3 +474,7 @@ class ClientCore:
     def _leave(self, reason: Reason, sentence: str) -> list[ClientAction]:
         self._left = True
         return [Leave(reason=reason, sentence=sentence)]
+
+
+def _push(kept: Push | WorkerTurn) -> Push:
+    return kept.push if isinstance(kept, WorkerTurn) else kept

@@ -261,7 +261,7 @@ class Steps:
                 change.drop(push)
                 change.log_skipped(push)
             return
-        staleness = [self.version - self._included(push) for push in pushes]
+        staleness = [self.version - self.included(push.read_version, push.read_term) for push in pushes]
         factors, rate = blend(self._config.policy, weights, staleness, pushes[0].parts)
         self.version += 1
         if change.outcome is Outcome.ACCEPTED:
@@ -287,14 +287,12 @@ class Steps:
         )
         change.actions += [apply, Log(row=row)]
 
-    def _included(self, push: Push) -> int:
-        """How many steps of this shard's history a push was computed with.
+    def included(self, read_version: int, read_term: int) -> int:
+        """How many steps of this shard's history a push was computed with that read this version in that term.
 
         Of a version that was read in an earlier life only what the snapshot kept is part of the history.
         """
-        return min(
-            [push.read_version, *(version for term, version in self.lives if term > push.read_term)],
-        )
+        return min([read_version, *(version for term, version in self.lives if term > read_term)])
 
     def _wanted(self, group: Group) -> frozenset[int]:
         """The slots whose update a step by clock was to have."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.server.layout import FlatLayout, ShardRange, Table
+from manyhands.server.plain_sgd import PlainSgd, is_hooked
 from manyhands.server.shard_state import ShardState
 from manyhands.sharding.slices import SlicedOptimizer
 from manyhands.tables.rows import RowGradient, RowTable
@@ -66,6 +67,10 @@ class ShardStore:
         self._scheduler = built.scheduler
         self._batches = 0
         self._sum: ShardRange | None = None
+        self._plain = self._plain_sgd()
+        # Then the optimizer itself has nothing to do, and nobody hears when it does it.
+        nothing_dense = not pieces and self._scheduler is None and bool(self._tables)
+        self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
         _let_go(built.model)
 
     @property
@@ -88,12 +93,29 @@ class ShardStore:
         advances.
         """
         if contributions:
-            self._slices.step_with(self._combined(contributions), rate)
+            if not self._has_tables_alone:
+                self._slices.step_with(self._combined(contributions), rate)
             self._apply_rows(contributions, rate)
         if self._scheduler is not None:
             for _ in range(batches):
                 self._scheduler.step()
         self._batches += batches
+
+    @property
+    def turns(self) -> bool:
+        """Whether `turn` may be called: the optimizer's step is no more than a loop (`plain_sgd`)."""
+        return self._plain is not None
+
+    def turn(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
+        """`apply` for one gradient of factor 1 that lies at an address, flags too; then copy the values to `out`.
+
+        False, and nothing has changed, where the gradient is not finite.
+        """
+        assert self._plain is not None, "asked before"
+        if not self._plain.step(gradient, flags, rate, out):
+            return False
+        self._batches += 1
+        return True
 
     @property
     def values(self) -> ShardRange:
@@ -109,9 +131,13 @@ class ShardStore:
         """Copy the current values into a range of bytes, such as a worker's."""
         values.copy_(self._values.memory)
 
-    def gather(self, table: str, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    def gather(self, table: str, rows: Tensor) -> Tensor:
         """The current values of rows of a table, which must be rows of this shard."""
-        return self._tables[table].gather(rows, out)
+        return self._tables[table].gather(rows)
+
+    def copy_rows(self, table: str, rows: Tensor, address: int) -> None:
+        """Copy the current values of rows of a table to an address; they are known to be rows of this shard."""
+        self._tables[table].copy_rows(rows, address)
 
     def first_bad(self, contribution: Contribution) -> str | None:
         """The name of the first parameter whose gradient has an item that is not finite; None where all are.
@@ -190,6 +216,14 @@ class ShardStore:
                 if isinstance(position, int)
             },
         )
+        self._plain = self._plain_sgd()  # by the settings that came
+
+    def _plain_sgd(self) -> PlainSgd | None:
+        if self._scheduler is not None or self._layout.tables:
+            return None
+        pieces = self._layout.pieces[self._shard]
+        owns_all = all(self._layout.entries[piece.parameter].position is not None for piece in pieces)
+        return PlainSgd.of(self._optimizer, self._values, owns_all=owns_all)
 
     def _new_range(self) -> ShardRange:
         memory = torch.zeros(self._layout.range_bytes(self._shard), dtype=torch.uint8)

@@ -29,6 +29,10 @@ class Unconfirmed:
         """A holder of the slot has spoken: it decides by what has arrived up to now, and nobody before it is heard."""
         self._met[slot] = max(member, self._met.get(slot, 0))
 
+    def newest(self, slot: int) -> int | None:
+        """The newest member of a slot that has spoken to this shard, if any has."""
+        return self._met.get(slot)
+
     def hears(self, push: Push) -> bool:
         """Whether this push may be held, even of a member whose slot was given to another that has not spoken yet."""
         return self._needed and push.member >= self._met.get(push.slot, 0)

@@ -160,13 +160,17 @@ class ShardRecorder:
 
     def write(self, row: Row) -> str | None:
         """Add a row. A disk that does not take it ends the recording of its shard: returns what to say of that."""
-        if row.shard not in self._logs:
-            name = f"shard-{row.shard}.member-{self._member}.jsonl"
-            self._logs[row.shard] = _log_of(self._run_path, name)
-        log = self._logs[row.shard]
-        sentence = _append(log, row_to_json(row)) if log is not None else None
+        return self.write_line(row.shard, row_to_json(row)) if self._run_path is not None else None
+
+    def write_line(self, shard: int, line: str) -> str | None:
+        """Add a row of a shard, as `row_to_json` writes it; likewise."""
+        if shard not in self._logs:
+            name = f"shard-{shard}.member-{self._member}.jsonl"
+            self._logs[shard] = _log_of(self._run_path, name)
+        log = self._logs[shard]
+        sentence = _append(log, line) if log is not None else None
         if sentence is not None:
-            self._logs[row.shard] = None
+            self._logs[shard] = None
         return sentence
 
     def sync(self, shard: int) -> str | None:

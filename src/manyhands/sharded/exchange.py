@@ -189,9 +189,8 @@ class ShardedExchange(Exchange):
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """Collective: put together in the host's memory on worker 0, which needs room for the whole model there."""
-        del model
         whole = self._need_whole()
-        return self._run(lambda: whole.model_state(self._group))
+        return self._run(lambda: whole.model_state(self._group, model))
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers, once all of them have come here."""

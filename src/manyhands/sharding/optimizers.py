@@ -29,7 +29,7 @@ from torch.optim import (
 
 from manyhands.errors import UserError
 
-__all__ = ["is_elementwise", "may_fuse", "positions"]
+__all__ = ["check_sharing", "is_elementwise", "may_fuse", "positions", "require_elementwise"]
 
 _ELEMENTWISE = frozenset(
     {SGD, Adagrad, Adam, AdamW, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD},
@@ -63,6 +63,24 @@ def is_elementwise(optimizer: Optimizer) -> bool:
                 f"optimizer {kind.__name__} cannot be shared out among several owners: {_REFUSED[base.__name__]}"
             )
     return kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True
+
+
+def require_elementwise(optimizer: Optimizer, who: str) -> None:
+    """UserError for an optimizer that `who`, who has it step parts of parameters, cannot use."""
+    if not is_elementwise(optimizer):
+        kind = type(optimizer).__name__
+        raise UserError(
+            f"optimizer {kind} is not known to treat each item of a parameter by itself, as {who} needs; use another "
+            f"such as SGD or Adagrad, or, if it does so, give class {kind} the attribute elementwise = True"
+        )
+
+
+def check_sharing(optimizer: Optimizer, *, sliced: bool) -> None:
+    """UserError for an optimizer that cannot step some parameters alone, or slices of them where they are `sliced`."""
+    if sliced:
+        require_elementwise(optimizer, "a slice of a layer")
+    else:
+        is_elementwise(optimizer)
 
 
 def positions(optimizer: Optimizer) -> dict[int, int]:

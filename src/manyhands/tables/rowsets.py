@@ -64,9 +64,9 @@ class RowSetNames:
         self._capacity = _checked(capacity, "sets")
         self._given: OrderedDict[bytes, None] = OrderedDict()
 
-    def name(self, rows: Tensor) -> Named | Given:
-        """What to send for these rows."""
-        name = name_of(rows)
+    def name(self, rows: Tensor, name: bytes | None = None) -> Named | Given:
+        """What to send for these rows, whose name may be known already."""
+        name = name or name_of(rows)
         if name in self._given:
             self._given.move_to_end(name)
             return Named(name=name)

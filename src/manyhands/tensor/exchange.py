@@ -14,15 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.grid.gradients import agree_on, scale_to, squared_norm, sum_gradients
+from manyhands.grid.gradients import agree_on, sum_gradients
 from manyhands.grid.group import LinkGroup, waits_of
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import Grid, GridAxis
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.heap import keep_freed_memory
+from manyhands.sharding.optimizers import check_sharing
 from manyhands.tensor.slicing import Sliced, slice_modules
 from manyhands.tensor.telling import layers_told
+from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 
@@ -100,6 +102,7 @@ class TensorExchange(Exchange):
             for key, value in model.named_buffers()
             if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
         }
+        check_sharing(optimizer, sliced=bool(self._sliced.cut))
         self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
@@ -133,11 +136,11 @@ class TensorExchange(Exchange):
 
     def clip(self, max_norm: float) -> float:
         """Collective: what is sliced counts on every slice, what is whole on the first."""
-        held = self._need().held
-        counted = [one.local for one in held if one.cut is not None or self._place.slice == 0]
-        squares = self._slices.all_reduce(torch.tensor([squared_norm(counted)], dtype=torch.float64))
+        held = self._need()
+        counted = held.gradients(lambda one: one.cut is not None or self._place.slice == 0)
+        squares = self._slices.all_reduce(torch.tensor([squares_of(counted)], dtype=torch.float64))
         norm = math.sqrt(float(squares))
-        scale_to(max_norm, norm, [one.local for one in held])
+        scale_down(held.gradients(), norm, max_norm)
         return norm
 
     def apply(self) -> None:
@@ -152,8 +155,7 @@ class TensorExchange(Exchange):
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: put together from the slices."""
-        del model
-        return self._need().model_state(self._everyone)
+        return self._need().model_state(self._everyone, model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers."""

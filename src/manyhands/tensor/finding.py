@@ -148,7 +148,9 @@ class _Finder:
         """Plan some modules of the model's chain, which are applied one after another."""
         if getattr(self._model, "tensor_plan", None) is None:
             flat = [one for module in part for one in _flat(module)]
-            self._visit_chain([(self._names.get(id(one), ""), one) for one in flat], plan)
+            self._visit_chain(
+                [(self._names.get(id(one), ""), one) for one in flat], plan, _chain(self._model)
+            )
             return
         whole: dict[str, Slicing] = {}
         self.visit("", self._model, whole)
@@ -171,9 +173,12 @@ class _Finder:
                 word = f"inside units={wide}"
             plan[_joined(path, name)] = Slicing.parse(word)
 
-    def _visit_chain(self, chain: Sequence[Named], plan: dict[str, Slicing]) -> None:
-        """Modules that are applied one after another."""
-        often = Counter(name for name, _ in chain)
+    def _visit_chain(
+        self, chain: Sequence[Named], plan: dict[str, Slicing], whole: Sequence[nn.Module] = ()
+    ) -> None:
+        """Modules that are applied one after another, as part of a `whole` chain or by themselves."""
+        applied = whole or [module for _, module in chain]
+        often = Counter(self._names.get(id(inner), "") for one in applied for inner in one.modules())
         at = 0
         while at < len(chain):
             pair = pair_up(chain[at:], self._slices)

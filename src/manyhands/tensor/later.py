@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from manyhands.errors import UserError
@@ -171,6 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
         return logarithm - picked.sum(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         part, logarithm, mine, column = ctx.saved_tensors
         probabilities = (part - logarithm[:, None]).exp_()

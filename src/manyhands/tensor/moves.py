@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from manyhands.grid.group import LinkGroup
 
@@ -138,6 +139,7 @@ class _Copied(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.port.sum(gradient, backward=True), None
 
@@ -149,6 +151,7 @@ class _Summed(torch.autograd.Function):
         return port.sum(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         del ctx
         return gradient, None
@@ -161,6 +164,7 @@ class _Gathered(torch.autograd.Function):
         return port.gather(x, dim, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _part(gradient, *ctx.place).contiguous(), None, None, None
 
@@ -172,6 +176,7 @@ class _Scattered(torch.autograd.Function):
         return _part(x, port, dim, sizes).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         port, dim, sizes = ctx.place
         return port.gather(gradient, dim, sizes, backward=True), None, None, None

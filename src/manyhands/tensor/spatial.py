@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from manyhands.errors import UserError
 from manyhands.grid.held import Cut
@@ -78,6 +79,7 @@ class _Fetched(torch.autograd.Function):
         return torch.cat([came[index] for index in sorted(came)], _ROWS)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         port, has, needs = ctx.place
         me = port.index

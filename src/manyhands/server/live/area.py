@@ -30,15 +30,16 @@ class SharedParameters:
     def __init__(self, segment: Segment, layout: FlatLayout) -> None:
         """Take over memory that begins with the parameters; what lies behind them is left alone."""
         self._segment = segment
-        self._layout = layout
         self.values = self._segment.tensor(0, layout.num_bytes, torch.uint8)
+        self._parts = [self.values[begin:end] for begin, end in layout.bounds]
 
     def part(self, shard: int) -> Tensor:
         """A shard's range, as bytes."""
-        return self._layout.part(self.values, shard).memory
+        return self._parts[shard]
 
     def close(self) -> None:
         """Let go."""
+        self._parts.clear()
         self._segment.close()
 
 
@@ -51,6 +52,8 @@ class AreaPart:
     """The range of the values, as bytes."""
 
     gradient: ShardRange
+    addresses: tuple[int, int, int]
+    """Where gradient, flags and values lie in this process; the last is 0 where the values are not in the area."""
 
 
 class WorkerArea:
@@ -79,10 +82,14 @@ class WorkerArea:
 
     def part(self, shard: int) -> AreaPart:
         """What one shard reads and writes."""
+        flags, values = self.flags(shard), self._layout.part(self.values, shard).memory
+        gradient = self._layout.part(self.gradients, shard)
+        own_values = 0 if self.is_in_place else values.data_ptr()
         return AreaPart(
-            flags=self.flags(shard),
-            values=self._layout.part(self.values, shard).memory,
-            gradient=self._layout.part(self.gradients, shard),
+            flags=flags,
+            values=values,
+            gradient=gradient,
+            addresses=(gradient.memory.data_ptr(), flags.data_ptr(), own_values),
         )
 
     def flags(self, shard: int) -> Tensor:

@@ -20,6 +20,7 @@ from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import SharedParameters
 from manyhands.server.steps import ShardConfig
 from manyhands.server.strategy import Ps
+from manyhands.server.turns import TurnAnswer, WorkerTurn
 from manyhands.training.computing import Built, Computer, TrainingPlan
 
 __all__ = ["CODEC", "Job"]
@@ -44,6 +45,8 @@ CODEC = MessageCoder(
         16: messages.ReadRows,
         17: messages.RowValues,
         18: messages.RowsUnknown,
+        19: WorkerTurn,
+        20: TurnAnswer,
     }
 )
 

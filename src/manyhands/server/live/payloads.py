@@ -24,6 +24,7 @@ from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.server_tables import ServerTables
 from manyhands.server.messages import Push
 from manyhands.server.store import Contribution
+from manyhands.server.turns import WorkerTurn
 from manyhands.tables.rows import RowGradient
 
 __all__ = ["Gradients"]
@@ -80,7 +81,9 @@ class Gradients:
         part = self._parts.get((member, shard))
         return part.values if part is not None else None
 
-    def room_for(self, push: Push, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
+    def room_for(
+        self, push: Push | WorkerTurn, num_bytes: int, *, by_worker: bool = True
+    ) -> memoryview | None:
         """Where the payload of a push goes, None for memory of its own; ProtocolError if it has the wrong size."""
         if by_worker and self._coding is not None:
             self._require_encoded(push.shard, num_bytes)
@@ -95,14 +98,16 @@ class Gradients:
             return None
         return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
 
-    def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
+    def of(
+        self, push: Push | WorkerTurn, payload: memoryview, *, by_worker: bool = True, borrow: bool = False
+    ) -> Contribution | None:
         """The gradient that came with a push, where it lies; None if its worker shares no memory and sent none.
 
-        UnknownSets if it names rows that are not known here.
+        UnknownSets if it names rows that are not known here. Who borrows it does not keep it beyond the message.
         """
         part = self._parts.get((push.member, push.shard))
         if part is not None:
-            rows = self.tables.gradients(push.shard, payload)
+            rows = self.tables.gradients(push.shard, payload, borrow=borrow)
             return Contribution(gradient=part.gradient, present=part.flags, rows=rows)
         if by_worker and payload and self._coding is not None:
             return self._contribution(self._decoded(self._coding, push, payload), push.shard)
@@ -110,6 +115,27 @@ class Gradients:
         if buffer is None or not payload:
             return None
         return self._contribution(buffer[: len(payload)], push.shard)
+
+    def is_newest(self, turn: WorkerTurn) -> bool:
+        """Whether the last push of its slot that its shard took was of the same member, so that nobody is to go."""
+        return self._newest.get((turn.slot, turn.shard)) == turn.member
+
+    def addresses(self, turn: WorkerTurn, payload: memoryview) -> tuple[int, int, int] | None:
+        """Where the gradient and the flags of a turn lie, and where its worker wants the values: 0 for a message.
+
+        None where there is more to it: an encoded gradient, or rows of tables.
+        """
+        of = turn.member, turn.shard
+        if self._coding is not None or self._layout.tables:
+            return None
+        part = self._parts.get(of)
+        if part is not None:
+            return None if payload else part.addresses
+        buffer = self._received.get(of)
+        if buffer is None or len(payload) != self._dense_bytes(turn.shard):
+            return None
+        flags = buffer.data_ptr()
+        return flags + self._layout.flag_bytes(turn.shard), flags, 0
 
     def keep(self, keep: Keep, contribution: Contribution) -> None:
         """Hold a gradient until `take` or `drop`."""
@@ -157,6 +183,7 @@ class Gradients:
 
     def lost(self, member: int) -> None:
         """A member is not connected any more: the memory of one that has never had a slot is of no use."""
+        self.tables.forget(member)
         area = self._areas.get(member) if member not in self._slots else None
         if area is not None:
             del self._areas[member]
@@ -204,7 +231,7 @@ class Gradients:
             area.close()
         self._areas.clear()
 
-    def _buffer(self, push: Push, num_bytes: int) -> Tensor:
+    def _buffer(self, push: Push | WorkerTurn, num_bytes: int) -> Tensor:
         buffer = self._received.get((push.member, push.shard))
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
@@ -221,7 +248,7 @@ class Gradients:
             )
         self.tables.require_room(shard, max(0, num_bytes - most))
 
-    def _decoded(self, coding: RangeCoding, push: Push, payload: memoryview) -> Tensor:
+    def _decoded(self, coding: RangeCoding, push: Push | WorkerTurn, payload: memoryview) -> Tensor:
         """Flags, range and rows of a payload whose range is encoded, as they are received where it is not."""
         flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
         came = as_tensor(payload)

@@ -15,13 +15,17 @@ from manyhands.record.ring import EventRing
 from manyhands.server.log import StepRow
 from manyhands.server.messages import Parameters, Push, Read, ReadRows, RowValues
 from manyhands.server.strategy import Ps
+from manyhands.server.turns import TurnAnswer, WorkerTurn
 
 __all__ = ["ServerRecords", "message_number", "wire_of_link"]
 
 _MAX_NUMBER = 2**32 - 1
 
 
-def message_number(message: Push | Read | Parameters | ReadRows | RowValues, num_shards: int) -> int:
+_Numbered = Push | WorkerTurn | Read | Parameters | TurnAnswer | ReadRows | RowValues
+
+
+def message_number(message: _Numbered, num_shards: int) -> int:
     """The number of an update's message to or from a shard; those about rows of tables count apart."""
     about_rows = isinstance(message, ReadRows | RowValues)
     return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
@@ -67,16 +71,8 @@ class ServerRecords:
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
         """It has been dealt with: a push or a request for rows is recorded."""
         if isinstance(message, Push | ReadRows):
-            self._ring.record(
-                EventKind.RECEIVE,
-                begin_ns,
-                (self._received_ns or time.monotonic_ns()) - begin_ns,
-                step=message.batch if isinstance(message, Push) else NO_STEP,
-                peer=message.slot,
-                num_bytes=num_bytes,
-                message=message_number(message, self._num_shards),
-                wire=self._wire,
-            )
+            step = message.batch if isinstance(message, Push) else NO_STEP
+            self._received(message, step, begin_ns, self._received_ns or time.monotonic_ns(), num_bytes)
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
         """The optimizer took a step, which began then and took so long."""
@@ -93,6 +89,60 @@ class ServerRecords:
                 count=row.shard,
                 value=update.staleness,
             )
+
+    def took(self, turn: WorkerTurn, staleness: int, times_ns: tuple[int, int, int], num_bytes: int) -> None:
+        """A turn's push was a step by itself: when it came, when the step began, and when that was done."""
+        begin_ns, apply_ns, applied_ns = times_ns
+        self._ring.record(
+            EventKind.APPLY,
+            apply_ns,
+            applied_ns - apply_ns,
+            step=turn.batch,
+            peer=turn.slot,
+            count=turn.shard,
+            value=staleness,
+        )
+        self._received(turn, turn.batch, begin_ns, apply_ns, num_bytes)
+        self._done_ns = applied_ns
+
+    def gave(self, answer: TurnAnswer, begin_ns: int, num_bytes: int) -> None:
+        """The answer to a turn has left, having been made ready since then."""
+        self._done_ns = time.monotonic_ns()
+        self._sent(answer, answer.batch, begin_ns, self._done_ns, num_bytes)
+
+    def gave_rows(
+        self, request: ReadRows, answer: RowValues, times_ns: tuple[int, int], num_bytes: tuple[int, int]
+    ) -> None:
+        """Rows have left that were asked for: when that came, and when it was understood; the bytes of both."""
+        begin_ns, received_ns = times_ns
+        self._received(request, NO_STEP, begin_ns, received_ns, num_bytes[0])
+        self._done_ns = time.monotonic_ns()
+        self._sent(answer, NO_STEP, received_ns, self._done_ns, num_bytes[1])
+
+    def _received(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+        self._ring.record(
+            EventKind.RECEIVE,
+            begin_ns,
+            end_ns - begin_ns,
+            step=step,
+            peer=message.slot,
+            num_bytes=num_bytes,
+            message=message_number(message, self._num_shards),
+            wire=self._wire,
+        )
+
+    def _sent(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+        self._ring.record(
+            EventKind.SEND,
+            begin_ns,
+            end_ns - begin_ns,
+            step=step,
+            peer=message.slot,
+            num_bytes=num_bytes,
+            count=1,
+            message=message_number(message, self._num_shards),
+            wire=self._wire,
+        )
 
     def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
         """An answer leaves for a worker, having been made ready since the last thing that was done."""
@@ -113,14 +163,4 @@ class ServerRecords:
                     count=answer.shard,
                     value=answer.waited_for,
                 )
-        self._ring.record(
-            EventKind.SEND,
-            begin_ns,
-            now_ns - begin_ns,
-            step=step,
-            peer=answer.slot,
-            num_bytes=num_bytes,
-            count=1,
-            message=message_number(answer, self._num_shards),
-            wire=self._wire,
-        )
+        self._sent(answer, step, begin_ns, now_ns, num_bytes)

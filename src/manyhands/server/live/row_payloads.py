@@ -13,6 +13,7 @@ What arrives is checked against the layout before anything of its length is made
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.link.message import ProtocolError
@@ -32,6 +34,8 @@ from manyhands.wire.layout import LINE_BYTES
 __all__ = [
     "Said",
     "UnknownSets",
+    "Vetted",
+    "add_part",
     "most_bytes",
     "pack",
     "take_sets",
@@ -42,6 +46,10 @@ __all__ = [
 Said = Named | Given | None
 """What is said of a table's rows; None: the table is not there."""
 
+Vetted = tuple[bytes, int, int]
+"""The name of a set whose rows are known to be of that table's, by its number, and of that shard."""
+
+_MOST_VETTED = 1 << 14
 _HEAD = struct.Struct("<qq32s")
 _ROW_BYTES = 8
 _ZEROS = bytes(LINE_BYTES)
@@ -65,12 +73,12 @@ class UnknownSets(Exception):
 def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
     """The payload, as buffers to be sent one after the other; without `said`, the values of an answer."""
     parts: list[Any] = []
-    _add(parts, b"".join(map(_head, said)))
+    add_part(parts, b"".join(map(_head, said)))
     for one in said:
         if isinstance(one, Given):
-            _add(parts, _buffer(one.rows))
+            add_part(parts, _buffer(one.rows))
     for tensor in values:
-        _add(parts, _buffer(tensor))
+        add_part(parts, _buffer(tensor))
     return parts
 
 
@@ -90,9 +98,12 @@ def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
 
 
 def take_sets(
-    layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets
+    layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets, vetted: set[Vetted] | None = None
 ) -> tuple[list[Tensor | None], memoryview]:
-    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any."""
+    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any.
+
+    All are rows of this shard, and ascend. What was found so once is kept in `vetted`: a name says which rows they are.
+    """
     rest = payload[_heads_bytes(layout) :]
     if len(payload) < _heads_bytes(layout):
         raise ProtocolError("rows", f"{len(payload)} bytes are too few for {len(layout.tables)} tables")
@@ -106,10 +117,13 @@ def take_sets(
             found.append(_learn(table, Given(name=name, rows=rows), sets))
         elif kind == _Kind.NAMED and count == 0:
             known = sets.find(Named(name=name))
-            if not isinstance(
-                known, Unknown
-            ):  # a set of another table may have the same rows, and the same name
+            seen = (name, number, shard)  # a set of another table may have the same rows, and the same name
+            if not isinstance(known, Unknown) and (vetted is None or seen not in vetted):
                 _require_own(table, placement, shard, known)
+                if vetted is not None:
+                    if len(vetted) >= _MOST_VETTED:
+                        vetted.clear()
+                    vetted.add(seen)
             found.append(known)
         elif kind == _Kind.ABSENT and count == 0:
             found.append(None)
@@ -122,18 +136,19 @@ def take_sets(
 
 
 def take_values(
-    tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview
+    tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview, *, borrow: bool = False
 ) -> list[Tensor | None]:
     """The values of so many rows of each table (None: it is not there), which must be all of `payload`.
 
-    They lie where the payload lies; those of one that may only be read are copied.
+    They lie where the payload lies; those of one that may only be read are copied. Who borrows them, to read them while
+    the payload is there, gets these where they lie, too.
     """
     values: list[Tensor | None] = []
     for table, count in zip(tables, counts, strict=True):
         if count is None:
             values.append(None)
             continue
-        flat, payload = _cut(payload, count * table.width, table.dtype)
+        flat, payload = _cut(payload, count * table.width, table.dtype, borrow=borrow)
         values.append(flat.view(count, table.width))
     if payload:
         raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
@@ -154,7 +169,7 @@ def _heads_bytes(layout: FlatLayout) -> int:
     return round_up(len(layout.tables) * _HEAD.size, LINE_BYTES)
 
 
-def _add(parts: list[Any], data: Any) -> None:
+def add_part(parts: list[Any], data: Any) -> None:
     """Add a part and what fills it up; an empty one is none."""
     num_bytes = memoryview(data).nbytes
     if num_bytes:
@@ -168,7 +183,9 @@ def _buffer(tensor: Tensor) -> Any:
     return tensor.detach().contiguous().view(-1).numpy()
 
 
-def _cut(rest: memoryview, count: int, dtype: torch.dtype) -> tuple[Tensor, memoryview]:
+def _cut(
+    rest: memoryview, count: int, dtype: torch.dtype, *, borrow: bool = False
+) -> tuple[Tensor, memoryview]:
     """`count` items from the beginning of `rest`, and what comes after them."""
     num_bytes = count * dtype.itemsize
     end = round_up(num_bytes, LINE_BYTES)
@@ -176,8 +193,14 @@ def _cut(rest: memoryview, count: int, dtype: torch.dtype) -> tuple[Tensor, memo
         raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
     array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
     if not array.flags.writeable:  # of an arena, whose room is soon another's
-        array = array.copy()
+        array = _in_place(array) if borrow and num_bytes else array.copy()
     return torch.from_numpy(array), rest[end:]
+
+
+def _in_place(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory as an array that torch takes without a word; it is only read, and does not keep the memory."""
+    memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(memory, array.dtype)
 
 
 def _learn(table: Table, given: Given, sets: RowSets) -> Tensor:

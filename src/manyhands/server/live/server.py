@@ -7,7 +7,6 @@ sent with their payloads, rows written to the log, snapshots to the disk.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
@@ -22,14 +21,17 @@ from torch import Tensor
 from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.errors import Aborted, ManyhandsError
+from manyhands.hub.frames import NO_PAYLOAD
 from manyhands.hub.hub import Arrived, Joined, Lost, Ready, Shared, TurnedAway
 from manyhands.link.message import ProtocolError
 from manyhands.memory.sign import LongWait
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
-from manyhands.server.digests import shard_digest
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.hearing import require_sense, require_shard
 from manyhands.server.live.job import Job
+from manyhands.server.live.keeping import ShardKeeping
+from manyhands.server.live.lane import Dealt, LiveLane
+from manyhands.server.live.outgoing import OutgoingParameters
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
 from manyhands.server.live.reports import (
@@ -37,7 +39,6 @@ from manyhands.server.live.reports import (
     REPORTS,
     Finish,
     LeaveShards,
-    LeftShard,
     Remark,
     RestoreShard,
     ServerListens,
@@ -46,8 +47,7 @@ from manyhands.server.live.reports import (
 )
 from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.row_payloads import UnknownSets
-from manyhands.server.live.server_tables import final_bytes, leave_tables
-from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
+from manyhands.server.live.stores import Stores
 from manyhands.server.log import LostRow, StepRow
 from manyhands.server.messages import (
     Concluded,
@@ -64,9 +64,9 @@ from manyhands.server.messages import (
 )
 from manyhands.server.replica import ReplicaRole
 from manyhands.server.server import ServerCore
-from manyhands.server.store import Contribution, ShardStore
+from manyhands.server.store import Contribution
+from manyhands.server.turns import WorkerTurn
 from manyhands.server.updates import ShardRecorder
-from manyhands.store.atomic import WriteFailed
 
 __all__ = ["serve"]
 
@@ -101,17 +101,26 @@ class _Server:
         largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
         torch.set_num_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
-        self._stores: dict[int, ShardStore] = {}
         self._home = job.home(resources.final, self._layout)
-        self._coding = RangeCoding(self._layout, job.strategy.codec)
-        self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
+        coding = RangeCoding(self._layout, job.strategy.codec)
+        self._stores = Stores(job, self._layout, self._home, self._is_primary)
         self._gradients = Gradients(
-            self._layout, inline=job.strategy.link == "tcp", home=self._home, coding=self._coding
+            self._layout, inline=job.strategy.link == "tcp", home=self._home, coding=coding
         )
-        self._published: dict[int, int] = {}  # by shard, the version that was last copied home
+        self._outgoing = OutgoingParameters(
+            self._core,
+            self._stores.get,
+            self._gradients,
+            self._layout,
+            home=self._home,
+            coding=coding,
+            is_lockstep=job.is_lockstep,
+        )
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
-        self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
+        self._keeping = ShardKeeping(
+            context, job, self._core, self._stores, self._gradients, self._logs, records, self._note
+        )
         self._stack = ExitStack()
         if self._home is not None:
             self._stack.callback(self._home.close)
@@ -121,15 +130,23 @@ class _Server:
         self._stack.callback(self._logs.close)
         self._unsent: defaultdict[int, list[tuple[Any, list[Any]]]] = defaultdict(list)
         self._shared_with: set[tuple[int, int]] = set()
-        self._outgoing: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
         self._dialled: set[int] = set()
         self._met: set[int] = set()  # that are connected
         self._peers: dict[int, str] = {}  # what each member that ever connected is
         self._view: View | None = None
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
-        self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self._lane = LiveLane(
+            self._core,
+            self._stores,
+            self._gradients,
+            self._outgoing,
+            records,
+            log=self._log if job.run_path is not None else None,
+            staleness=self._staleness,
+            checkpoint_every=job.plan.checkpoint_every,
+        )
         self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
         self._finished = False
         self._quiet = LongWait()
@@ -187,14 +204,32 @@ class _Server:
                     self._note(f"{self._context.name} turned {whom} {reason}")
 
     def _receive(self, event: Arrived) -> None:
-        begin_ns = self._records.began(event.message)
-        num_bytes = event.payload.nbytes
+        member, message, payload = event.member, event.message, event.payload
         try:
-            self._handle(event.member, event.message, event.payload)
-            self._records.handled(event.message, begin_ns, num_bytes)
+            if type(message) is WorkerTurn:
+                self._take_turn(member, message, payload)
+            elif type(message) is not ReadRows or not self._lane.give_rows(
+                self._hub, member, message, payload
+            ):
+                self._take(member, message, payload)
         except ProtocolError as error:
-            self._cut(event.member, error)
+            self._cut(member, error)
         event.release()
+
+    def _take_turn(self, member: int, turn: WorkerTurn, payload: memoryview) -> None:
+        """Deal with a push and the read behind it: quickly in the common case, else as with any two messages."""
+        dealt = self._lane.take(self._hub, member, turn, payload)
+        if dealt is Dealt.ALL:
+            return
+        self._hub.hold_back()  # they have one answer
+        if dealt is Dealt.NOTHING:
+            self._take(member, turn.push, payload)
+        self._take(member, turn.read, NO_PAYLOAD)
+
+    def _take(self, member: int, message: Any, payload: memoryview) -> None:
+        begin_ns = self._records.began(message)
+        self._handle(member, message, payload)
+        self._records.handled(message, begin_ns, payload.nbytes)
 
     def _take_area(self, shared: Shared) -> None:
         if self._peers[shared.member] != "server" and shared.tag != shared.member:
@@ -226,8 +261,7 @@ class _Server:
         self._met.discard(member)
         self._gradients.lost(member)
         self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
-        for to, shard in [key for key in self._outgoing if key[0] == member]:
-            del self._outgoing[to, shard]
+        self._outgoing.forget(member)
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,7 +270,7 @@ class _Server:
             case ViewPublished():
                 self._follow(order.view, order.addresses)
             case RestoreShard():
-                self._restore(order.shard)
+                self._keeping.restore(order.shard)
             case LeaveShards():
                 self._leave(order.shards)
             case Finish():
@@ -247,7 +281,7 @@ class _Server:
         if is_first and self._job.resume_version is not None:
             for place in view.shards:
                 if place.primary == self._member:
-                    self._restore(place.shard, self._job.resume_version)
+                    self._keeping.restore(place.shard, self._job.resume_version)
         for member in self._dialled - addresses.keys():
             self._dialled.discard(member)
             self._hub.hang_up(member)
@@ -310,7 +344,7 @@ class _Server:
 
     def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
         """Turn down a gradient that is not finite, by name."""
-        store = self._stores.get(push.shard)
+        store = self._stores.known(push.shard)
         try:
             bad = store.first_bad(contribution) if store is not None else None
         except (IndexError, ValueError) as error:
@@ -325,11 +359,11 @@ class _Server:
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
         push = message.entry if isinstance(message, Forward) else message
-        if isinstance(push, Push | ReadRows):
+        if isinstance(push, Push | WorkerTurn | ReadRows):
             require_shard(push.shard, self._layout.shards)
         if isinstance(push, ReadRows):
             self._gradients.tables.require_room(push.shard, num_bytes)
-        if not isinstance(push, Push):
+        if not isinstance(push, Push | WorkerTurn):
             return None
         return self._gradients.room_for(push, num_bytes, by_worker=push is message)
 
@@ -357,13 +391,13 @@ class _Server:
                         self._tell_lost(row)
                 case Load(shard=shard):
                     assert payload is not None, "an Install has a payload"
-                    self._install(shard, payload)
+                    self._keeping.install(shard, payload)
                 case Discard(shard=shard):
-                    self._stores.pop(shard, None)
+                    self._stores.discard(shard)
                     self._gradients.replace(shard, {})
         self._gradients.secure()
         while self._due:
-            self._save(self._due.pop())
+            self._keeping.save(self._due.pop())
         if self._to_self:
             message = self._to_self.popleft()
             self._do(self._core.handle(message, self._member), None, None)
@@ -374,7 +408,7 @@ class _Server:
             replace(self._gradients.take(apply.shard, one.slot, one.clock), factor=one.factor)
             for one in apply.contributions
         ]
-        self._store(apply.shard).apply(contributions, apply.rate, len(apply.batches))
+        self._stores.get(apply.shard).apply(contributions, apply.rate, len(apply.batches))
         self._applying_ns = begin_ns, time.monotonic_ns() - begin_ns
         every = self._job.plan.checkpoint_every
         if every and apply.version % every == 0 and self._is_primary(apply.shard):
@@ -387,16 +421,17 @@ class _Server:
                 self._report(message)
                 return
             case Parameters(shard=shard):
-                payload = self._parameters(to, shard)
-                in_memory = self._layout.range_bytes(shard) if self._home is None else 0
-                self._records.answered(message, payload[0].nbytes if payload else in_memory)
+                payload = self._outgoing.payload(self._hub, to, shard)
+                self._records.answered(message, self._outgoing.num_bytes(shard, payload))
             case RowValues(shard=shard):
-                payload = self._gradients.tables.values(self._store(shard), self._asked)
+                payload = self._gradients.tables.values(
+                    self._stores.get(shard), self._asked, to, has_all=self._hub.sent(to)
+                )
                 self._records.answered(message, sum(memoryview(one).nbytes for one in payload))
             case Forward(entry=Push(skip=False) as push):
                 payload = self._gradients.forwarded(push)
             case Install(shard=shard):
-                payload = pack_install(self._store(shard).state(), self._waiting(shard))
+                payload = self._keeping.packed(shard)
         if to == self._member:  # after deaths, one server may have several shards
             self._to_self.append(message)
         elif to in self._hub.members() and to not in self._unsent:  # what waits for it goes first
@@ -418,104 +453,6 @@ class _Server:
             self._shared_with.add((to, worker))
             self._hub.share(to, segment, worker)
 
-    def _parameters(self, to: int, shard: int) -> list[Any]:
-        if self._home is not None:
-            self._publish(shard, self._home.part(shard))
-            return []
-        values = self._gradients.values(to, shard)
-        if values is not None:
-            self._store(shard).read_into(values)
-            return []
-        if self._coding.codes_values:
-            return [self._encoded_values(shard).numpy()]
-        if (
-            self._job.is_lockstep
-        ):  # the next step waits for this worker, who pushes when all of it has arrived
-            return [self._store(shard).memory.numpy()]
-        values = self._outgoing.get((to, shard))
-        if values is None or not self._hub.sent(to):  # what is still on its way must not change
-            values = self._outgoing[to, shard] = torch.empty(
-                self._layout.range_bytes(shard), dtype=torch.uint8
-            )
-        self._store(shard).read_into(values)
-        return [values.numpy()]
-
-    def _encoded_values(self, shard: int) -> Tensor:
-        """The parameters of a shard as they travel, once for each version of them."""
-        version = self._core.replicas[shard].core.version
-        known = self._encoded.get(shard)
-        if known is None or known[0] != version:
-            known = self._encoded[shard] = (version, self._coding.encode(shard, self._store(shard).values))
-        return known[1]
-
-    def _publish(self, shard: int, values: Tensor) -> None:
-        """See that the parameters are where workers read them; a store that began as a backup's is elsewhere."""
-        store, version = self._store(shard), self._core.replicas[shard].core.version
-        if store.memory.data_ptr() != values.data_ptr() and self._published.get(shard) != version:
-            store.read_into(values)
-            self._published[shard] = version
-
-    # ── stores ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _store(self, shard: int) -> ShardStore:
-        """The store of a shard, new where there is none: from the run's snapshot, or from the seed."""
-        store = self._stores.get(shard)
-        if store is None:
-            _, built, _ = self._job.build()
-            is_read_here = self._home is not None and self._is_primary(shard)
-            memory = self._home.part(shard) if self._home is not None and is_read_here else None
-            store = self._stores[shard] = ShardStore(built, self._layout, shard, memory)
-        return store
-
-    def _install(self, shard: int, payload: memoryview) -> None:
-        state, held = unpack_install(payload)
-        self._stores.pop(shard, None)
-        self._store(shard).load_state(state)
-        self._gradients.replace(shard, held)
-
-    def _restore(self, shard: int, version: int | None = None) -> None:
-        """This server is about to serve a shard of which no other server has a copy: go on from a snapshot."""
-        found = self._snapshots.load(shard, version) if self._snapshots.kept else None
-        if found is None:  # none was written yet: from the beginning
-            self._core.restore(shard, None)
-            return
-        self._stores.pop(shard, None)
-        self._store(shard).load_state(found.state)
-        self._gradients.replace(shard, found.held)
-        self._core.restore(shard, json.loads(found.core))
-
-    def _save(self, shard: int) -> None:
-        """Write a snapshot; a disk that is full costs the snapshot and not the run."""
-        if not self._snapshots.kept:
-            return
-        core = self._core.replicas[shard]
-        begin_ns = time.monotonic_ns()
-        self._context.mark(core.core.version, State.SAVING)
-        self._note(self._logs.sync(shard), ends_recording=True)  # on the disk before what follows from it
-        try:
-            self._snapshots.save(
-                shard,
-                ShardSnapshot(
-                    version=core.core.version,
-                    state=self._store(shard).state(),
-                    held=self._waiting(shard),
-                    core=json.dumps(core.state()),
-                ),
-            )
-            self._unsaved.discard(shard)
-        except WriteFailed as error:
-            if shard not in self._unsaved:  # said once, until one is taken again
-                self._unsaved.add(shard)
-                self._note(f"no snapshot of shard {shard} at version {core.core.version}: {error}")
-        self._records.saved(begin_ns)
-        self._context.mark(core.core.version, State.COMPUTING)
-
-    def _waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
-        """The gradients that are committed and in no step yet."""
-        waiting = self._core.replicas[shard].core.steps.waiting
-        held = self._gradients.held(shard)
-        return {name: gradient for name, gradient in held.items() if name in waiting}
-
     def _is_primary(self, shard: int) -> bool:
         return self._view is not None and self._view.shards[shard].primary == self._member
 
@@ -529,6 +466,9 @@ class _Server:
             f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
         )
 
+    def _log(self, shard: int, line: str) -> None:
+        self._note(self._logs.write_line(shard, line), ends_recording=True)
+
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
         """Have the launcher tell the user something, if there is anything."""
         if sentence is not None:
@@ -541,25 +481,8 @@ class _Server:
 
     def _leave(self, wanted: Collection[int]) -> None:
         """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
-        shards = []
-        with self._final() as final:
-            memory = final.tensor(0, final_bytes(self._layout), torch.uint8)
-            for shard in range(self._layout.shards):
-                if shard not in wanted or not self._is_primary(shard):
-                    continue
-                begin, end = self._layout.bounds[shard]
-                self._store(shard).read_into(memory[begin:end])
-                leave_tables(self._layout, shard, self._store(shard), memory)
-                self._save(shard)
-                shards.append(
-                    LeftShard(
-                        shard=shard,
-                        member=self._member,
-                        staleness=tuple(sorted(self._staleness[shard].items())),
-                        nbytes=self._store(shard).nbytes,
-                        sha256=shard_digest(self._store(shard), self._layout, shard),
-                        version=self._core.replicas[shard].core.version,
-                    )
-                )
-            del memory
+        for shard in wanted:
+            if self._is_primary(shard):
+                self._keeping.save(shard)
+        shards = self._stores.leave(self._final, wanted, self._core, self._staleness)
         self._report(ShardsLeft(shards=tuple(shards)))

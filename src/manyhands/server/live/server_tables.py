@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout
-from manyhands.server.live.row_payloads import most_bytes, pack, take_sets, take_values
+from manyhands.server.live.row_payloads import Vetted, add_part, most_bytes, pack, take_sets, take_values
 from manyhands.server.store import ShardStore
 from manyhands.tables.rows import RowGradient
 from manyhands.tables.rowsets import Given, RowSets, name_of
@@ -26,6 +28,7 @@ __all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]
 
 _LEAST_CAPACITY_BYTES = 64 << 10
 _SHARE_FOR_SETS = 4
+_KEPT_BYTES = 4 << 20
 
 
 class ServerTables:
@@ -35,6 +38,10 @@ class ServerTables:
         self._layout = layout
         self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
+        self._vetted: set[Vetted] = set()
+        self._rooms: dict[
+            tuple[int, int], tuple[NDArray[np.uint8], int]
+        ] = {}  # by member and table, what its rows' values lie in
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
     def require_room(self, shard: int, num_bytes: int) -> None:
@@ -52,24 +59,55 @@ class ServerTables:
         self.require_room(shard, len(payload))
         if whole:
             return [table.placed(self._layout.shards).rows(shard) for table in self._layout.tables]
-        rows, rest = take_sets(self._layout, shard, payload, self._sets)
+        rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
         if rest:
             raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
         return rows
 
-    def values(self, store: ShardStore, asked: Sequence[Tensor | None]) -> list[Any]:
-        """The payload of a RowValues: the store's values of these rows, as they are now."""
-        wanted = zip(self._layout.tables, asked, strict=True)
-        return pack((), [store.gather(table.name, rows) for table, rows in wanted if rows is not None])
+    def values(
+        self, store: ShardStore, asked: Sequence[Tensor | None], member: int, *, has_all: bool
+    ) -> list[Any]:
+        """The payload of a RowValues: the store's values of these rows, which `asked` gave, as they are now.
 
-    def gradients(self, shard: int, payload: memoryview) -> dict[str, RowGradient]:
-        """The gradients of rows that a Push carries, by table; UnknownSets as above."""
+        They lie in memory that is kept for `member` and used again for its next ones once it `has_all` that was sent.
+        """
+        parts: list[Any] = []
+        for number, (table, rows) in enumerate(zip(self._layout.tables, asked, strict=True)):
+            if rows is not None:
+                num_bytes = rows.numel() * table.width * table.dtype.itemsize
+                room, address = self._room(member, number, num_bytes, has_all)
+                store.copy_rows(table.name, rows, address)
+                add_part(parts, room[:num_bytes])
+        return parts
+
+    def forget(self, member: int) -> None:
+        """A member is not connected any more."""
+        for key in [key for key in self._rooms if key[0] == member]:
+            del self._rooms[key]
+
+    def _room(self, member: int, number: int, num_bytes: int, has_all: bool) -> tuple[NDArray[np.uint8], int]:
+        """Memory for so many bytes, and where: fresh pages for every answer take longer than filling them."""
+        known = self._rooms.get((member, number))
+        if known is None or known[0].nbytes < num_bytes or not has_all:
+            fresh = np.empty(num_bytes, np.uint8)
+            known = (fresh, fresh.ctypes.data)
+            if num_bytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
+                self._rooms[member, number] = known
+        return known
+
+    def gradients(self, shard: int, payload: memoryview, *, borrow: bool = False) -> dict[str, RowGradient]:
+        """The gradients of rows that a Push carries, by table; UnknownSets as above.
+
+        Who borrows them reads them while the payload is there, and lets them go.
+        """
         self.require_room(shard, len(payload))
         tables = self._layout.tables
-        rows, rest = take_sets(self._layout, shard, payload, self._sets)
-        values = take_values(tables, [None if one is None else one.numel() for one in rows], rest)
+        rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
+        values = take_values(
+            tables, [None if one is None else one.numel() for one in rows], rest, borrow=borrow
+        )
         return {
-            table.name: RowGradient(rows=which, values=gradient)
+            table.name: RowGradient(rows=which, values=gradient, is_vetted=True)
             for table, which, gradient in zip(tables, rows, values, strict=True)
             if which is not None and gradient is not None
         }

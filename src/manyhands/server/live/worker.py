@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 
 from manyhands.cluster.board import State
@@ -26,8 +25,8 @@ from manyhands.record.events import NOBODY, EventKind
 from manyhands.record.ring import EventRing
 from manyhands.server.actions import SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
+from manyhands.server.client_lane import ClientLane
 from manyhands.server.digests import gradient_hash
-from manyhands.server.live.coding import as_tensor
 from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job
 from manyhands.server.live.records import message_number, wire_of_link
@@ -46,7 +45,9 @@ from manyhands.server.live.reports import (
 )
 from manyhands.server.live.resources import MemberResources
 from manyhands.server.live.worker_body import WorkerBody
+from manyhands.server.live.worker_payloads import WorkerPayloads
 from manyhands.server.messages import (
+    Message,
     Parameters,
     Push,
     ReadRows,
@@ -56,6 +57,7 @@ from manyhands.server.messages import (
     Welcome,
     Work,
 )
+from manyhands.server.turns import TurnAnswer, WorkerTurn, in_turns
 from manyhands.server.updates import ComputedRow
 from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
@@ -120,9 +122,11 @@ class _Turn:
             skip_nonfinite=job.skip_nonfinite,
             confirms=job.confirms,
         )
+        self._lane = ClientLane(self._core)
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
-        self._unsent: defaultdict[int, list[SendMessage]] = defaultdict(list)
+        self._payloads = WorkerPayloads(body, job)
+        self._unsent: defaultdict[int, list[Message]] = defaultdict(list)
         self._dialled: set[int] = set()
         self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
@@ -139,6 +143,7 @@ class _Turn:
         self._latest: View | None = None
         self._roles: dict[int, int] = {}  # of servers in events, by member
         self._wire = wire_of_link(job.strategy)
+        self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
 
     def __enter__(self) -> _Turn:
         return self
@@ -189,7 +194,7 @@ class _Turn:
             if isinstance(told, ViewPublished):
                 self._roles = dict(told.roles)
                 self._follow(told.view, told.addresses)
-        if self._context.stop_requested():
+        if self._context.stopping:
             raise Aborted("the launcher asked to stop")
 
     def _listen(self, wait_s: float) -> None:
@@ -207,8 +212,8 @@ class _Turn:
                     self._unreached.pop(member, None)
                     if self._job.strategy.link == "shared":
                         self._hub.share(member, self._body.area.segment, self._core.member)
-                    for send in self._unsent.pop(member, []):
-                        self._send(send)
+                    for message in self._unsent.pop(member, []):
+                        self._send(member, message)
                 case Lost(member=member, reason=reason):
                     self._dialled.discard(member)
                     self._unreached[member] = reason
@@ -228,17 +233,35 @@ class _Turn:
 
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
+        if type(message) is TurnAnswer:
+            if self._take_answer(member, message, payload):
+                return
+            message = message.parameters
         if not isinstance(message, FOR_WORKERS):
             raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
         require_shard(message.shard, self._job.strategy.servers)
         self._hear_rows(member, message, payload)
-        self._record_message(EventKind.RECEIVE, member, message, payload.nbytes)
+        self._record_message(EventKind.RECEIVE, time.monotonic_ns(), member, message, payload.nbytes)
         if isinstance(message, Parameters):
             self._waited_for = message.waited_for  # of the last shard to answer
-            self._take_values(message, member, payload)
+            if self._core.awaits(message, member):
+                self._payloads.take(message, payload)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
+
+    def _take_answer(self, member: int, answer: TurnAnswer, payload: memoryview) -> bool:
+        """Take what answers a turn, in the common case; False, and nothing has changed, in any other."""
+        self._payloads.require_known(answer)
+        if not self._core.awaits(answer, member):
+            return False
+        self._payloads.take(answer, payload)
+        compute = self._lane.answered(answer, member)
+        if compute is None:
+            return False
+        self._computing, self._waited_for = compute, answer.waited_for
+        self._record_message(EventKind.RECEIVE, time.monotonic_ns(), member, answer, payload.nbytes)
+        return True
 
     def _cut(self, member: int, error: ProtocolError) -> None:
         """End the connection to a server that sent what nobody may send; it may serve others well."""
@@ -270,10 +293,12 @@ class _Turn:
         self._do(self._core.view(view))
 
     def _do(self, actions: list[ClientAction]) -> None:
-        for action in actions:
+        for action, turn in in_turns(actions):
             match action:
-                case SendMessage():
-                    self._send(action)
+                case SendMessage(to=to) if turn is not None:
+                    self._send_turn(to, turn)
+                case SendMessage(to=to, message=message):
+                    self._send(to, message)
                 case Compute():
                     self._computing = action
                 case Flush():
@@ -283,36 +308,37 @@ class _Turn:
                 case Leave():
                     self._left = action
 
-    def _send(self, send: SendMessage) -> None:
-        if send.to not in self._hub.members():
-            self._unsent[send.to].append(send)
+    def _send_turn(self, to: int, turn: WorkerTurn) -> None:
+        """Send a push and the read behind it in one message."""
+        if to not in self._hub.members():
+            self._unsent[to] += [turn.push, turn.read]
             return
-        payload: list[Any] = []
-        message, before = send.message, self._body.bytes_sent
-        if isinstance(message, Push) and not message.skip:
-            part = self._body.parts[message.shard]
-            travels = self._body.encoded[message.shard] if self._body.encoded else part.gradient.memory
-            self._body.bytes_sent += travels.nbytes
-            if self._job.strategy.link == "tcp":
-                payload = [part.flags.numpy(), travels.numpy()]
-                self._body.bytes_sent += part.flags.nbytes
-            rows = self._body.tables.push(send.to, message.shard)
-            self._body.bytes_sent += sum(memoryview(one).nbytes for one in rows)
-            payload += rows
-        elif isinstance(message, ReadRows):
-            payload = self._body.tables.request(send.to, message.shard)
-            self._body.bytes_sent += sum(memoryview(one).nbytes for one in payload)
+        payload, num_bytes = self._payloads.sent_with(to, turn)
+        now_ns = time.monotonic_ns()
+        self._hub.send(to, turn, payload)
+        self._body.bytes_sent += num_bytes
         self._body.messages_sent += 1
-        if isinstance(message, Push | ReadRows):
-            self._record_message(EventKind.SEND, send.to, message, self._body.bytes_sent - before)
-        self._hub.send(send.to, message, payload)
+        self._record_message(EventKind.SEND, now_ns, to, turn, num_bytes)
 
-    def _record_message(self, kind: EventKind, server: int, message: Any, num_bytes: int) -> None:
-        if isinstance(message, Push | ReadRows | Parameters | RowValues):
+    def _send(self, to: int, message: Message) -> None:
+        if to not in self._hub.members():
+            self._unsent[to].append(message)
+            return
+        payload, num_bytes = self._payloads.sent_with(to, message)
+        now_ns = time.monotonic_ns()
+        self._hub.send(to, message, payload)
+        self._body.bytes_sent += num_bytes
+        self._body.messages_sent += 1
+        self._record_message(EventKind.SEND, now_ns, to, message, num_bytes)
+
+    def _record_message(
+        self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int
+    ) -> None:
+        if isinstance(message, Push | WorkerTurn | ReadRows | Parameters | TurnAnswer | RowValues):
             self._ring.record(
                 kind,
-                time.monotonic_ns(),
-                step=message.batch if isinstance(message, Push) else self._context.step - 1,
+                now_ns,
+                step=message.batch if isinstance(message, Push | WorkerTurn) else self._context.step - 1,
                 peer=self._roles.get(server, NOBODY),
                 num_bytes=num_bytes,
                 count=1,
@@ -321,42 +347,9 @@ class _Turn:
             )
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
-        """Parameters that come inline and are awaited are received straight into the model."""
-        if isinstance(message, Parameters | RowValues):
-            require_shard(message.shard, self._job.strategy.servers)
-        if isinstance(message, RowValues):
-            self._body.tables.require_size(message.shard, num_bytes)
-        if isinstance(message, Parameters) and self._core.awaits(message, member):
-            values = self._body.parts[message.shard].values
-            if self._body.coding.codes_values:
-                self._require_at_most(message.shard, num_bytes)
-            elif values.nbytes == num_bytes:
-                return memoryview(values.numpy())  # type: ignore[arg-type]
-        return None
-
-    def _require_at_most(self, shard: int, num_bytes: int) -> None:
-        most = self._body.coding.most_bytes(shard)
-        if num_bytes > most:
-            raise ProtocolError(
-                "payload_bytes", f"{num_bytes} bytes of parameters, where at most {most} can be"
-            )
-
-    def _take_values(self, message: Parameters, member: int, payload: memoryview) -> None:
-        """Copy parameters that came inline before it was known that they are the ones that are awaited."""
-        values = self._body.parts[message.shard].values
-        if not payload or not self._core.awaits(message, member):
-            return
-        if self._body.coding.codes_values:
-            into = self._body.layout.range_in(values, message.shard)
-            self._body.coding.decode(message.shard, as_tensor(payload), into)
-            return
-        if payload.nbytes != values.nbytes:
-            raise ProtocolError(
-                "payload_bytes", f"{payload.nbytes} bytes of parameters where {values.nbytes} are expected"
-            )
-        came = np.frombuffer(payload, np.uint8)
-        if came.ctypes.data != values.data_ptr():
-            values.numpy()[:] = came
+        self._payloads.require_known(message)
+        is_awaited = isinstance(message, Parameters | TurnAnswer) and self._core.awaits(message, member)
+        return self._payloads.room(message, num_bytes, is_awaited=is_awaited)
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -411,9 +404,11 @@ class _Turn:
         self._wait.begin_again()
         if body.recorder.records and bad is None:
             self._record(compute)
-        self._hub.hold_back()  # a push and the read behind it
-        self._do(self._core.computed(weight=done.share, skip=bad is not None))
-        self._hub.send_off()
+        turn = self._lane.turn(weight=done.share) if bad is None else None
+        if turn is not None:
+            self._send_turn(*turn)
+        else:
+            self._do(self._core.computed(weight=done.share, skip=bad is not None))
 
     def _record(self, compute: Compute) -> None:
         """Write down what the gradient was made of and what it is, before anybody can have it."""
@@ -465,7 +460,7 @@ class _Turn:
     def _record_pull(self, work: Work, now_ns: int) -> None:
         """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
         num_bytes = sum(one.nbytes for one in self._body.encoded) or self._body.layout.num_bytes
-        sent = Traffic(bytes_sent=num_bytes, messages_sent=2 * self._body.layout.shards)
+        sent = Traffic(bytes_sent=num_bytes, messages_sent=self._per_shard * self._body.layout.shards)
         book = StepBook(self._ring.record, work.batch, self._pushed_ns)
         if self._waited_for != NOBODY:
             book.waits({self._waited_for: now_ns - self._pushed_ns})

@@ -18,16 +18,19 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout, Table
-from manyhands.server.live.row_payloads import Said, pack, take_values, values_bytes
-from manyhands.tables.kernels import put_rows
+from manyhands.server.live.row_payloads import Said, pack, values_bytes
+from manyhands.tables.kernels import ascend, put_rows
 from manyhands.tables.rows import RowGradient
 from manyhands.tables.rowsets import RowSetNames, Unknown, name_of
 from manyhands.task import RowsOf
+from manyhands.wire.layout import LINE_BYTES
 
 __all__ = ["WorkerTables"]
 
 _SETS_PER_SERVER = 1 << 14
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 class WorkerTables:
@@ -44,6 +47,10 @@ class WorkerTables:
         self._forgotten: set[bytes] = set()
         self._rows: list[list[Tensor]] = []  # by table and shard
         self._sorted: list[Tensor] = []  # by table, those of all shards
+        self._sizes: dict[int, int] = {}  # by shard, of the values of what is read, once it is asked
+        self._digests: dict[
+            tuple[int, int], bytes
+        ] = {}  # by table and shard, what names them, once it is asked
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
 
@@ -58,13 +65,18 @@ class WorkerTables:
         """A new update: no batch is known yet, and one without samples reads nothing."""
         self._forgotten.clear()
         self._whole = False
-        self._rows = [[torch.empty(0, dtype=torch.int64)] * self._layout.shards for _ in self._parameters]
-        self._sorted = [torch.empty(0, dtype=torch.int64)] * len(self._parameters)
+        self._digests.clear()
+        self._sizes.clear()
+        self._sizes.clear()
+        self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
+        self._sorted = [_NO_ROWS] * len(self._parameters)
         self._gradients = [None for _ in self._parameters]
 
     def choose(self, batch: Any) -> list[int]:
         """Read what this batch reads; the shards that have rows of it."""
         self._whole = False
+        self._digests.clear()
+        self._sizes.clear()
         for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
             rows = self._sorted[number] = _checked(table, rows_of(batch))
             self._rows[number] = table.placed(self._layout.shards).split(rows)
@@ -77,6 +89,7 @@ class WorkerTables:
     def choose_whole(self) -> Collection[int]:
         """Read all rows of all tables, as an evaluation does."""
         self._whole = True
+        self._sizes.clear()
         return range(self._layout.shards)
 
     def chosen(self, shard: int) -> list[Tensor]:
@@ -89,7 +102,9 @@ class WorkerTables:
 
     def require_size(self, shard: int, num_bytes: int) -> None:
         """Refuse an answer of another length than what was asked for, before it is read."""
-        expected = values_bytes(self._layout.tables, self._counts(shard))
+        expected = self._sizes.get(shard)
+        if expected is None:
+            expected = self._sizes[shard] = values_bytes(self._layout.tables, self._counts(shard))
         if num_bytes != expected:
             raise ProtocolError(
                 "payload_bytes", f"the rows of shard {shard} have {expected} bytes, not {num_bytes}"
@@ -98,15 +113,12 @@ class WorkerTables:
     def take(self, shard: int, payload: memoryview) -> None:
         """The rows' values are here: into the model with them."""
         self.require_size(shard, len(payload))
-        tables, shards = self._layout.tables, self._layout.shards
-        values = take_values(tables, self._counts(shard), payload)
-        with torch.no_grad():
-            for number, (table, parameter, rows) in enumerate(
-                zip(tables, self._parameters, values, strict=True)
-            ):
-                assert rows is not None, "each table was asked for"
-                where = table.placed(shards).rows(shard) if self._whole else self._rows[number][shard]
-                _put(parameter.detach(), where, rows.view(len(rows), *table.shape[1:]))
+        begin, shards = 0, self._layout.shards
+        for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
+            where = table.placed(shards).rows(shard) if self._whole else self._rows[number][shard]
+            end = begin + where.numel() * table.width * table.dtype.itemsize
+            _put(table, parameter.detach(), where, payload[begin:end])
+            begin = round_up(end, LINE_BYTES)
 
     # ── what comes out of it ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,12 +174,14 @@ class WorkerTables:
         self._names.pop(member, None)
 
     def _said(self, member: int, shard: int, rows: Collection[list[Tensor] | None]) -> list[Said]:
-        return [None if one is None else self._name(member, one[shard]) for one in rows]
+        return [None if one is None else self._name(member, number, shard) for number, one in enumerate(rows)]
 
-    def _name(self, member: int, rows: Tensor) -> Said:
-        names = self._names[member]
-        name = name_of(rows) if self._forgotten else b""
-        return names.give(Unknown(name=name), rows) if name in self._forgotten else names.name(rows)
+    def _name(self, member: int, number: int, shard: int) -> Said:
+        rows, names = self._rows[number][shard], self._names[member]
+        name = self._digests.get((number, shard))
+        if name is None:
+            name = self._digests[number, shard] = name_of(rows)
+        return names.give(Unknown(name=name), rows) if name in self._forgotten else names.name(rows, name)
 
     def _counts(self, shard: int) -> list[int]:
         if self._whole:
@@ -177,31 +191,46 @@ class WorkerTables:
 
 def _checked(table: Table, rows: Any) -> Tensor:
     """The rows that a task's function named: sorted, each once; a UserError if the table has no such rows."""
-    allowed = f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
-    try:
-        found = torch.as_tensor(rows).detach().reshape(-1).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {allowed}") from error
+    found = rows if isinstance(rows, Tensor) else _as_tensor(table, rows)
     if not found.numel():
         return torch.empty(0, dtype=torch.int64)
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {allowed}")
-    ascending = np.sort(found.to(torch.int64).numpy())
-    found = torch.from_numpy(ascending[np.append(True, ascending[1:] != ascending[:-1])])
-    for row in (int(found[0]), int(found[-1])):
+    if found.dtype != torch.int64 and (
+        found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    ):
+        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {_allowed(table)}")
+    given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)
+    if not ascend(given):
+        given.sort()
+        given = given[np.append(True, given[1:] != given[:-1])]
+    for row in (int(given[0]), int(given[-1])):
         if not 0 <= row < table.shape[0]:
-            raise UserError(f"sparse[{table.name!r}] gave row {row}; {allowed}")
-    return found
+            raise UserError(f"sparse[{table.name!r}] gave row {row}; {_allowed(table)}")
+    return torch.from_numpy(given)
 
 
-def _put(parameter: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Overwrite rows of a parameter."""
-    if not len(rows):
+def _as_tensor(table: Table, rows: Any) -> Tensor:
+    try:
+        return torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {_allowed(table)}") from error
+
+
+def _allowed(table: Table) -> str:
+    return f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
+
+
+def _put(table: Table, parameter: Tensor, rows: Tensor, payload: memoryview) -> None:
+    """Overwrite rows of a parameter with the values that came, perhaps in memory that may only be read."""
+    count = rows.numel()
+    if not count:
         return
     if parameter.device.type == "cpu" and parameter.is_contiguous():
-        put_rows(parameter.view(len(parameter), -1).numpy(), rows.numpy(), values.view(len(rows), -1).numpy())
-    else:
-        parameter[rows.to(parameter.device)] = values.to(parameter.device)
+        came, row_bytes = np.frombuffer(payload, np.uint8), table.width * table.dtype.itemsize
+        put_rows(parameter.data_ptr(), rows.data_ptr(), came.ctypes.data, count, row_bytes)
+        return
+    values = torch.from_numpy(np.frombuffer(payload, np.uint8).copy()).view(table.dtype)
+    with torch.no_grad():
+        parameter[rows.to(parameter.device)] = values.view(count, *table.shape[1:]).to(parameter.device)
 
 
 def _rows_of_gradient(table: Table, gradient: Tensor, rows: Tensor) -> Tensor:

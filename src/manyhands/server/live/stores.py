@@ -1,0 +1,89 @@
+"""The stores of a server process, made when they are first needed, and what it leaves of them at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from manyhands.memory.segment import Segment
+from manyhands.server.digests import shard_digest
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.area import SharedParameters
+from manyhands.server.live.job import Job
+from manyhands.server.live.reports import LeftShard
+from manyhands.server.live.server_tables import final_bytes, leave_tables
+from manyhands.server.server import ServerCore
+from manyhands.server.shard_state import ShardState
+from manyhands.server.store import ShardStore
+
+__all__ = ["Stores"]
+
+
+class Stores:
+    """By shard; `is_primary` says which of them this server serves, whose workers read `home` if there is one."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: FlatLayout,
+        home: SharedParameters | None,
+        is_primary: Callable[[int], bool],
+    ) -> None:
+        self._job, self._layout, self._home, self._is_primary = job, layout, home, is_primary
+        self._stores: dict[int, ShardStore] = {}
+
+    def get(self, shard: int) -> ShardStore:
+        """The store of a shard, new where there is none: from the run's snapshot, or from the seed."""
+        store = self._stores.get(shard)
+        if store is None:
+            _, built, _ = self._job.build()
+            is_read_here = self._home is not None and self._is_primary(shard)
+            memory = self._home.part(shard) if self._home is not None and is_read_here else None
+            store = self._stores[shard] = ShardStore(built, self._layout, shard, memory)
+        return store
+
+    def known(self, shard: int) -> ShardStore | None:
+        """The store of a shard, if there is one."""
+        return self._stores.get(shard)
+
+    def load(self, shard: int, state: ShardState) -> None:
+        """Go on from a state, in a new store."""
+        self.discard(shard)
+        self.get(shard).load_state(state)
+
+    def discard(self, shard: int) -> None:
+        """Let go of one."""
+        self._stores.pop(shard, None)
+
+    def leave(
+        self,
+        final: Callable[[], AbstractContextManager[Segment]],
+        wanted: Collection[int],
+        core: ServerCore,
+        staleness: Mapping[int, Mapping[int, int]],
+    ) -> list[LeftShard]:
+        """Copy the parameters of those shards that this server serves to where the launcher finds them."""
+        shards = []
+        with final() as segment:
+            memory = segment.tensor(0, final_bytes(self._layout), torch.uint8)
+            for shard in range(self._layout.shards):
+                if shard not in wanted or not self._is_primary(shard):
+                    continue
+                store = self.get(shard)
+                begin, end = self._layout.bounds[shard]
+                store.read_into(memory[begin:end])
+                leave_tables(self._layout, shard, store, memory)
+                shards.append(
+                    LeftShard(
+                        shard=shard,
+                        member=core.member,
+                        staleness=tuple(sorted(staleness[shard].items())),
+                        nbytes=store.nbytes,
+                        sha256=shard_digest(store, self._layout, shard),
+                        version=core.replicas[shard].core.version,
+                    )
+                )
+            del memory
+        return shards
