@@ -146,6 +146,11 @@ class Strategy(ABC):
         return "a bound on staleness would not hide a lasting straggler, ps consistency=async would"
 
     @property
+    def planned_waits(self) -> str:
+        """A sentence about waiting that is the strategy's own, and no worker's fault; empty where there is none."""
+        return ""
+
+    @property
     def instead_of_own_loop(self) -> str:
         """What to do instead, where it is not for a loop of one's own; empty where it is."""
         return ""

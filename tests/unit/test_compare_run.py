@@ -87,7 +87,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     ("strategies", "settings", "part"),
     [
         ("single; sinlge", CompareSettings(), "'sinlge'"),
-        ("single; tensor", CompareSettings(), "only glove"),
+        ("single; pipeline stages=3", CompareSettings(), "workers=2: must be a multiple of 3"),
         ("single", CompareSettings(repeats=0), "--repeats 0"),
         ("single", CompareSettings(target=Target.parse("accuracy=0.5")), "measures no such metric"),
         ("single; ps", CompareSettings(workers=0), "workers=0"),

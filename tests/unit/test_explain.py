@@ -282,6 +282,14 @@ def test_without_a_barrier_every_worker_has_its_own_path() -> None:
     assert "Every worker goes at its own pace" in paragraph(found)
 
 
+def test_the_waiting_of_a_schedule_is_told_from_that_for_a_straggler() -> None:
+    found = explain(barrier_run(lambda worker, step: 10.0, 4, 40), synchronous=True)
+    words = paragraph(found, "pipeline stages=4 microbatches=8")
+    assert "with 4 equal stages and 8 micro-batches, 1f1b leaves each stage idle for 27 % of a step." in words
+    for other in ("pipeline stages=1", "mirrored", "of another release"):
+        assert "idle" not in paragraph(found, other)
+
+
 # ---- in a terminal ----
 
 

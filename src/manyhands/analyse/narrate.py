@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.analyse.explain import Explanation, Parts
 from manyhands.analyse.pace import Slow
-from manyhands.analyse.remarks import straggler_advice
+from manyhands.analyse.remarks import planned_waits, straggler_advice
 
 __all__ = ["PART_WORDS", "paragraph"]
 
@@ -28,6 +28,8 @@ def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
     sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
     if len(found.workers) > 1 and not found.slow:
         sentences.append("No worker is slower than the others for long.")
+    if planned := planned_waits(strategy):
+        sentences.append(planned)
     overhead = found.evaluate_ms + found.checkpoint_ms
     if overhead >= _WORTH_IT / 2 * found.parts.step_ms:
         sentences.append(

@@ -13,7 +13,7 @@ from manyhands.analyse.totals import WorkerTotals
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 
-__all__ = ["about_imbalance", "about_quiet", "about_workers", "straggler_advice"]
+__all__ = ["about_imbalance", "about_quiet", "about_workers", "planned_waits", "straggler_advice"]
 
 _MAX_NAMED = 3
 _LATE_SHARE = 0.25  # making the others spend this share of their time waiting is no accident
@@ -30,6 +30,14 @@ def straggler_advice(strategy: str) -> str:
     """
     try:
         return Strategy.parse(strategy).straggler_advice
+    except UserError:
+        return ""
+
+
+def planned_waits(strategy: str) -> str:
+    """What waiting belongs to a strategy, by its text; empty where none does, and for a text that no strategy has."""
+    try:
+        return Strategy.parse(strategy).planned_waits
     except UserError:
         return ""
 

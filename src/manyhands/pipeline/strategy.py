@@ -11,6 +11,7 @@ from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.grid.layout import Grid
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.pipeline.check import held_during
+from manyhands.pipeline.cost import cost, equal_times
 from manyhands.pipeline.schedules import SCHEDULES
 from manyhands.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.pipeline.table import Schedule
@@ -144,6 +145,18 @@ class Pipeline(Strategy):
     def straggler_advice(self) -> str:
         """Stages wait for each other, and may be cut elsewhere."""
         return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
+
+    @property
+    def planned_waits(self) -> str:
+        """The schedule's bubble."""
+        table = self.table()
+        bubble = cost(table, equal_times(table)).bubble
+        if not bubble:
+            return ""
+        return (
+            f"Some waiting is the schedule's own: with {self.stages} equal stages and {self.microbatches} "
+            f"micro-batches, {self.schedule} leaves each stage idle for {100 * bubble:.0f} % of a step."
+        )
 
     def shares(self, workers: int) -> int:
         """One for each replica."""
