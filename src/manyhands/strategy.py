@@ -120,8 +120,13 @@ class Strategy(ABC):
 
     @property
     def uses_network(self) -> bool:
-        """Whether workers of one host talk by TCP; every other way is through memory."""
-        return False
+        """Whether workers of one host talk by TCP, where its setting `link` says so; every other way is memory."""
+        return getattr(self, "link", "") == "tcp"
+
+    @property
+    def cannot_compile(self) -> str:
+        """A sentence on why torch.compile cannot be used; empty where it can."""
+        return ""
 
     @property
     def uses_links(self) -> bool:

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,3 +190,17 @@ def test_strategy_knows_whom_its_workers_wait_for(text: str, waits_for: Waits, s
     assert strategy.waits_for is waits_for
     assert strategy.stepwise is stepwise
     assert bool(strategy.straggler_advice) == (waits_for is not Waits.NOBODY)
+
+
+@pytest.mark.parametrize("text", ["pipeline", "tensor", "sharded", "single device_memory=1MiB"])
+def test_compiling_is_refused_before_anything_starts_where_no_worker_has_a_whole_model(text: str) -> None:
+    task = manyhands.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)),
+        loss=lambda model, batch: model(batch).sum(),
+        data=torch.zeros(4, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    workers = 1 if text.startswith("single") else 2
+    with pytest.raises(UserError, match=r"^compile: .*; leave it out$"):
+        manyhands.fit(task, text, workers=workers, steps=1, options=manyhands.Options(compile=True))
+    assert not Strategy.parse(text.split()[0] if workers == 1 else "mirrored").cannot_compile

@@ -83,11 +83,6 @@ class AllReduce(Strategy):
         return self.algorithm != "direct" or self.uses_network
 
     @property
-    def uses_network(self) -> bool:
-        """Where the link says so."""
-        return self.link == "tcp"
-
-    @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
         return IN_STEP if self.codec == RAW else replace(IN_STEP, same_numbers=ROUNDED)

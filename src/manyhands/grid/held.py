@@ -299,7 +299,7 @@ def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
         return None
     rooms = {index: torch.empty(sizes[index], dtype=torch.uint8) for index in others}
     group.exchange({}, rooms)
-    heard = {index: json.loads(bytes(room.tolist())) for index, room in rooms.items()}
+    heard = {index: json.loads(room.numpy().tobytes()) for index, room in rooms.items()}
     found: dict[int, list[_Entry]] = {index: [] for index in others}
     for number in range(max(rounds)):
         arriving = {}

@@ -11,7 +11,7 @@ from enum import Enum, unique
 
 from manyhands.errors import UserError
 
-__all__ = ["Coordinates", "Grid", "GridAxis"]
+__all__ = ["Coordinates", "Grid", "GridAxis", "require_multiple"]
 
 
 @unique
@@ -67,10 +67,7 @@ class Grid:
         )
         if data is not None and workers != each:
             raise UserError(f"workers={workers}: {words or 'one worker'} takes {each}; use workers={each}")
-        if workers < each or workers % each:
-            below, above = workers // each * each, -(-workers // each) * each
-            nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"
-            raise UserError(f"workers={workers}: must be a multiple of {each} ({words}); use {nearest}")
+        require_multiple(workers, each, f"{each} ({words})")
         return Grid(data=data if data is not None else workers // each, stages=stages, slices=slices)
 
     def place(self, rank: int) -> Coordinates:
@@ -94,3 +91,11 @@ class Grid:
             case GridAxis.SLICE:
                 places = [Coordinates(data=at.data, stage=at.stage, slice=k) for k in range(self.slices)]
         return tuple(self.rank(place) for place in places)
+
+
+def require_multiple(workers: int, each: int, words: str) -> None:
+    """UserError with the nearest numbers where `workers` is no multiple of `each`, which `words` call."""
+    if workers % each:
+        below, above = workers // each * each, -(-workers // each) * each
+        nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"
+        raise UserError(f"workers={workers}: must be a multiple of {words}; use {nearest}")

@@ -60,11 +60,6 @@ class Local(Strategy):
             raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
 
     @property
-    def uses_network(self) -> bool:
-        """Where the link says so."""
-        return self.link == "tcp"
-
-    @property
     def uses_links(self) -> bool:
         """Only where there is a network; memory is averaged in place."""
         return self.uses_network

@@ -127,11 +127,6 @@ class Pipeline(Strategy):
         return True
 
     @property
-    def uses_network(self) -> bool:
-        """Where the link says so."""
-        return self.link == "tcp"
-
-    @property
     def splits_batches(self) -> bool:
         """A batch flows through all stages; only replicas share it out."""
         return False
@@ -178,6 +173,11 @@ class Pipeline(Strategy):
                 what=f"nothing; stages are taken as equal, and the fullest has {held} micro-batches in flight",
             )
         ]
+
+    @property
+    def cannot_compile(self) -> str:
+        """No worker has the model that torch.compile takes."""
+        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
 
     @property
     def instead_of_own_loop(self) -> str:

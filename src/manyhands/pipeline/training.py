@@ -37,10 +37,6 @@ class PipelineTraining(ProcessTraining):
         super().__init__(request, model)
         assert isinstance(request.strategy, Pipeline), "the registry leads here from its own word"
         check_model(request.strategy, model)
-        if request.options.compile:
-            raise UserError(
-                "compile: torch.compile takes a whole model, and under `pipeline` no worker has one; leave it out"
-            )
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """And what all workers together sent for each sliced layer, in a step of training."""

@@ -85,11 +85,6 @@ class Ps(Strategy):
         return self.consistency.stepwise
 
     @property
-    def uses_network(self) -> bool:
-        """Where the link says so."""
-        return self.link == "tcp"
-
-    @property
     def straggler_advice(self) -> str:
         """Another consistency."""
         match self.waits_for:

@@ -33,8 +33,8 @@ from manyhands.sharded.pieces import KeptPieces
 from manyhands.sharded.rounds import Grant, UnitRounds, UnitWish, Want
 from manyhands.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.sharding.optimizers import is_elementwise
-from manyhands.sharding.units import UnitMemory, units_of
-from manyhands.sharding.visits import UnitVisits
+from manyhands.sharding.units import UnitMemory, move_buffers, units_of
+from manyhands.sharding.visits import FlowListener, UnitVisits
 from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
@@ -49,7 +49,7 @@ _LOSS, _STOP, _FLAGS = 0, 1, 2
 Result = TypeVar("Result")
 
 
-class ShardedExchange(Exchange):
+class ShardedExchange(FlowListener, Exchange):
     """Takes over the links and the group of `resources`; values and gradients are on its device."""
 
     steps_itself = True
@@ -109,20 +109,12 @@ class ShardedExchange(Exchange):
 
     def _take_buffers(self, model: nn.Module) -> None:
         """Worker 0's, where they are computed with."""
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self._device)
+        move_buffers(model, self._device)
         for buffer in model.buffers():
             self._run(partial(self._group.broadcast, buffer))
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Forward and backward of this worker's part, with the layers that it needs."""
-        if computer.plan.compile:
-            raise UserError(
-                "compile=True: sharded frees and gathers parameters between layers, which compiled code does not know "
-                "of; leave one of the two out"
-            )
         self._flow.begin("training")
         with self._need_visits().watching():
             return super().compute(computer, model, step)
@@ -218,18 +210,6 @@ class ShardedExchange(Exchange):
             self._tap.close()
             self._show_pieces()
         self._visits = self._tap = None
-
-    def enter(self, unit: int) -> None:
-        """A layer's forward begins."""
-        self._carry_out(self._flow.enter(unit))
-
-    def leave(self, unit: int) -> None:
-        """It has ended."""
-        self._carry_out(self._flow.leave(unit))
-
-    def touch(self, unit: int) -> None:
-        """A parameter is used outside of its layer's forward."""
-        self._carry_out(self._flow.touch(unit))
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:

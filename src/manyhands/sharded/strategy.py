@@ -66,9 +66,9 @@ class Sharded(Strategy):
         return True
 
     @property
-    def uses_network(self) -> bool:
-        """Where the link says so."""
-        return self.link == "tcp"
+    def cannot_compile(self) -> str:
+        """Its parameters come and go."""
+        return "sharded frees and gathers parameters between layers, which compiled code does not know of"
 
     @property
     def instead_of_own_loop(self) -> str:

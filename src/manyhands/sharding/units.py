@@ -20,7 +20,7 @@ from manyhands.sharding.pieces import Piece
 from manyhands.wire.dtypes import SUMMED
 from manyhands.wire.layout import BucketLayout, bucket_of
 
-__all__ = ["Unit", "UnitMemory", "piece_ranges", "pieces_in", "units_of"]
+__all__ = ["Unit", "UnitMemory", "move_buffers", "piece_ranges", "pieces_in", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
@@ -156,3 +156,11 @@ def pieces_in(layout: BucketLayout, owned: range) -> Iterator[tuple[Piece, int]]
         if begin < end:
             piece = Piece(parameter=slot.parameter, begin=begin - slot.offset, end=end - slot.offset)
             yield piece, begin - owned.start
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All of them to where they are computed with; parameters stay."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -7,16 +7,18 @@ of parameters of that module, and what autograd saved of it for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.sharding.flow import Action, UnitFlow
 from manyhands.sharding.units import Unit, UnitMemory
 
-__all__ = ["SavedTensors", "UnitListener", "UnitVisits"]
+__all__ = ["FlowListener", "SavedTensors", "UnitListener", "UnitVisits"]
 
 
 class UnitListener(Protocol):
@@ -30,6 +32,28 @@ class UnitListener(Protocol):
 
     def touch(self, unit: int) -> None:
         """A parameter is about to be read outside of that."""
+
+
+class FlowListener(ABC):
+    """Hears of the uses of units, and does what their flow says then."""
+
+    _flow: UnitFlow
+
+    @abstractmethod
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        """Do these, one after the other."""
+
+    def enter(self, unit: int) -> None:
+        """A layer's forward begins."""
+        self._carry_out(self._flow.enter(unit))
+
+    def leave(self, unit: int) -> None:
+        """It has ended."""
+        self._carry_out(self._flow.leave(unit))
+
+    def touch(self, unit: int) -> None:
+        """A parameter is used outside of its layer's forward."""
+        self._carry_out(self._flow.touch(unit))
 
 
 class SavedTensors(Protocol):

@@ -31,8 +31,8 @@ from manyhands.errors import UserError
 from manyhands.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.sharding.kept import kept_by
 from manyhands.sharding.optimizers import is_elementwise
-from manyhands.sharding.units import Unit, UnitMemory, units_of
-from manyhands.sharding.visits import UnitVisits
+from manyhands.sharding.units import Unit, UnitMemory, move_buffers, units_of
+from manyhands.sharding.visits import FlowListener, UnitVisits
 from manyhands.single.budget import UnitBytes, plan_budget
 from manyhands.single.movers import Move, Mover, mover_for
 from manyhands.training.clipping import scale_down, squares_of
@@ -46,7 +46,7 @@ HOST = "host"
 _SMALLEST_AWAY = 1 << 12  # bytes of a saved tensor that is worth moving
 
 
-class OffloadExchange(Exchange):
+class OffloadExchange(FlowListener, Exchange):
     """One process whose layers come and go; at most `limit` bytes of `device`, the rest on the host or below `home`."""
 
     rank = 0
@@ -86,10 +86,7 @@ class OffloadExchange(Exchange):
             layer = _Layer(UnitMemory(unit, self._device), self._mover, self._home)
             layer.settle(optimizer)
             self._layers.append(layer)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self._device)
+        move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
         self._flow = UnitFlow(len(units), lasting, ahead=budget.ahead)
         self._visits = UnitVisits(model, [layer.memory for layer in self._layers], self)
@@ -100,11 +97,6 @@ class OffloadExchange(Exchange):
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Forward and backward, with the layers that they need; layers may be stepped in backward already."""
-        if computer.plan.compile:
-            raise UserError(
-                "compile=True: device_memory frees and fetches parameters between layers, which compiled code does "
-                "not know of; leave one of the two out"
-            )
         self._defers = computer.task.clips or computer.task.microbatches > 1
         self._flow.begin("training")
         with self._watching():
@@ -191,18 +183,6 @@ class OffloadExchange(Exchange):
             self._show_home()
         self._visits = self._tap = None
         self._mover.close()
-
-    def enter(self, unit: int) -> None:
-        """A layer's forward begins."""
-        self._carry_out(self._flow.enter(unit))
-
-    def leave(self, unit: int) -> None:
-        """It has ended."""
-        self._carry_out(self._flow.leave(unit))
-
-    def touch(self, unit: int) -> None:
-        """A parameter is used outside of its layer's forward."""
-        self._carry_out(self._flow.touch(unit))
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -56,6 +56,15 @@ class Single(Strategy):
         return True
 
     @property
+    def cannot_compile(self) -> str:
+        """With a limit its parameters come and go."""
+        if not self.device_memory:
+            return ""
+        return (
+            "device_memory frees and fetches parameters between layers, which compiled code does not know of"
+        )
+
+    @property
     def instead_of_own_loop(self) -> str:
         """A loop's model is on the device as a whole."""
         return "give the model and its loss to mh.fit for device_memory" if self.device_memory else ""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Split, Truth
-from manyhands.grid.layout import Grid
+from manyhands.grid.layout import Grid, require_multiple
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
@@ -38,10 +38,7 @@ class Tensor(Strategy):
         if self.slices:
             return Grid.of(workers, slices=self.slices, data=self.data or None)
         data = self.data or 1
-        if workers % data:
-            below, above = workers // data * data, -(-workers // data) * data
-            nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"
-            raise UserError(f"workers={workers}: must be a multiple of data={data}; use {nearest}")
+        require_multiple(workers, data, f"data={data}")
         return Grid(data=data, slices=workers // data)
 
     @property
@@ -53,11 +50,6 @@ class Tensor(Strategy):
     def uses_links(self) -> bool:
         """Activations and their gradients travel inside forward and backward."""
         return True
-
-    @property
-    def uses_network(self) -> bool:
-        """Where the link says so."""
-        return self.link == "tcp"
 
     @property
     def straggler_advice(self) -> str:
@@ -88,6 +80,11 @@ class Tensor(Strategy):
     def model_parts(self) -> int:
         """Each slice has its own; as many as workers where nothing else is said, which the value does not know."""
         return max(1, self.slices)
+
+    @property
+    def cannot_compile(self) -> str:
+        """No worker has the model that torch.compile takes."""
+        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
 
     @property
     def instead_of_own_loop(self) -> str:

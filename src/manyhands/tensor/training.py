@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.errors import UserError
 from manyhands.tensor.exchange import TensorExchange
 from manyhands.tensor.slicing import check_plan
 from manyhands.tensor.strategy import Tensor
@@ -35,10 +34,6 @@ class TensorTraining(ExchangeTraining):
         strategy = self._request.strategy
         assert isinstance(strategy, Tensor), "the registry leads here from its own value"
         check_plan(self._model, strategy.grid(self._request.workers).slices)
-        if self._request.options.compile and self._request.workers > 1:
-            raise UserError(
-                "compile: torch.compile takes a whole model, and under `tensor` no worker has one; leave it out"
-            )
         return super().run(stage)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:

@@ -52,6 +52,8 @@ class Request:
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
+        if options.compile and strategy.cannot_compile:
+            raise UserError(f"compile: {strategy.cannot_compile}; leave it out")
         _check_microbatches(task, strategy)
         _check_schedule(task, strategy)
         _check_stopping(task, strategy, options.early_stopping)
