@@ -42,12 +42,9 @@ from manyhands.training.resources import Resources
 
 __all__ = ["PipelineExchange", "ShowsPlace"]
 
-_ALL, _REPLICAS, _SLICES, _TIED = (
-    0x60,
-    0x61,
-    0x62,
-    0x63,
-)  # kinds of messages: from the last one on, a group each
+_ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
+"""What tells the messages of groups apart, who share links with what stages send; from the last on, a group each."""
+
 _MOST_EVALUATIONS: Final = 1 << 16
 
 
@@ -237,11 +234,7 @@ class PipelineExchange(Exchange):
 
     def traffic(self) -> Traffic:
         """Of the stage and of all its groups."""
-        sent = [self._post.traffic(), *(group.traffic() for group in self._groups())]
-        return Traffic(
-            messages_sent=sum(one.messages_sent for one in sent),
-            bytes_sent=sum(one.bytes_sent for one in sent),
-        )
+        return sum((group.traffic() for group in self._groups()), self._post.traffic())
 
     def told(self) -> Mapping[str, Any]:
         """What a step of training sends for each sliced layer, from this worker."""
@@ -287,12 +280,7 @@ class PipelineExchange(Exchange):
     def _collect_posts(self) -> None:
         for posts in (self._post.take_posts(), *(group.take_posts() for group in self._groups())):
             for worker, post in posts.items():
-                mine = self._posts.setdefault(worker, Post())
-                first = [one.sent_ns for one in (mine, post) if one.sent_ns]
-                mine.sent_ns = min(first, default=0)
-                mine.messages_sent += post.messages_sent
-                mine.bytes_sent += post.bytes_sent
-                mine.received_ns = max(mine.received_ns, post.received_ns)
+                self._posts.setdefault(worker, Post()).add(post)
 
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
         """Collective: the user's, or what worker 0 finds best."""

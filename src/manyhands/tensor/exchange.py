@@ -131,7 +131,7 @@ class TensorExchange(Exchange):
         self._steps += 1
         for group in self._groups:
             for peer, post in group.take_posts().items():
-                _add(self._posts.setdefault(peer, Post()), post)
+                self._posts.setdefault(peer, Post()).add(post)
         return shared
 
     def clip(self, max_norm: float) -> float:
@@ -174,11 +174,7 @@ class TensorExchange(Exchange):
 
     def traffic(self) -> Traffic:
         """Of all groups."""
-        sent = [group.traffic() for group in self._groups]
-        return Traffic(
-            messages_sent=sum(one.messages_sent for one in sent),
-            bytes_sent=sum(one.bytes_sent for one in sent),
-        )
+        return sum((group.traffic() for group in self._groups), Traffic())
 
     def told(self) -> Mapping[str, Any]:
         """What a step of training sends for each layer, from this worker."""
@@ -197,11 +193,3 @@ class TensorExchange(Exchange):
     def _need(self) -> HeldModel:
         assert self._held is not None, "attach comes first"
         return self._held
-
-
-def _add(to: Post, more: Post) -> None:
-    to.messages_sent += more.messages_sent
-    to.bytes_sent += more.bytes_sent
-    moments = [moment for moment in (to.sent_ns, more.sent_ns) if moment]
-    to.sent_ns = min(moments, default=0)
-    to.received_ns = max(to.received_ns, more.received_ns)

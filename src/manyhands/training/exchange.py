@@ -71,6 +71,13 @@ class Post:
     sent_ns: int = 0
     received_ns: int = 0
 
+    def add(self, more: Post) -> None:
+        """What went over the same two workers by another way."""
+        self.messages_sent += more.messages_sent
+        self.bytes_sent += more.bytes_sent
+        self.sent_ns = min((moment for moment in (self.sent_ns, more.sent_ns) if moment), default=0)
+        self.received_ns = max(self.received_ns, more.received_ns)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnTime:
@@ -108,6 +115,12 @@ class Traffic:
 
     messages_sent: int = 0
     bytes_sent: int = 0
+
+    def __add__(self, more: Traffic) -> Traffic:
+        return Traffic(
+            messages_sent=self.messages_sent + more.messages_sent,
+            bytes_sent=self.bytes_sent + more.bytes_sent,
+        )
 
     def __sub__(self, before: Traffic) -> Traffic:
         return Traffic(
