@@ -165,9 +165,10 @@ def test_a_worker_may_die_while_strangers_hold_a_thousand_connections(tmp_path: 
                "--strategy", "ps servers=1 consistency=async", "--out", str(run), "--dashboard"]  # fmt: skip
     with (tmp_path / "err").open("w+") as err:
         training = warm.Popen(command, stdout=subprocess.DEVNULL, stderr=err)
-        resource.prlimit(training.pid, resource.RLIMIT_NOFILE, (1024, 1024))
         try:
-            address = _printed_address(tmp_path / "err")
+            address = _printed_address(tmp_path / "err", training)
+            # Not before: at its beginning a process takes over the limits of the one that started it.
+            resource.prlimit(training.pid, resource.RLIMIT_NOFILE, (1024, 1024))
             victim = _pid_of(run, "worker 1")
             with strangers(address, NUM_STRANGERS):
                 time.sleep(1)  # until the server has taken whatever it takes
@@ -196,8 +197,9 @@ def _awaited(find: object, what: str, within_s: float = 120.0) -> object:
     raise AssertionError(f"waited for {what}")
 
 
-def _printed_address(log: Path) -> tuple[str, int]:
+def _printed_address(log: Path, training: subprocess.Popen[bytes]) -> tuple[str, int]:
     def find() -> tuple[str, int] | None:
+        assert training.poll() is None, log.read_text()
         for line in log.read_text().splitlines():
             if line.startswith("page  "):
                 parts = urlsplit(line.split()[1])
