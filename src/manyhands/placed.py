@@ -19,7 +19,7 @@ from typing import Any, Final
 from torch import nn
 
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
-from manyhands.hosts.company import Company, Membership, join_company, lead_company
+from manyhands.hosts.company import Company, CompanyMember, join_company, lead_company
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
@@ -92,7 +92,7 @@ def _lead(company: Company, request: Request, out: str | Path | None, resume: bo
     return run
 
 
-def _follow(member: Membership, training: Training, model: nn.Module) -> Run:
+def _follow(member: CompanyMember, training: Training, model: nn.Module) -> Run:
     training.take_part(member)
     line = member.line
     try:

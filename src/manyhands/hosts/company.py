@@ -25,7 +25,7 @@ from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
 from manyhands.link.secure import Security
 
-__all__ = ["Company", "Membership", "join_company", "lead_company"]
+__all__ = ["Company", "CompanyMember", "join_company", "lead_company"]
 
 _TICK_S: Final = 0.1
 _SEE_OFF_S: Final = 30.0
@@ -109,7 +109,7 @@ class Company:
             self.close()
 
 
-class Membership:
+class CompanyMember:
     """One process's part in a run that another leads; a context manager."""
 
     def __init__(self, place: Place, following: Following, security: Security, timeout_s: float) -> None:
@@ -137,7 +137,7 @@ def lead_company(
 
 def join_company(
     place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
-) -> Membership:
+) -> CompanyMember:
     """Find the leader of the run `name`, and be one of its processes."""
     following = follow(place, terms, name, security=security, timeout_s=timeout_s)
-    return Membership(place, following, security, timeout_s)
+    return CompanyMember(place, following, security, timeout_s)

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "standing", "stands_at"]
+__all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "stand_alone", "standing", "stands_at"]
 
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
 """Set by `manyhands launch` to its version, in the environment of its workers."""
 
 _standing: object = None  # a `place.Place`, which is not light
+_alone = False
 
 P = TypeVar("P")
 
@@ -33,6 +34,12 @@ def stands_at() -> object:
     return _standing
 
 
+def stand_alone() -> None:
+    """From now on this process starts workers of its own, whatever its environment says."""
+    global _alone
+    _alone = True
+
+
 def may_be_placed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `place.current` is worth asking: somebody has said where this process stands."""
-    return _standing is not None or ("RANK" in environment and "WORLD_SIZE" in environment)
+    return _standing is not None or (not _alone and ("RANK" in environment and "WORLD_SIZE" in environment))
