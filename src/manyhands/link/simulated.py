@@ -43,7 +43,7 @@ from manyhands.link.base import (
     hand_out,
 )
 from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header, Message
-from manyhands.link.virtual import Clock, RoleKilled, VirtualTime
+from manyhands.link.virtual import RoleClock, RoleKilled, VirtualTime
 
 __all__ = ["RoleKilled", "SimulatedLink", "SimulatedNetwork", "TraceEvent"]
 
@@ -78,8 +78,8 @@ _Seen = tuple[float, str, str, int, int]
 class _Wire:
     """One direction of a link, from the role with the first clock to the one with the second."""
 
-    source: Clock
-    destination: Clock
+    source: RoleClock
+    destination: RoleClock
     sent: int = 0
     free_s: float = 0.0  # when the last byte of the last message has left
     last_arrival_s: float = 0.0

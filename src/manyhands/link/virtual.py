@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Clock", "RoleKilled", "VirtualTime"]
+__all__ = ["RoleClock", "RoleKilled", "VirtualTime"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class RoleKilled(ManyhandsError):
 
 
 @dataclass(slots=True)
-class Clock:
+class RoleClock:
     """What the clock of `role` shows, and when that role dies: infinity for one that was not killed.
 
     Put forward by its own role alone.
@@ -55,15 +55,15 @@ class VirtualTime:
         self.changed = threading.RLock()
         self._bells: dict[str, threading.Condition] = {}  # of those who wait; all of the one lock
         self._stall_s = stall_s
-        self._clocks: dict[str, Clock] = {}
+        self._clocks: dict[str, RoleClock] = {}
         self._running: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._expired: set[str] = set()
 
-    def clock(self, role: str) -> Clock:
+    def clock(self, role: str) -> RoleClock:
         """The clock of `role`, always the same one."""
         clock = self._clocks.get(role)
-        return clock if clock is not None else self._clocks.setdefault(role, Clock(role))
+        return clock if clock is not None else self._clocks.setdefault(role, RoleClock(role))
 
     def kill(self, role: str, at_s: float) -> None:
         """Let `role` die when its clock reaches `at_s`."""
