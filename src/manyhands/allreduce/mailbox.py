@@ -108,7 +108,7 @@ class Mailbox:
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
         """Post what is still refused, whichever link has room first, and wait until all has left."""
         left_s = self._timeout_s
-        while still := self.post(refused):
+        while refused and (still := self.post(refused)):
             left_s = self._timeout_s if len(still) < len(refused) else left_s - _RETRY_S
             refused = still
             if left_s <= 0:
