@@ -47,7 +47,7 @@ def test_text_parses_and_prints_back(text: str) -> None:
         ("pipeline cuts=3 memory=1GiB", "cuts and memory: cuts of your own are taken as they are"),
         ("pipeline cuts=x", "'x' is not a whole number"),
         ("pipeline recompute=maybe", "unknown value 'maybe'; allowed: yes, no, true, false"),
-        ("pipeline schedule=wavefront recompute=yes", "recompute=true: schedule=wavefront cannot"),
+        ("pipeline schedule=wavefront recompute=yes", "recompute=yes: schedule=wavefront cannot"),
         ("pipeline stage=2", "pipeline has no setting 'stage'"),
         ("pipeline codec=bf16", "stages send each other outputs and gradients as they are"),
     ],

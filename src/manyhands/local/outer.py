@@ -1,8 +1,8 @@
 """What a worker makes of the mean over all replicas: the setting `outer=`, and the steps it stands for.
 
-    mean       every replica becomes the mean                                       local SGD (Stich 2019)
-    nesterov   the mean is taken for a step, and momentum is put under it           DiLoCo (Douillard et al. 2023)
-    elastic    replicas stay apart, drawn to a centre that is drawn to them         elastic averaging (Zhang et al. 2015)
+mean       every replica becomes the mean                                       local SGD (Stich 2019)
+nesterov   the mean is taken for a step, and momentum is put under it           DiLoCo (Douillard et al. 2023)
+elastic    replicas stay apart, drawn to a centre that is drawn to them         elastic averaging (Zhang et al. 2015)
 """
 
 from __future__ import annotations
@@ -169,10 +169,20 @@ def _read(text: str) -> tuple[str, list[float]]:
         try:
             numbers[index] = float(one)
         except ValueError:
-            raise UserError(f"outer={text}: {name} {one!r} is not a number; {usual} is the usual one") from None
-        low = 0.0 <= numbers[index] if name == "momentum" else 0.0 < numbers[index]
-        high = numbers[index] < 1.0 if name == "momentum" else numbers[index] <= (1.0 if name == "pull" else 10.0)
+            raise UserError(
+                f"outer={text}: {name} {one!r} is not a number; {usual} is the usual one"
+            ) from None
+        low = numbers[index] >= 0.0 if name == "momentum" else numbers[index] > 0.0
+        high = (
+            numbers[index] < 1.0
+            if name == "momentum"
+            else numbers[index] <= (1.0 if name == "pull" else 10.0)
+        )
         if not (math.isfinite(numbers[index]) and low and high):
-            allowed = {"rate": "above 0, up to 10", "momentum": "from 0 to below 1", "pull": "above 0, up to 1"}
+            allowed = {
+                "rate": "above 0, up to 10",
+                "momentum": "from 0 to below 1",
+                "pull": "above 0, up to 1",
+            }
             raise UserError(f"outer={text}: {name}={one} must lie {allowed[name]}; {usual} is the usual one")
     return word, numbers

@@ -21,8 +21,8 @@ from manyhands.settings import (
     link_setting,
     parse_size,
     setting,
-    switch_setting,
     show_size,
+    switch_setting,
     whole_number,
 )
 from manyhands.strategy import Strategy
