@@ -59,7 +59,7 @@ class Gossip:
             self._group.exchange({other: mine}, {other: theirs})
             theirs.add_(mine).mul_(0.5)  # a sum of two has one order: both have the same bits
             sizes = [tensor.numel() for tensor in tensors]
-            for tensor, mean in zip(tensors, theirs.split(sizes), strict=True):
+            for tensor, mean in zip(tensors, torch.split(theirs, sizes), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
 
     def traffic(self) -> Traffic:

@@ -41,8 +41,8 @@ class Local(Strategy):
 
     `steps=1` with plain SGD is the synchronous step; `steps=inf` averages once, at the end. The `first` steps end with
     an average each, as in post-local SGD. `outer` is what becomes of the mean, `gossip` what is done between two.
-    `link` is how processes of one host talk: through `shared` memory, or in a ring by `tcp` on loopback; there `codec` makes
-    what travels smaller: how far each worker has come since the last average.
+    `link` is how processes of one host talk: through `shared` memory, or in a ring by `tcp` on loopback; there `codec`
+    makes what travels smaller: how far each worker has come since the last average.
     """
 
     word: ClassVar[str] = "local"
