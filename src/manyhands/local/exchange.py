@@ -11,7 +11,7 @@ between, a wish to stop and losses that are not finite travel with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,7 +32,6 @@ _STOP, _FLAGS = 0, 1
 class LocalExchange(Exchange):
     """Averages replicas over the given collective after every `steps` steps, and at the end of the run."""
 
-    holds_copies = True
     when_broken = "the others went on to the next average, and no replica was averaged with its"
 
     def __init__(self, collective: Collective, steps: float) -> None:
@@ -49,6 +48,11 @@ class LocalExchange(Exchange):
         self._broken = False
         self._due = False
         self._listener: Callable[[], None] | None = None
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model; they are alike after each average."""
+        return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: give every worker worker 0's weights, and room for one replica."""
