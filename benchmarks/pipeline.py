@@ -14,8 +14,7 @@ of it, cores that are busy at the same time slow each other down.
 The wavefront is an LSTM of L layers over T time steps, with a worker and a thread for each layer, all on two cores: the
 recurrent task under `pipeline schedule=wavefront`, beside the same workers layer by layer (one slice of time, so that a
 layer is through with all of T before the next begins), and beside one process with both cores. Batches are so large
-that a slice of time has enough to compute: with 16 sequences, `nn.LSTM` takes a third longer for 8 slices than for the
-whole, with 64 or more it does not.
+that a slice of time has enough to compute: `nn.LSTM` has a cost for every call, whatever it is given.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ def _speed(pipelines: list[dict[str, Any]], beside: str, over: str) -> str:
 def wavefronts() -> str:
     """An LSTM as a wavefront on two cores, beside the same workers layer by layer, and one process with both cores."""
     result = load("pipeline")
-    rows = [["layers", "time steps", "layer by layer", "wavefront", "faster by", "one process, 2 threads"]]
+    head = ["layers", "workers", "sequences", "time steps", "slices"]
+    rows = [[*head, "layer by layer", "wavefront", "faster by", "one process, 2 threads"]]
     for row in result["wavefronts"]:
         rows.append(
             [
-                str(row["layers"]),
-                str(row["time_steps"]),
+                *(str(row[name]) for name in ("layers", "workers", "batch_size", "time_steps", "slices")),
                 f"{1000 * row['layer_by_layer_s']:.0f} ms",
                 f"{1000 * row['wavefront_s']:.0f} ms",
                 f"{row['speed_up']:.2f}×",
