@@ -86,6 +86,8 @@ class Trainer:
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
         _require_plain_step(optimizer)
+        if start is not None:
+            self._exchange.recall(start.extra.get("exchange", {}))
         self._model = model
         model.train()
         agreement = self._agreement(model, first)
