@@ -33,7 +33,7 @@ from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import NoCheckpoint
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import Backlog
-from manyhands.store.rundir import IN_PYTHON, RunDirectory
+from manyhands.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.training.passes import PassLosses
 from manyhands.training.request import Request
@@ -42,7 +42,6 @@ from manyhands.training.training import Result, Stage, Training, training_class
 __all__ = ["require_room_for", "run_session"]
 
 _log = logging.getLogger("manyhands")
-_ON_THE_COMMAND_LINE = "add --resume to go on with it, or choose another --out"
 
 
 def run_session(request: Request, out: str | Path | None, resume: bool) -> Run:
@@ -108,7 +107,7 @@ def _open_directory(
         return None, None
     config = request.config(model)
     if not resume:
-        instead = _ON_THE_COMMAND_LINE if request.options.resume_command else IN_PYTHON
+        instead = ON_COMMAND_LINE if request.options.resume_command else IN_PYTHON
         return RunDirectory.create(out, config, request.options.own_files, instead), None
     directory = RunDirectory.open(out)
     try:

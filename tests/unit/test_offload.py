@@ -232,6 +232,10 @@ def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
         UserError, match=r"^optimizer LBFGS asks for the loss again .*; use .*, such as AdamW$"
     ):
         mh.fit(task(optimizer=lambda parameters: optim.LBFGS(parameters)), "single", steps=1)
+    scheduled = task(
+        scheduler=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1)
+    )  # which wraps `step`
+    assert mh.fit(scheduled, "single", steps=1).history.loss
 
 
 def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations() -> None:

@@ -39,11 +39,15 @@ from manyhands.store.lines import LineFile
 from manyhands.store.lock import RunLock
 from manyhands.store.metrics import MetricsLog
 
-__all__ = ["IN_PYTHON", "RunDirectory", "require_free"]
+__all__ = ["IN_PYTHON", "ON_COMMAND_LINE", "RunDirectory", "require_free"]
 
 _log = logging.getLogger("manyhands")
 IN_PYTHON: Final = "pass resume=True or choose another out"
 """What to do where a run is in the way, as Python has it."""
+
+ON_COMMAND_LINE: Final = "add --resume to go on with it, or choose another --out"
+"""The same on the command line."""
+
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG = "hang.txt"
 _MEMBERS = "members.jsonl"

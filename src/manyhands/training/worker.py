@@ -232,7 +232,9 @@ class Trainer:
 
 def _require_plain_step(optimizer: Optimizer) -> None:
     """UserError for an optimizer whose step computes the loss by itself: here that was done before the step."""
-    asked = inspect.signature(optimizer.step).parameters.values()
+    _, *asked = inspect.signature(
+        type(optimizer).step
+    ).parameters.values()  # a scheduler hides the optimizer's own
     if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
         raise UserError(
             f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
