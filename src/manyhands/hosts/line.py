@@ -45,7 +45,7 @@ from manyhands.hosts.messages import (
     Term,
 )
 from manyhands.hosts.place import Place
-from manyhands.hub.arrivals import Arrived, Joined, Lost, Ready
+from manyhands.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready
 from manyhands.hub.handshake import Credentials
 from manyhands.hub.hub import Hub
 from manyhands.hub.settings import Settings
@@ -107,16 +107,17 @@ def open_line(
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(mine, LINE, settings=settings))
         hub.connect(_LEADER, contact.address)
-        welcome = _introduce(hub, place, contact, terms, timeout_s)
+        welcome, rest = _introduce(hub, place, contact, terms, timeout_s)
         line = Line(place, hub, leader=welcome.leader, same_clock=welcome.clock == str(clock_id()))
         stack.pop_all()
-    line.begin()
+    line.begin(rest)
     return line
 
 
 def _introduce(
     hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
-) -> LineWelcome:
+) -> tuple[LineWelcome, list[HubEvent]]:
+    """Say who this is; the leader's welcome, and what has come right behind it."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -126,12 +127,13 @@ def _introduce(
                 f"within {timeout_s:.0f} s",
                 _LEADER,
             )
-        for event in hub.poll(left_s):
+        events = hub.poll(left_s)
+        for number, event in enumerate(events, 1):
             match event:
                 case Joined():
                     hub.send(_LEADER, hello_of(place, terms))
                 case Arrived(_, LineWelcome() as welcome):
-                    return welcome
+                    return welcome, events[number:]
                 case Arrived(_, LineRefused(reason=reason)):
                     raise UserError(printable(reason, 1000))
                 case Lost(_, reason):
@@ -304,8 +306,9 @@ class Line:
 
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self) -> None:
-        """Compare clocks, and let the line's thread have the connection from now on."""
+    def begin(self, rest: Sequence[HubEvent] = ()) -> None:
+        """Take what came behind the welcome, compare clocks, and let the line's thread have the connection."""
+        self._take(rest)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
             asked, deadline = len(self._brackets), time.monotonic() + 1.0
@@ -354,7 +357,11 @@ class Line:
 
     def _turn(self, timeout_s: float) -> None:
         self._bag.empty(self._post)
-        for event in self._hub.poll(timeout_s):
+        self._take(self._hub.poll(timeout_s))
+        self._bag.empty(self._post)
+
+    def _take(self, events: Sequence[HubEvent]) -> None:
+        for event in events:
             match event:
                 case Arrived():
                     try:
@@ -368,7 +375,6 @@ class Line:
                     self._bell.answer()
                 case _:
                     raise AssertionError(f"nobody else is at this line: {event}")
-        self._bag.empty(self._post)
 
     def _post(self, message: object, payload: list[Any]) -> bool:
         return self._hub.send(_LEADER, message, payload)
