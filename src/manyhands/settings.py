@@ -25,7 +25,9 @@ __all__ = [
     "setting",
     "settings_of",
     "show_size",
+    "show_yes_or_no",
     "whole_number",
+    "yes_or_no",
 ]
 
 MIB = 1024 * 1024
@@ -93,6 +95,18 @@ def whole_number(text: str) -> int:
     if not text.isdigit():
         raise UserError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def yes_or_no(text: str) -> bool:
+    """Read `yes` or `no`."""
+    if text not in ("yes", "no"):
+        raise UserError(f"{text!r} is neither yes nor no")
+    return text == "yes"
+
+
+def show_yes_or_no(value: bool) -> str:
+    """What `yes_or_no` reads back."""
+    return "yes" if value else "no"
 
 
 def parse_size(text: str) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective, over_links
+from manyhands.allreduce.chosen import collective_for
+from manyhands.allreduce.collective import Collective, ScheduleCollective
+from manyhands.allreduce.elastic.run import ElasticRun
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
+from manyhands.training.training import Result, Stage
 from manyhands.wire.codec import codec_named
 
 __all__ = ["AllReduceTraining"]
@@ -28,7 +30,14 @@ class AllReduceTraining(ExchangeTraining):
         """One worker's end, on one host."""
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
-        return AllReduceExchange(_collective(strategy, resources), strategy.buckets)
+        return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
+
+    def run(self, stage: Stage) -> Result:
+        """Among a fixed number of workers, or by those who are there."""
+        strategy = self._request.strategy
+        if isinstance(strategy, AllReduce) and strategy.elastic:
+            return ElasticRun(self._request, self._model, self._start).run(stage)
+        return super().run(stage)
 
     @classmethod
     def exchange_across_hosts(
@@ -40,15 +49,3 @@ class AllReduceTraining(ExchangeTraining):
         executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm, codec)
         gradients = ScheduleCollective(executor, links, codec=strategy.codec)
         return AllReduceExchange(gradients, strategy.buckets), ScheduleCollective(executor, links)
-
-
-def _collective(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
-    if isinstance(strategy, Mirrored) or not strategy.uses_links:
-        return SharedCollective(resources.group())
-    return over_links(_algorithm(strategy, resources.world), resources, strategy.codec)
-
-
-def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
-    if strategy.algorithm == "hierarchical":
-        return grouped(strategy.group or world)  # one host is one group
-    return ALGORITHMS[strategy.algorithm]
