@@ -68,20 +68,25 @@ class Striker:
         self._members = members
         self._dice = random.Random(seed)
         self._keep = keep
+        self._hit: set[int] = set()  # the launcher may not have told yet
         self.hits = 0
 
     def strike(self, number: signal.Signals = signal.SIGKILL, *, pause_s: float = 0.3) -> bool:
         """Hit one of those at work, or sometimes one that is just coming; False where the run has ended."""
         deadline = time.monotonic() + _PATIENCE_S
         time.sleep(self._dice.uniform(0.0, pause_s))  # the random moment itself
+        rather_new = self._dice.random() < 0.15
         while time.monotonic() < deadline:
-            at_work, living = self._members.at_work(), self._members.pids()
+            living = {member: pid for member, pid in self._members.pids().items() if member not in self._hit}
+            at_work = [member for member in self._members.at_work() if member in living]
             coming = [member for member in living if member not in at_work]
             able = len(at_work) > self._keep
-            victims = coming if coming and self._dice.random() < 0.2 else at_work if able else []
+            victims = coming if coming and rather_new else at_work if able else []
             if victims and at_work:
+                victim = self._dice.choice(victims)
+                self._hit.add(victim)
                 try:
-                    os.kill(living[self._dice.choice(victims)], number)
+                    os.kill(living[victim], number)
                     self.hits += 1
                 except ProcessLookupError:  # it has just ended by itself
                     continue

@@ -15,28 +15,27 @@ from typing import Any
 
 from manyhands.allreduce.elastic.changes import (
     Abort,
-    AddSlot,
-    Arrived,
+    ArrivedInEpoch,
     Ask,
+    BeginEpoch,
     Depart,
-    Died,
     Dismiss,
     Done,
-    Fail,
-    Gather,
+    EpochView,
+    GatherEpoch,
+    GiveUp,
     KillWorker,
-    Leave,
-    Left,
-    MemberSilent,
-    Over,
-    Publish,
-    Ready,
-    RemoveSlot,
-    StartWorker,
-    View,
+    LeaveEpoch,
+    LeftEpoch,
+    MemberReady,
+    RunOver,
+    StartMember,
+    WorkerLost,
+    WorkerSilent,
 )
 from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
 from manyhands.allreduce.elastic.passage import Passage
+from manyhands.training.commands import AddWorker, RemoveWorker
 
 Trained = list[tuple[int, tuple[int, ...]]]
 Wait = Generator[None, None, Any]
@@ -56,7 +55,7 @@ class Departed(Exception):
 class Memory:
     """What the members of one epoch share."""
 
-    view: View
+    view: EpochView
     aborted: bool = False
     arrived: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
@@ -80,7 +79,7 @@ class Worker:
         self.settled = self.over = self.at_border = self.began = False
         self.gather = -1
         self.leave_epoch = -1
-        self.views: deque[View] = deque()
+        self.views: deque[EpochView] = deque()
         self.departs = False
         self.pause_agreed = False
         self.left_weights = False
@@ -94,11 +93,11 @@ class Worker:
     def _hear(self) -> None:
         while self.inbox:
             match self.inbox.popleft():
-                case View() as view:
+                case EpochView() as view:
                     self.views.append(view)
-                case Gather(epoch=epoch):
+                case GatherEpoch(epoch=epoch):
                     self.gather = epoch
-                case Leave(epoch=epoch):
+                case LeaveEpoch(epoch=epoch):
                     self.leave_epoch = epoch
                 case Depart():
                     self.departs = True
@@ -119,7 +118,7 @@ class Worker:
         if self.passage.next is not None:
             return False
         self.run.tell(
-            Left(
+            LeftEpoch(
                 member=self.member,
                 epoch=self.passage.epoch,
                 passed=self.passage.passed,
@@ -181,7 +180,7 @@ class Worker:
         yield
         if memory.aborted:
             raise Changed
-        self.run.tell(Arrived(member=self.member, epoch=view.epoch, step=self.step))
+        self.run.tell(ArrivedInEpoch(member=self.member, epoch=view.epoch, step=self.step))
 
     def _regroup(self) -> Wait:
         while self.passage.next is not None:
@@ -240,7 +239,7 @@ class Worker:
 
     def _life(self) -> Iterator[None]:
         self.at_border = True
-        self.run.tell(Ready(member=self.member))
+        self.run.tell(MemberReady(member=self.member))
         self.passage.next = yield from self._next_view()
         yield from self._found()
         while self.step < self.run.steps:
@@ -300,7 +299,7 @@ class Run:
         self.dying[worker.member] = noticed_after
         self.losses += 1
 
-    def change(self, event: AddSlot | RemoveSlot) -> None:
+    def change(self, event: AddWorker | RemoveWorker) -> None:
         self._do(self.core.handle(event))
 
     def go(self, before_tick: Callable[[Run], None] = lambda run: None, limit: int = 60_000) -> Run:
@@ -325,35 +324,35 @@ class Run:
             heard_all = not any(getattr(event, "member", None) == member for event in self.told)
             if ticks <= 0 and heard_all:  # what it said before is heard first
                 del self.dying[member]
-                self._do(self.core.handle(Died(member=member, sentence=f"member {member} was killed")))
+                self._do(self.core.handle(WorkerLost(member=member, sentence=f"member {member} was killed")))
             else:
                 self.dying[member] = ticks - 1
 
     def silent(self, worker: Worker) -> None:
         """It was stopped, and the launcher has noticed."""
         worker.stopped = True
-        self._do(self.core.handle(MemberSilent(member=worker.member)))
+        self._do(self.core.handle(WorkerSilent(member=worker.member)))
 
     def _do(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case StartWorker(member=member, slot=slot):
+                case StartMember(member=member, slot=slot):
                     self.workers[member] = Worker(self, member, slot)
                 case KillWorker(member=member):
                     self.kill(self.workers[member])
                 case Ask(epoch=epoch, members=members):
-                    self._post(members, Gather(epoch=epoch))
+                    self._post(members, GatherEpoch(epoch=epoch))
                 case Abort(epoch=epoch, members=members):
                     self.memories[epoch].aborted = True
-                    self._post(members, Leave(epoch=epoch))
-                case Publish(view=view):
+                    self._post(members, LeaveEpoch(epoch=epoch))
+                case BeginEpoch(view=view):
                     self.memories[view.epoch] = Memory(view)
                     self._post([seat.member for seat in view.seats], view)
                 case Dismiss(member=member):
                     self._post([member], Depart())
-                case Fail(sentence=sentence):
+                case GiveUp(sentence=sentence):
                     self.failed = sentence
-                case Over():
+                case RunOver():
                     self.is_over = True
 
     def _post(self, members: Any, order: Any) -> None:

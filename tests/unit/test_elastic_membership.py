@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic_model import Run
-from manyhands.allreduce.elastic.changes import AddSlot, RemoveSlot
 from manyhands.allreduce.elastic.membership import MAX_DEATHS, ElasticMembership, ElasticPlan
 from manyhands.errors import UserError
+from manyhands.training.commands import AddWorker, RemoveWorker
 
 STEPS = 8
 
@@ -107,9 +107,9 @@ def test_workers_are_added_and_removed_at_borders_and_cost_nothing_that_was_comp
 
         def change(run: Run) -> None:
             if run.ticks == 100:
-                run.change(AddSlot())
+                run.change(AddWorker())
             if run.ticks == 220:
-                run.change(RemoveSlot(slot=0))
+                run.change(RemoveWorker(slot=0))
 
         run.go(change)
         _finished(run)
@@ -153,6 +153,6 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
     core = ElasticMembership(ElasticPlan(workers=2, min_workers=2))
     core.begin()
     with pytest.raises(UserError, match="slot=7: there is no such worker; there are 0, 1"):
-        core.handle(RemoveSlot(slot=7))
+        core.handle(RemoveWorker(slot=7))
     with pytest.raises(UserError, match="slot=0: 1 workers would be left, and min_workers=2"):
-        core.handle(RemoveSlot(slot=0))
+        core.handle(RemoveWorker(slot=0))

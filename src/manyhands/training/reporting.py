@@ -258,7 +258,11 @@ class Reporter:
         return kept
 
     def for_newcomers(self) -> dict[str, Any]:
-        """What a worker has to know that joins now: as a checkpoint's `extra`, and on this host's clock."""
+        """What a worker has to know that joins now: as a checkpoint's `extra`, and on this host's clock.
+
+        Rows up to now are told here, for the newcomer has none of them and may be worker 0 from now on.
+        """
+        self._send()
         return {**self._kept(), "began_ns": self._began_ns, "evaluated": dict(self._evaluated)}
 
     def save_owed(self, step: int, model: nn.Module) -> None:
@@ -276,11 +280,14 @@ class Reporter:
         if self._keeps_rows and self._peers.rank != 0:
             del self._rows[:-_ROWS_KEPT]
             return
-        clock = time.monotonic_ns()
-        if self._rows and (now or clock - self._rows_sent_ns > _ROWS_EVERY_S * 1e9):
+        if now or time.monotonic_ns() - self._rows_sent_ns > _ROWS_EVERY_S * 1e9:
+            self._send()
+
+    def _send(self) -> None:
+        if self._rows:
             self._around.note(WorkerNote(rows=tuple(self._rows)))
             self._rows = []
-            self._rows_sent_ns = clock
+            self._rows_sent_ns = time.monotonic_ns()
 
 
 def is_due(before: int, step: int, every: int) -> bool:

@@ -8,36 +8,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manyhands.training.commands import AddWorker, RemoveWorker
+
 __all__ = [
     "Abort",
-    "AddSlot",
-    "Arrived",
+    "ArrivedInEpoch",
     "Ask",
+    "BeginEpoch",
     "Depart",
-    "Died",
     "Dismiss",
     "Done",
     "ElasticAction",
     "ElasticEvent",
     "EndSoon",
-    "Fail",
-    "Gather",
+    "EpochSeat",
+    "EpochView",
+    "GatherEpoch",
+    "GiveUp",
     "KillWorker",
-    "Leave",
-    "Left",
-    "MemberSilent",
-    "Over",
-    "Publish",
-    "Ready",
-    "RemoveSlot",
-    "Seat",
-    "StartWorker",
-    "View",
+    "LeaveEpoch",
+    "LeftEpoch",
+    "MemberReady",
+    "RunOver",
+    "StartMember",
+    "WorkerLost",
+    "WorkerSilent",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class EpochSeat:
     """One worker of an epoch; its rank is its place among the seats."""
 
     slot: int
@@ -47,11 +47,11 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class EpochView:
     """An epoch: who is in it, in the order of slots, and what became of the epoch before."""
 
     epoch: int
-    seats: tuple[Seat, ...]
+    seats: tuple[EpochSeat, ...]
     donor: int | None = None
     """The member whose state the fresh ones take; None where nobody has any: all begin with that of rank 0."""
 
@@ -77,14 +77,14 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class MemberReady:
     """A new member is there, and waits for an epoch that it is in."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
+class ArrivedInEpoch:
     """A member has everything that the epoch needs and exchanges in it from now on."""
 
     member: int
@@ -93,7 +93,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class LeftEpoch:
     """A member exchanges nothing more in this epoch, and waits for the next."""
 
     member: int
@@ -135,7 +135,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Died:
+class WorkerLost:
     """The member's process is gone."""
 
     member: int
@@ -143,38 +143,28 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSilent:
+class WorkerSilent:
     """The member gives no sign of life."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class AddSlot:
-    """One worker more."""
+ElasticEvent = (
+    MemberReady | ArrivedInEpoch | LeftEpoch | Done | WorkerLost | WorkerSilent | AddWorker | RemoveWorker
+)
+
+# ── the launcher tells workers, besides an `EpochView` ────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveSlot:
-    """One worker less."""
-
-    slot: int
-
-
-ElasticEvent = Ready | Arrived | Left | Done | Died | MemberSilent | AddSlot | RemoveSlot
-
-# ── the launcher tells workers, besides a `View` ──────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gather:
+class GatherEpoch:
     """Somebody waits to join or to go: leave the epoch together before the next step."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class LeaveEpoch:
     """Somebody of the epoch is lost: leave it now."""
 
     epoch: int
@@ -194,7 +184,7 @@ class EndSoon:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartWorker:
+class StartMember:
     """Start a process for this slot."""
 
     member: int
@@ -210,7 +200,7 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Tell the members of the epoch to `Gather`."""
+    """Tell the members of the epoch to `GatherEpoch`."""
 
     epoch: int
     members: tuple[int, ...]
@@ -218,17 +208,17 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """End every wait in the epoch, and tell its members to `Leave`."""
+    """End every wait in the epoch, and tell its members to `LeaveEpoch`."""
 
     epoch: int
     members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
+class BeginEpoch:
     """Give the members of this view the memory of its epoch, and tell them."""
 
-    view: View
+    view: EpochView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,15 +229,15 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
+class GiveUp:
     """The run cannot go on."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class RunOver:
     """The weights are where they are wanted."""
 
 
-ElasticAction = StartWorker | KillWorker | Ask | Abort | Publish | Dismiss | Fail | Over
+ElasticAction = StartMember | KillWorker | Ask | Abort | BeginEpoch | Dismiss | GiveUp | RunOver

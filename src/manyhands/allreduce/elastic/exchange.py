@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.chosen import collective_for
-from manyhands.allreduce.elastic.changes import Arrived, Left, Ready, View
+from manyhands.allreduce.elastic.changes import ArrivedInEpoch, EpochView, LeftEpoch, MemberReady
 from manyhands.allreduce.elastic.collective import LOST, ElasticCollective, MembersChanged
 from manyhands.allreduce.elastic.files import STATE_FILES, close_all
 from manyhands.allreduce.elastic.line import MemberLine
@@ -76,7 +76,7 @@ class ElasticExchange(Exchange):
 
     def receive(self) -> Loaded | None:
         """Wait for an epoch; the state that a donor gave, None where this member begins with all others."""
-        self._line.tell(Ready(member=self._line.member))
+        self._line.tell(MemberReady(member=self._line.member))
         self._passage.next = self._line.next_view(0)
         while True:
             try:
@@ -130,17 +130,17 @@ class ElasticExchange(Exchange):
             finally:
                 self._began = False
 
-    def follow(self, view: View) -> None:
+    def follow(self, view: EpochView) -> None:
         """After the last step: be in an epoch in which nothing is exchanged any more."""
         self._passage.begin(view)
         self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
 
-    def end(self) -> View | None:
+    def end(self) -> EpochView | None:
         """After the last step: the view that was told when the last exchange was cut, if it was."""
         self._over, self._at_border = True, False
         return self._passage.next
 
-    def leave(self) -> View:
+    def leave(self) -> EpochView:
         """After the last step: another is lost; the next view."""
         self._leave()
         assert self._passage.next is not None, "to leave is to have learnt of the next"
@@ -156,7 +156,7 @@ class ElasticExchange(Exchange):
         if self._passage.next is not None:
             return False  # it has been told already
         self._line.tell(
-            Left(
+            LeftEpoch(
                 member=self._line.member,
                 epoch=self._passage.epoch,
                 passed=self._passage.passed,
@@ -226,7 +226,7 @@ class ElasticExchange(Exchange):
         self._inner = AllReduceExchange(collective, self._strategy.buckets)
         self._inner.lay_out(*self._trained)
         self.wire = self._inner.wire
-        self._line.tell(Arrived(member=self._line.member, epoch=self.epoch, step=self._steps_done))
+        self._line.tell(ArrivedInEpoch(member=self._line.member, epoch=self.epoch, step=self._steps_done))
 
     def _links(self) -> Mapping[int, Link]:
         kind = mesh_kind(network=self._strategy.uses_network)

@@ -17,31 +17,29 @@ from typing import Any
 
 from manyhands.allreduce.elastic.changes import (
     Abort,
-    AddSlot,
-    Arrived,
+    ArrivedInEpoch,
     Ask,
+    BeginEpoch,
     Depart,
-    Died,
     Dismiss,
     Done,
     ElasticAction,
     ElasticEvent,
     EndSoon,
-    Fail,
-    Gather,
+    EpochView,
+    GatherEpoch,
+    GiveUp,
     KillWorker,
-    Leave,
-    MemberSilent,
-    Over,
-    Publish,
-    RemoveSlot,
-    StartWorker,
-    View,
+    LeaveEpoch,
+    RunOver,
+    StartMember,
+    WorkerLost,
+    WorkerSilent,
 )
 from manyhands.allreduce.elastic.files import EpochFiles, send_files
 from manyhands.allreduce.elastic.line import ORDERS, REPORTS
 from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
-from manyhands.allreduce.elastic.story import Story
+from manyhands.allreduce.elastic.story import MemberStory
 from manyhands.allreduce.elastic.work import ElasticJob, work
 from manyhands.cluster.control import Unread
 from manyhands.cluster.job import pack
@@ -98,7 +96,7 @@ class ElasticLauncher:
         self._watchdog_s = watchdog_s
         self._num_workers = plan.workers
         self._membership = ElasticMembership(plan)
-        self._story = Story(on_event)
+        self._story = MemberStory(on_event)
         self._connections: dict[int, socket.socket] = {}
         self._slots: dict[int, int] = {}
         self._payloads: dict[int, Mapping[str, Any]] = {}
@@ -133,7 +131,7 @@ class ElasticLauncher:
                     self._story.started(member, pid)
                 case Silent(member=member, seen=seen):
                     self._story.silent(member, seen)
-                    self._tell_membership(MemberSilent(member=member))
+                    self._tell_membership(WorkerSilent(member=member))
                 case Hung(found=found):
                     slot = self._slots.get(found.role, -1)
                     hang = Hang(f"{found.sentence}\n\n{found.page}", slot, found.details)
@@ -164,10 +162,9 @@ class ElasticLauncher:
                 slot = self._membership.next_slot
                 if slot >= len(self._rings):
                     raise UserError(f"no more than {len(self._rings)} workers can be in one run")
-                actions = self._membership.handle(AddSlot())
             else:
                 slot = command.change.slot
-                actions = self._membership.handle(RemoveSlot(slot=slot))
+            actions = self._membership.handle(command.change)
         except UserError as error:
             command.done.set_exception(error)
             return
@@ -189,7 +186,7 @@ class ElasticLauncher:
             return
         if isinstance(report, Done):
             self._done = report
-        if isinstance(report, Arrived):
+        if isinstance(report, ArrivedInEpoch):
             self._story.arrived(report, self._membership)
         self._tell_membership(report)
 
@@ -205,7 +202,7 @@ class ElasticLauncher:
             # A task that fails in one worker fails in its successor.
             raise replace(ended.failure, rank=self._slots[member]).error()
         self._story.died(member, ended.failure.sentence)
-        self._tell_membership(Died(member=member, sentence=ended.failure.sentence))
+        self._tell_membership(WorkerLost(member=member, sentence=ended.failure.sentence))
 
     # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,28 +212,28 @@ class ElasticLauncher:
     def _do(self, actions: Sequence[ElasticAction]) -> None:
         for action in actions:
             match action:
-                case StartWorker(member=member, slot=slot):
+                case StartMember(member=member, slot=slot):
                     self._start(member, slot)
                 case KillWorker(member=member):
                     self._supervisor.kill(member)
                 case Ask(epoch=epoch, members=members):
                     for member in members:
-                        self._say(member, Gather(epoch=epoch))
+                        self._say(member, GatherEpoch(epoch=epoch))
                 case Abort(epoch=epoch, members=members):
                     assert self._files is not None, "an epoch that is ended was begun"
                     self._files.abort(None)
                     for member in members:
-                        self._say(member, Leave(epoch=epoch))
-                case Publish(view=view):
+                        self._say(member, LeaveEpoch(epoch=epoch))
+                case BeginEpoch(view=view):
                     self._publish(view)
                 case Dismiss(member=member):
                     self._say(member, Depart())
-                case Fail(sentence=sentence):
+                case GiveUp(sentence=sentence):
                     raise WorkerFailed(sentence, worker_rank=self._story.last_lost)
-                case Over():
+                case RunOver():
                     self._over = True
 
-    def _publish(self, view: View) -> None:
+    def _publish(self, view: EpochView) -> None:
         """Each member gets the memory of the epoch before it is told of it."""
         if self._files is not None:
             self._files.close()

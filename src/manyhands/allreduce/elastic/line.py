@@ -8,15 +8,15 @@ import time
 from typing import Any
 
 from manyhands.allreduce.elastic.changes import (
-    Arrived,
+    ArrivedInEpoch,
     Depart,
     Done,
     EndSoon,
-    Gather,
-    Leave,
-    Left,
-    Ready,
-    View,
+    EpochView,
+    GatherEpoch,
+    LeaveEpoch,
+    LeftEpoch,
+    MemberReady,
 )
 from manyhands.allreduce.elastic.files import receive_files
 from manyhands.cluster.context import RoleContext
@@ -26,8 +26,8 @@ from manyhands.training.reporting import WorkerNote
 
 __all__ = ["ORDERS", "REPORTS", "Departed", "MemberLine"]
 
-REPORTS = TypedNotes(Ready, Arrived, Left, Done, WorkerNote)
-ORDERS = TypedNotes(View, Gather, Leave, Depart, EndSoon)
+REPORTS = TypedNotes(MemberReady, ArrivedInEpoch, LeftEpoch, Done, WorkerNote)
+ORDERS = TypedNotes(EpochView, GatherEpoch, LeaveEpoch, Depart, EndSoon)
 _LOOK_S = 1.0
 
 
@@ -43,7 +43,7 @@ class MemberLine:
         self._context = context
         self._timeout_s = timeout_s
         self._files = socket.socket(fileno=context.descriptor("files"))
-        self._views: list[View] = []
+        self._views: list[EpochView] = []
         self._gather = self._leave = 0
         self.departs = False
         """Whether it was told to end."""
@@ -72,7 +72,7 @@ class MemberLine:
         """Until the launcher says something, or a second has passed."""
         select.select([self._context.control_fileno()], [], [], _LOOK_S)
 
-    def next_view(self, after: int) -> View:
+    def next_view(self, after: int) -> EpochView:
         """Wait for the view of the next epoch; Departed where this member is to end instead."""
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -103,11 +103,11 @@ class MemberLine:
     def _read(self) -> None:
         for payload in self._context.told():
             match ORDERS.read(payload):
-                case View() as view:
+                case EpochView() as view:
                     self._views.append(view)
-                case Gather(epoch=epoch):
+                case GatherEpoch(epoch=epoch):
                     self._gather = epoch
-                case Leave(epoch=epoch):
+                case LeaveEpoch(epoch=epoch):
                     self._leave = epoch
                 case Depart():
                     self.departs = True

@@ -23,27 +23,26 @@ from enum import Enum, auto
 
 from manyhands.allreduce.elastic.changes import (
     Abort,
-    AddSlot,
-    Arrived,
+    ArrivedInEpoch,
     Ask,
-    Died,
+    BeginEpoch,
     Dismiss,
     Done,
     ElasticAction,
     ElasticEvent,
-    Fail,
+    EpochSeat,
+    EpochView,
+    GiveUp,
     KillWorker,
-    Left,
-    MemberSilent,
-    Over,
-    Publish,
-    Ready,
-    RemoveSlot,
-    Seat,
-    StartWorker,
-    View,
+    LeftEpoch,
+    MemberReady,
+    RunOver,
+    StartMember,
+    WorkerLost,
+    WorkerSilent,
 )
 from manyhands.errors import UserError
+from manyhands.training.commands import AddWorker, RemoveWorker
 
 __all__ = ["MAX_DEATHS", "ElasticMembership", "ElasticPlan"]
 
@@ -88,7 +87,7 @@ class _Member:
     number: int
     slot: int
     state: _State = _State.STARTING
-    left: Left | None = None
+    left: LeftEpoch | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class ElasticMembership:
         self._slots: dict[int, _Slot] = {}
         self._next_member = 0
         self._has_state = False  # somebody has ever had the state of the run
-        self.view = View(epoch=0, seats=())
+        self.view = EpochView(epoch=0, seats=())
         """The newest epoch."""
 
         self.changes = 0
@@ -129,28 +128,28 @@ class ElasticMembership:
         if self._phase is _Phase.ENDED:
             return []
         match event:
-            case AddSlot():
+            case AddWorker():
                 return [self._start(self._new_slot())]
-            case RemoveSlot(slot=number):
+            case RemoveWorker(slot=number):
                 return self._remove(number)
         member = self._members.get(event.member)
         if member is None:
             return []  # it is dead already
         match event:
-            case Ready():
+            case MemberReady():
                 member.state = _State.READY
                 return self._open() if self._phase is _Phase.OPENING else self._ask()
-            case Arrived(epoch=epoch, step=step):
+            case ArrivedInEpoch(epoch=epoch, step=step):
                 if epoch == self.view.epoch:
                     self._seen(member, step)
                 return []
-            case Left():
+            case LeftEpoch():
                 return self._left(member, event)
             case Done():
                 return self._end()
-            case MemberSilent():
+            case WorkerSilent():
                 return [KillWorker(member=member.number)]
-            case Died(sentence=sentence):
+            case WorkerLost(sentence=sentence):
                 return self._bury(member, sentence)
 
     @property
@@ -170,12 +169,12 @@ class ElasticMembership:
         self._slots[number] = _Slot(number)
         return self._slots[number]
 
-    def _start(self, slot: _Slot) -> StartWorker:
+    def _start(self, slot: _Slot) -> StartMember:
         member = _Member(self._next_member, slot.number)
         self._next_member += 1
         self._members[member.number] = member
         slot.member = member.number
-        return StartWorker(member=member.number, slot=slot.number)
+        return StartMember(member=member.number, slot=slot.number)
 
     def _open(self) -> list[ElasticAction]:
         """The first epoch, once everybody is there."""
@@ -250,7 +249,7 @@ class ElasticMembership:
 
     # ── from one epoch to the next ────────────────────────────────────────────────────────────────────────────────────
 
-    def _left(self, member: _Member, left: Left) -> list[ElasticAction]:
+    def _left(self, member: _Member, left: LeftEpoch) -> list[ElasticAction]:
         if left.epoch != self.view.epoch or member.state is not _State.IN:
             return []
         member.state, member.left = _State.LEFT, left
@@ -280,7 +279,7 @@ class ElasticMembership:
             self.changes += 1
         return [*dismissed, *self._publish(staying, passed, self._settled(there, ahead))]
 
-    def _settled(self, there: list[_Member], ahead: list[Left]) -> set[int]:
+    def _settled(self, there: list[_Member], ahead: list[LeftEpoch]) -> set[int]:
         """Who has the state of the run: where all began together, all of them once one has passed the beginning."""
         if self.view.donor is None:
             return {member.number for member in there} if any(left.settled for left in ahead) else set()
@@ -295,7 +294,7 @@ class ElasticMembership:
         self._has_state = self._has_state or bool(have)
         members = sorted(members, key=lambda member: member.slot)
         seats = tuple(
-            Seat(slot=member.slot, member=member.number, fresh=bool(have) and member.number not in have)
+            EpochSeat(slot=member.slot, member=member.number, fresh=bool(have) and member.number not in have)
             for member in members
         )
         self.changes += sum(member.state is _State.READY for member in members) if self.view.epoch else 0
@@ -304,9 +303,9 @@ class ElasticMembership:
             if member.number in have:
                 self._slots[member.slot].lost = ""
         donor = next((member.number for member in members if member.number in have), None)
-        self.view = View(epoch=self.view.epoch + 1, seats=seats, donor=donor, passed=passed)
+        self.view = EpochView(epoch=self.view.epoch + 1, seats=seats, donor=donor, passed=passed)
         self._phase = _Phase.AT_WORK
-        return [Publish(view=self.view), *self._ask()]
+        return [BeginEpoch(view=self.view), *self._ask()]
 
     def _seen(self, member: _Member, step: int) -> None:
         slot = self._slots[member.slot]
@@ -318,11 +317,11 @@ class ElasticMembership:
     def _end(self) -> list[ElasticAction]:
         self._phase = _Phase.ENDED
         dismissed = [member.number for member in self._members.values() if member.state is not _State.GOING]
-        return [Over(), *(Dismiss(member=number) for number in dismissed)]
+        return [RunOver(), *(Dismiss(member=number) for number in dismissed)]
 
     def _fail(self, sentence: str) -> list[ElasticAction]:
         self._phase = _Phase.ENDED
-        return [Fail(sentence=sentence)]
+        return [GiveUp(sentence=sentence)]
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,7 +7,7 @@ behind has the result in its memory and goes on with it; nobody has taken what c
 
 from __future__ import annotations
 
-from manyhands.allreduce.elastic.changes import View
+from manyhands.allreduce.elastic.changes import EpochView
 
 __all__ = ["Passage"]
 
@@ -17,11 +17,11 @@ class Passage:
 
     def __init__(self, member: int) -> None:
         self.member = member
-        self.view: View | None = None
+        self.view: EpochView | None = None
         self.passed = 0
         """Exchanges of the epoch that it knows to be complete."""
 
-        self.next: View | None = None
+        self.next: EpochView | None = None
         """The view after this one, once the launcher has told it and until the member is in it."""
 
     @property
@@ -29,7 +29,7 @@ class Passage:
         """0 before the first."""
         return self.view.epoch if self.view is not None else 0
 
-    def begin(self, view: View) -> None:
+    def begin(self, view: EpochView) -> None:
         """Be in this epoch from now on."""
         self.view, self.passed, self.next = view, 0, None
 
@@ -37,7 +37,7 @@ class Passage:
         """One more exchange is complete."""
         self.passed += 1
 
-    def learn(self, view: View) -> bool:
+    def learn(self, view: EpochView) -> bool:
         """The epoch is over, and this one follows: whether the exchange that this member was in is complete."""
         if self.view is not None and not self.passed <= view.passed <= self.passed + 1:
             raise AssertionError(

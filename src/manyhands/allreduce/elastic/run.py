@@ -32,18 +32,26 @@ __all__ = ["ElasticRun", "FirstRows"]
 class FirstRows:
     """Lets every row of the history through once: whoever follows worker 0 tells the newest again. Pure."""
 
-    def __init__(self) -> None:
-        self._newest = {False: -1, True: -1}  # by whether it is an evaluation
+    def __init__(self, steps_done: int = 0) -> None:
+        self._told = steps_done  # every step up to this one
+        self._ahead: set[int] = set()  # steps after a gap that another is about to fill
+        self._evaluated: set[int] = set()
 
     def of(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that nobody has told before."""
-        first = []
-        for row in rows:
-            is_evaluation = "metrics" in row
-            if row["step"] > self._newest[is_evaluation]:
-                self._newest[is_evaluation] = row["step"]
-                first.append(row)
-        return first
+        return [row for row in rows if self._is_first(row["step"], "metrics" in row)]
+
+    def _is_first(self, step: int, is_evaluation: bool) -> bool:
+        if is_evaluation:
+            told, self._evaluated = step in self._evaluated, self._evaluated | {step}
+            return not told
+        if step <= self._told or step in self._ahead:
+            return False
+        self._ahead.add(step)
+        while self._told + 1 in self._ahead:
+            self._told += 1
+            self._ahead.remove(self._told)
+        return True
 
 
 class ElasticRun:
@@ -59,8 +67,8 @@ class ElasticRun:
         request, options = self._request, self._request.options
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
-        order = RowsInOrder(self._start.step if self._start is not None else 0)
-        first = FirstRows()
+        begun = self._start.step if self._start is not None else 0
+        order, first = RowsInOrder(begun), FirstRows(begun)
 
         def hear(note: WorkerNote) -> None:
             rows = first.of(dict(row) for row in note.rows)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from manyhands.allreduce.elastic.changes import Arrived, View
+from manyhands.allreduce.elastic.changes import ArrivedInEpoch, EpochView
 from manyhands.allreduce.elastic.membership import ElasticMembership
 
-__all__ = ["Story"]
+__all__ = ["MemberStory"]
 
 
-class Story:
+class MemberStory:
     """Told by the launcher; `on_event` gets each event, with a sentence where somebody should know."""
 
     def __init__(
@@ -22,7 +22,7 @@ class Story:
         self._on_event = on_event
         self._clock = clock
         self._began_s: float | None = None
-        self._view = View(epoch=0, seats=())
+        self._view = EpochView(epoch=0, seats=())
         self._arrived: set[int] = set()
         self._lost: dict[str, float] = {}  # who was lost since all were at work, and when that was noticed
         self._redone = 0  # steps computed twice up to the epoch that was told of last
@@ -56,7 +56,7 @@ class Story:
         self._num_left += 1
         self._tell("left", member)
 
-    def published(self, view: View) -> None:
+    def published(self, view: EpochView) -> None:
         """A new epoch."""
         if self._began_s is None:
             self._began_s = self._clock()
@@ -72,7 +72,7 @@ class Story:
             }
         )
 
-    def arrived(self, report: Arrived, membership: ElasticMembership) -> None:
+    def arrived(self, report: ArrivedInEpoch, membership: ElasticMembership) -> None:
         """A member takes part in an epoch; the last one of it makes the run whole again."""
         view = self._view
         if report.epoch != view.epoch or report.member in self._arrived:
@@ -91,7 +91,7 @@ class Story:
         if len(self._arrived) == len(view.seats):
             self._recovered(report, membership)
 
-    def _recovered(self, report: Arrived, membership: ElasticMembership) -> None:
+    def _recovered(self, report: ArrivedInEpoch, membership: ElasticMembership) -> None:
         again, self._redone = membership.redone - self._redone, membership.redone
         lost, self._lost = self._lost, {}
         if not lost:
@@ -100,13 +100,14 @@ class Story:
         who, count = " and ".join(lost), len(self._view.seats)
         self.recoveries.append({"what": who, "seconds": seconds})
         there = f"{count} workers go" if count > 1 else "1 worker goes"
+        were = "were" if len(lost) > 1 else "was"
         twice = f"; step {report.step + 1} is computed again" if again else ""
         self._tell(
             "recovered",
             self._view.seats[0].member,
             what=who,
             seconds=seconds,
-            sentence=f"{there} on after step {report.step}, {seconds:.2f} s after {who} was lost{twice}",
+            sentence=f"{there} on after step {report.step}, {seconds:.2f} s after {who} {were} lost{twice}",
         )
 
     def summary(self, membership: ElasticMembership) -> Mapping[str, Any]:
