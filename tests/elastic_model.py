@@ -76,7 +76,7 @@ class Worker:
         self.inbox: deque[Any] = deque()
         self.trained: Trained = []
         self.step = 0
-        self.settled = self.over = self.at_border = self.began = False
+        self.settled = self.at_border = self.began = False
         self.gather = -1
         self.leave_epoch = -1
         self.views: deque[EpochView] = deque()
@@ -126,7 +126,6 @@ class Worker:
                 at_border=self.at_border,
                 began=self.began,
                 settled=self.settled,
-                over=self.over,
             )
         )
         view = yield from self._next_view()
@@ -246,7 +245,7 @@ class Worker:
             yield from self._whole(self._step, at_border=True)
             if self.step % DUTY_EVERY == 0:
                 yield from self._whole(self._duty, at_border=False)
-        self.over, self.at_border = True, False
+        self.at_border = False
         while not self.departs:
             if self.passage.next is not None:
                 self.passage.begin(self.passage.next)

@@ -105,16 +105,13 @@ class LeftEpoch:
     """Steps that it has taken."""
 
     at_border: bool
-    """Whether what it does next is a step; otherwise something that all do together between two steps."""
+    """Whether what it does next is a step; otherwise something that all do together between two, or nothing more."""
 
     began: bool = False
     """Whether it had begun to compute a step that it has not taken."""
 
     settled: bool = True
     """Whether it has the state of the run."""
-
-    over: bool = False
-    """Whether it has taken the last step, and done all that comes after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ class ElasticExchange(Exchange):
         self._sent = Traffic()  # in epochs that are over
         self._steps_done = 0
         self._at_border = True
-        self._began = self._settled = self._over = self._paused = False
+        self._began = self._settled = self._paused = False
 
     @property
     def worker(self) -> int:
@@ -137,7 +137,7 @@ class ElasticExchange(Exchange):
 
     def end(self) -> EpochView | None:
         """After the last step: the view that was told when the last exchange was cut, if it was."""
-        self._over, self._at_border = True, False
+        self._at_border = False  # nobody needs to join any more
         return self._passage.next
 
     def leave(self) -> EpochView:
@@ -164,7 +164,6 @@ class ElasticExchange(Exchange):
                 at_border=self._at_border,
                 began=self._began,
                 settled=self._settled,
-                over=self._over,
             )
         )
         return self._passage.learn(self._line.next_view(self._passage.epoch))

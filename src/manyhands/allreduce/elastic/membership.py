@@ -263,13 +263,12 @@ class ElasticMembership:
         told = [member.left for member in there if member.left is not None]
         passed = max(left.passed for left in told)
         ahead = [left for left in told if left.passed == passed]
-        ahead = [left for left in ahead if left.settled] or ahead  # who has no state yet is nowhere
         self.redone += any(left.began for left in ahead)
         for member in there:
-            self._seen(member, ahead[0].step)
+            self._seen(member, max(left.step for left in ahead))
         going = [member for member in there if self._slots[member.slot].retiring]
         staying = [member for member in there if member not in going]
-        if all(left.at_border for left in ahead) and not ahead[0].over:
+        if all(left.at_border for left in ahead):
             staying += [member for member in self._members.values() if member.state is _State.READY]
         else:
             going, staying = [], there  # in the middle of something: whoever is to go is asked again
