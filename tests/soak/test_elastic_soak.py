@@ -28,7 +28,7 @@ def struck(task: mh.Task, out: Path, steps: int, seed: int, strategy: str) -> mh
             time.sleep(0.05)
         striker = Striker(members, seed)
         while striker.hits < KILLS and not running.done:
-            striker.strike()
+            striker.strike(pause_s=1.5)
         run = running.result(1200)
     counted = run.summary["membership"]
     assert counted["lost"] == KILLS, "all were hit before the run ended"
