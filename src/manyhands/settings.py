@@ -25,13 +25,13 @@ __all__ = [
     "setting",
     "settings_of",
     "show_size",
-    "show_yes_or_no",
+    "switch_setting",
     "whole_number",
-    "yes_or_no",
 ]
 
 MIB = 1024 * 1024
 LINKS = ("shared", "tcp")
+_SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -97,16 +97,14 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def yes_or_no(text: str) -> bool:
-    """Read `yes` or `no`."""
-    if text not in ("yes", "no"):
-        raise UserError(f"{text!r} is neither yes nor no")
-    return text == "yes"
+def switch_setting(default: bool = False) -> Any:
+    """`name=yes` or `name=no`; true and false are read as well."""
 
+    def read(text: str) -> bool:
+        check_choice("value", text, tuple(_SWITCH))
+        return _SWITCH[text]
 
-def show_yes_or_no(value: bool) -> str:
-    """What `yes_or_no` reads back."""
-    return "yes" if value else "no"
+    return setting(default, read, lambda value: "yes" if value else "no")
 
 
 def parse_size(text: str) -> int:

@@ -85,6 +85,55 @@ def test_workers_come_and_go_and_the_weights_are_those_of_one_process(tmp_path: 
     assert run.summary["samples"] == sum(min(13, 45 - 13 * (k % 4)) for k in range(steps))
 
 
+class Fatal(torch.nn.Linear):
+    """Kills the process that asks for its state, as a checkpoint does, where `mark` is not there yet."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(4, 1, dtype=torch.float64)
+        self.mark = mark
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        _kill_once(self.mark)
+        return super().state_dict(*args, **kwargs)
+
+
+def _kill_once(mark: Path) -> None:
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_worker_0_is_killed_in_an_evaluation_and_while_it_saves_and_another_does_it(tmp_path: Path) -> None:
+    """Who follows it evaluates again, writes the checkpoint that was due, and leaves the weights."""
+    x = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def metric(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        _kill_once(tmp_path / "evaluating")
+        return model(batch).mean()
+
+    task = mh.Task(
+        model=lambda: Fatal(tmp_path / "saving"),
+        loss=lambda model, batch: (model(batch) - 1).square().mean(),
+        data=x,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=8,
+        evaluation=x,
+        metrics={"mean": metric},
+    )
+    options = mh.Options(evaluate_every=3, checkpoint_every=6)
+    run = mh.fit(task, "allreduce elastic=yes", workers=3, steps=6, out=tmp_path / "run", options=options)
+    plain = mh.fit(task, "single", steps=6, options=options)
+    assert distance(run.model.state_dict(), plain.model.state_dict()) < 1e-9
+    assert run.summary["membership"]["lost"] == 2
+    assert [row["step"] for row in run.history.steps] == list(range(1, 7))
+    assert [row["step"] for row in run.history.evaluations] == [3, 6]
+    assert run.path is not None
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-00000006"]
+    assert run.summary["final"]["mean"] == pytest.approx(plain.summary["final"]["mean"], abs=1e-12)
+
+
 def test_too_few_workers_end_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS["momentum"])
     mark = tmp_path / "killed"
@@ -115,5 +164,5 @@ def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
         mh.fit(task, "allreduce elastic=yes", workers=2, steps=2, options=mh.Options(min_workers=3))
     with pytest.raises(UserError, match="min_workers=2: strategy mirrored has a use for all its workers"):
         mh.fit(task, "mirrored", workers=2, steps=2, options=mh.Options(min_workers=2))
-    with pytest.raises(UserError, match="elastic=maybe: 'maybe' is neither yes nor no"):
+    with pytest.raises(UserError, match="elastic=maybe: unknown value 'maybe'; allowed: yes, no"):
         mh.fit(task, "allreduce elastic=maybe", workers=2, steps=2)

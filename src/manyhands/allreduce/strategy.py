@@ -15,9 +15,8 @@ from manyhands.settings import (
     check_link,
     link_setting,
     setting,
-    show_yes_or_no,
+    switch_setting,
     whole_number,
-    yes_or_no,
 )
 from manyhands.strategy import Strategy
 from manyhands.wire.names import RAW, check_codec, codec_setting
@@ -67,7 +66,7 @@ class AllReduce(Strategy):
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     codec: str = codec_setting()
-    elastic: bool = setting(False, yes_or_no, show_yes_or_no)
+    elastic: bool = switch_setting()
     """Whether the run goes on without a worker that is lost, and workers may join and leave it."""
 
     def __post_init__(self) -> None:

@@ -99,6 +99,9 @@ class Peers(Protocol):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
 
+    def memory(self) -> Mapping[str, Any]:
+        """Collective: what the exchange itself remembers from step to step, on worker 0."""
+
 
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
@@ -225,16 +228,18 @@ class Reporter:
         self._around.mark(step, State.SAVING)
         begin = time.monotonic_ns()
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
+        memory = self._peers.memory()
         if optimizer_state is None or model_state is None:
             self._owed = step
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
         self.send(now=True)
+        kept = {"exchange": memory} if memory else {}
         snapshot = Snapshot(
             step=step,
             model=model_state,
             optimizer=optimizer_state,
-            extra={"seed": self._plan.seed, **self._kept()},
+            extra={"seed": self._plan.seed, **self._kept(), **kept},
             score=self._evaluated.get("evaluation_loss", self.loss),
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )

@@ -86,6 +86,8 @@ class Trainer:
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
+        if start is not None:
+            self._exchange.recall(start.extra.get("exchange", {}))
         self._model = model
         model.train()
         self._agreed_step = first
