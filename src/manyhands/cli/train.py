@@ -53,10 +53,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     ),
     "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
     "min_workers": (
-        Annotated[
-            int, typer.Option(help="End the run with fewer; 'allreduce elastic=yes' goes on down to it.")
-        ],
-        1,
+        Annotated[int | None, typer.Option(help="With 'allreduce elastic=yes': go on with so few, or end.")],
+        None,
     ),
     "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
     "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
@@ -109,7 +107,7 @@ class _Common:
 
     strategy: str
     workers: int
-    min_workers: int
+    min_workers: int | None
     steps: int | None
     epochs: int | None
     seed: int

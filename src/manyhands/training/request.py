@@ -115,10 +115,12 @@ class Request:
         }
 
 
-def _check_fewest(strategy: Strategy, workers: int, fewest: int) -> None:
+def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
+    if fewest is None:
+        return
     if fewest > workers:
         raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
-    if fewest > 1 and not strategy.goes_on_with_fewer:
+    if not strategy.goes_on_with_fewer:
         raise UserError(
             f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
             "with fewer"

@@ -82,7 +82,7 @@ class ElasticRun:
             collector = stack.enter_context(stage.collector(named))
             launcher = ElasticLauncher(
                 self._job(stage),
-                ElasticPlan(workers=request.workers, min_workers=options.min_workers),
+                ElasticPlan(workers=request.workers, min_workers=options.min_workers or 1),
                 rings,
                 weights,
                 on_note=hear,
