@@ -18,13 +18,16 @@ from manyhands.allreduce.elastic.collective import ElasticCollective, MembersCha
 from manyhands.allreduce.elastic.files import EpochFiles, receive_files, send_files
 from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
 from manyhands.allreduce.elastic.passage import Passage
-from manyhands.allreduce.elastic.run import FirstRows
 from manyhands.allreduce.elastic.state import read_state, restore_buffers, write_file, write_state
 from manyhands.allreduce.elastic.story import MemberStory
-from manyhands.errors import Aborted, PeerTimeout
+from manyhands.allreduce.elastic.training import ElasticTraining, FirstRows
+from manyhands.errors import Aborted, PeerTimeout, UserError
+from manyhands.facts import Answer
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Times, Traffic
+from manyhands.training.exchanging import exchanging
+from manyhands.training.training import training_class
 from manyhands.wire.parcels import Parcel
 
 
@@ -154,6 +157,20 @@ def test_an_exchange_that_was_cut_counts_exactly_if_the_launcher_says_so(act: Ca
         act(collective(6))
     with pytest.raises(MembersChanged):
         collective(5).launch(0)  # nobody can have passed what was not launched
+
+
+def test_settings_lead_to_the_training_and_what_cannot_be_elastic_is_refused() -> None:
+    elastic = Strategy.parse("allreduce algorithm=ring elastic=yes")
+    assert str(elastic) == "allreduce algorithm=ring elastic=yes"
+    assert training_class(elastic) is ElasticTraining
+    assert training_class(Strategy.parse("allreduce elastic=no")) is not ElasticTraining
+    assert elastic.can_change_workers
+    assert not Strategy.parse("allreduce").can_change_workers
+    assert elastic.promises.worker_dies.answer is elastic.promises.workers_join.answer is Answer.YES
+    with pytest.raises(UserError, match="elastic=yes is not for a loop of your own; .* give mh.fit a Task"):
+        exchanging(elastic)
+    with pytest.raises(UserError, match="elastic=yes: a compiled step cannot be taken back"):
+        elastic.check(2, "cpu", compiled=True)
 
 
 def test_rows_that_are_told_twice_count_once() -> None:

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
 from manyhands.allreduce.chosen import collective_for
 from manyhands.allreduce.collective import Collective, ScheduleCollective
-from manyhands.allreduce.elastic.run import ElasticRun
+from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
+from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
-from manyhands.training.training import Result, Stage
+from manyhands.training.training import Training
 from manyhands.wire.codec import codec_named
 
 __all__ = ["AllReduceTraining"]
@@ -32,12 +33,10 @@ class AllReduceTraining(ExchangeTraining):
             return SingleExchange()  # nobody to exchange with
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 
-    def run(self, stage: Stage) -> Result:
+    @classmethod
+    def chosen_for(cls, strategy: Strategy) -> type[Training]:
         """Among a fixed number of workers, or by those who are there."""
-        strategy = self._request.strategy
-        if isinstance(strategy, AllReduce) and strategy.elastic:
-            return ElasticRun(self._request, self._model, self._start).run(stage)
-        return super().run(stage)
+        return ElasticTraining if isinstance(strategy, AllReduce) and strategy.elastic else cls
 
     @classmethod
     def exchange_across_hosts(

@@ -18,15 +18,14 @@ from manyhands.allreduce.strategy import AllReduce
 from manyhands.cluster.local import threads_per_role
 from manyhands.group.shared import warm
 from manyhands.record.ring import EventRing
-from manyhands.store.checkpoint import Loaded
 from manyhands.store.tensorfile import read_tensors
 from manyhands.training.commands import MORE_WORKERS
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
-from manyhands.training.training import Result, Stage
+from manyhands.training.training import Result, Stage, Training
 
-__all__ = ["ElasticRun", "FirstRows"]
+__all__ = ["ElasticTraining", "FirstRows"]
 
 
 class FirstRows:
@@ -54,12 +53,12 @@ class FirstRows:
         return True
 
 
-class ElasticRun:
-    """One run of `allreduce elastic=yes`; `run` is called once."""
+class ElasticTraining(Training):
+    """`allreduce elastic=yes`: workers as processes that come and go, led by the launcher."""
 
-    def __init__(self, request: Request, model: nn.Module, start: Loaded | None) -> None:
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
         assert isinstance(request.strategy, AllReduce), "only allreduce leads here"
-        self._request, self._model, self._start = request, model, start
         self._strategy = request.strategy
 
     def run(self, stage: Stage) -> Result:
