@@ -314,9 +314,18 @@ class ElasticMembership:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self) -> list[ElasticAction]:
+        """Let go of everybody; who is only on its way would hold up the end."""
         self._phase = _Phase.ENDED
-        dismissed = [member.number for member in self._members.values() if member.state is not _State.GOING]
-        return [RunOver(), *(Dismiss(member=number) for number in dismissed)]
+        coming = [
+            member.number
+            for member in self._members.values()
+            if member.state in (_State.STARTING, _State.READY)
+        ]
+        return [
+            RunOver(),
+            *(Dismiss(member=number) for number in self._numbers()),
+            *(KillWorker(member=number) for number in coming),
+        ]
 
     def _fail(self, sentence: str) -> list[ElasticAction]:
         self._phase = _Phase.ENDED
