@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import ssl
+import struct
 from dataclasses import replace
 
 from certificates import HOSTS, careless, folders, run_security
@@ -31,6 +32,11 @@ class SecureHub(LiveHub):
         where, away = rng.choice(_WHERE), self.hub.turned_away
         with dialled(self.addresses[0]) as end:
             self._talk(end, where, rng)
+            if rng.random() < 0.2:  # its last word is a reset
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.close()
+                self.await_that(lambda: self.hub.turned_away > away)
+                return
             try:
                 end.shutdown(socket.SHUT_WR)
             except OSError:

@@ -132,6 +132,7 @@ class SecureSocket:
 
     def _shake(self) -> int:
         if self._tls is None:
+            self._end.getpeername()  # OSError if nobody is there any more: ssl would take the descriptor with it
             self._end = self._tls = self._context.wrap_socket(
                 self._end, server_side=self._server_side, do_handshake_on_connect=False
             )
