@@ -48,7 +48,7 @@ def test_replicas_share_out_the_batch(text: str) -> None:
     ("name", "text", "workers"),
     [
         ("transformer", "pipeline tensor=2 data=2", 8),
-        ("transformer", "pipeline microbatches=2 schedule=interleaved tensor=2 recompute=true", 4),
+        ("transformer", "pipeline microbatches=2 schedule=interleaved tensor=2 recompute=yes", 4),
         ("transformer", "pipeline schedule=zb-h1 tensor=2", 4),
         ("cnn", "pipeline schedule=zb-h1 tensor=3", 6),
         ("cnn", "pipeline stages=1 schedule=interleaved tensor=2", 2),
@@ -95,7 +95,7 @@ def test_recomputed_activations_give_the_same_gradients_and_running_statistics(s
     task = replace(task_of("cnn"), model=partial(copy.deepcopy, nn.Sequential(*layers).double()))
     text = f"pipeline schedule={schedule}"
     kept = train_in_stages(task, text, 2, steps=3)
-    again = train_in_stages(task, f"{text} recompute=true", 2, steps=3)
+    again = train_in_stages(task, f"{text} recompute=yes", 2, steps=3)
     assert same_bits(again.weights, kept.weights)
     assert int(kept.weights["1.num_batches_tracked"]) == 4 + 4 + 3, "each micro-batch counts once"
 

@@ -229,6 +229,16 @@ class Exchange(ABC):
         """Collective, between steps: the whole model's `state_dict()` on worker 0, None on the others."""
         return model.state_dict() if self.rank == 0 else None
 
+    def memory(self) -> Mapping[str, Any]:
+        """Collective, between steps: what a resumed run needs besides model and optimizer, on worker 0; else nothing.
+
+        A tree of plain values and tensors, kept with the checkpoint; other strategies pass over it.
+        """
+        return {}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
+        """After `attach`, where the run goes on from a checkpoint: take over what `memory` gave, on every worker."""
+
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over all workers of a small float64 vector."""
