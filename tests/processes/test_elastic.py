@@ -15,7 +15,7 @@ import torch
 import manyhands as mh
 from elastic_kills import Members, Striker
 from equality import OPTIMIZERS, distance, make_task, train_plainly
-from manyhands.errors import UserError, WorkerFailed
+from manyhands.errors import Desync, UserError, WorkerFailed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -156,6 +156,26 @@ def test_too_few_workers_end_the_run_which_can_be_resumed(tmp_path: Path) -> Non
     run = mh.fit(task, strategy, workers=2, steps=12, out=out, resume=True, options=options)
     assert run.summary["resumed_from_step"] == 4
     assert distance(run.model.state_dict(), train_plainly(task, 12)) < 1e-9
+
+
+def test_a_worker_that_goes_its_own_way_is_found() -> None:
+    """What the runs above rely on when they compare parameters after every step."""
+    task = make_task(OPTIMIZERS["momentum"])
+    plain = task.loss
+
+    def astray(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model.mix.bias += os.getpid() * 1e-9
+        return plain(model, batch)
+
+    with pytest.raises(Desync, match="after step 1 the workers no longer hold the same parameters"):
+        mh.fit(
+            replace(task, loss=astray),
+            "allreduce elastic=yes",
+            workers=2,
+            steps=3,
+            options=mh.Options(check_every=1),
+        )
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:

@@ -11,7 +11,7 @@ between, a wish to stop and losses that are not finite travel with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,6 @@ class LocalExchange(Exchange):
     The `first` steps end with an average each. `outer` is what becomes of a mean, `gossip` what is done between two.
     """
 
-    holds_copies = True
     when_broken = "the others went on to the next average, and no replica was averaged with its"
 
     def __init__(
@@ -69,6 +68,11 @@ class LocalExchange(Exchange):
         self._broken = False
         self._due = False
         self._listener: Callable[[], None] | None = None
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model; they are alike after each average."""
+        return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: give every worker worker 0's weights, and room for one replica."""
@@ -195,7 +199,10 @@ class LocalExchange(Exchange):
 class ApartExchange(LocalExchange):
     """Where replicas stay apart after an average: what the run has to show is their centre."""
 
-    holds_copies = False
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Nobody: each goes its own way."""
+        return ()
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
         """Of the centre."""

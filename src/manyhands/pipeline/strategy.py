@@ -10,7 +10,7 @@ from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.grid.layout import Grid
 from manyhands.holding import ModelFootprint, WorkerMemory
-from manyhands.pipeline.check import held_during
+from manyhands.pipeline.check import most_held
 from manyhands.pipeline.cost import cost, equal_times
 from manyhands.pipeline.schedules import SCHEDULES
 from manyhands.pipeline.split import balanced, check_cuts, parts_of
@@ -156,7 +156,7 @@ class Pipeline(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
         grid, table = self.grid(workers), self.table()
-        held = max(held for _, held in held_during(table))
+        held = max(most_held(table))
         samples = -(-model.batch_size // (grid.data * self.microbatches))
         return [
             WorkerMemory(

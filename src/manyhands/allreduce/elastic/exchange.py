@@ -10,7 +10,7 @@ what it held before it; buffers, which a forward may change, are copied before e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -44,7 +44,6 @@ _T = TypeVar("_T")
 class ElasticExchange(Exchange):
     """One worker's end; `receive` comes first, then the calls of any exchange, in which epochs come and go."""
 
-    holds_copies = True
     may_lose_workers = True
 
     def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, timeout_s: float) -> None:
@@ -71,6 +70,11 @@ class ElasticExchange(Exchange):
     def worker(self) -> int:
         """Its slot."""
         return self._slot
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everyone who is there holds the model."""
+        return [range(self.world)]
 
     # ── coming in ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
