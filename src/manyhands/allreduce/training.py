@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
 from manyhands.allreduce.chosen import collective_for
-from manyhands.allreduce.collective import Collective, ScheduleCollective
+from manyhands.allreduce.collective import Collective, across_hosts
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.strategy import AllReduce, Mirrored
-from manyhands.link.alarm import Alarm
-from manyhands.link.base import Link
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
-from manyhands.wire.codec import codec_named
 
 __all__ = ["AllReduceTraining"]
 
@@ -39,12 +33,8 @@ class AllReduceTraining(ExchangeTraining):
         return ElasticTraining if isinstance(strategy, AllReduce) and strategy.elastic else cls
 
     @classmethod
-    def exchange_across_hosts(
-        cls, strategy: AllReduce, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm
-    ) -> tuple[Exchange, Collective]:
+    def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        codec = codec_named(strategy.codec)
-        executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm, codec)
-        gradients = ScheduleCollective(executor, links, codec=strategy.codec)
-        return AllReduceExchange(gradients, strategy.buckets), ScheduleCollective(executor, links)
+        gradients, words = across_hosts(algorithm, resources, strategy.codec)
+        return AllReduceExchange(gradients, strategy.buckets), words

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import Collective, SharedCollective, over_links
+from manyhands.allreduce.collective import Collective, SharedCollective, across_hosts, over_links
+from manyhands.link.base import Link
 from manyhands.local.exchange import ApartExchange, LocalExchange
 from manyhands.local.gossip import Gossip
 from manyhands.local.outer import outer_step
@@ -32,9 +34,23 @@ class LocalTraining(ExchangeTraining):
             collective: Collective = over_links(ALGORITHMS["ring"], resources, strategy.codec)
         else:
             collective = SharedCollective(resources.group())
-        gossip = None
-        if strategy.gossip:
-            gossip = Gossip(resources.rank, world, links, resources.timeout_s)
-        outer = outer_step(strategy.outer, world)
-        kind = ApartExchange if outer.keeps_apart else LocalExchange
-        return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)
+        return _end(strategy, collective, links, resources.timeout_s)
+
+    @classmethod
+    def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:
+        """Averages in a ring of links."""
+        links = resources.links()
+        resources = replace(resources, links=lambda: links)
+        replicas, words = across_hosts(ALGORITHMS["ring"], resources, strategy.codec)
+        return _end(strategy, replicas, links, resources.timeout_s), words
+
+
+def _end(
+    strategy: Local, collective: Collective, links: Mapping[int, Link], timeout_s: float
+) -> LocalExchange:
+    """One worker's end of averages over a collective, and of gossip over links."""
+    rank, world = collective.rank, collective.world
+    gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
+    outer = outer_step(strategy.outer, world)
+    kind = ApartExchange if outer.keeps_apart else LocalExchange
+    return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)
