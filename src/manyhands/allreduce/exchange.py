@@ -6,7 +6,7 @@ of the mean over the batch, whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
@@ -83,6 +83,15 @@ class AllReduceExchange(Exchange):
         """Every worker has all of it; worker 0 tells."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def kept(self) -> Mapping[str, Any] | None:
+        """What the codec has left out so far, of every worker."""
+        assert self._reducer is not None, "attach comes before kept"
+        return self._reducer.kept()
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Each its own."""
+        remember_kept(self._collective, kept)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers."""

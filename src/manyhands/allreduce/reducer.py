@@ -11,13 +11,14 @@ One more bucket carries what the workers must agree on besides gradients, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.allreduce.collective import Collective, broadcast, total
+from manyhands.allreduce.collective import Collective, broadcast, kept_by_codecs, total
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep
 from manyhands.wire.dtypes import SUMMED
@@ -55,7 +56,8 @@ class Reducer:
         self._collective = collective
         self._layouts = layouts
         status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
-        parcels = [layout.parcel(number) for number, layout in enumerate(self._layouts)]
+        shapes = [parameter.shape for parameter in self._parameters]
+        parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(self._layouts)]
         status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
         *self._buckets, self._status = collective.allocate([*parcels, status])
         self._status_index = len(self._layouts)
@@ -102,6 +104,7 @@ class Reducer:
 
     def finish(self, local: LocalStep) -> SharedStep:
         """Collective: sum what is left, agree on the step, and put the sums where the optimizer reads them."""
+        self._collective.step = local.step
         self._zero_unreached()
         self._launch_filled()
         status = self._status
@@ -123,6 +126,11 @@ class Reducer:
         """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket."""
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
+
+    def kept(self) -> Mapping[str, Any] | None:
+        """Collective, between steps: what the collective's codecs keep, of all workers, on worker 0."""
+        index = self.carrier if self.is_idle else self._status_index
+        return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])
 
     def _sum(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
         """The summed gradient where the optimizer reads it; on a GPU that does not step, any tensor in its place."""

@@ -18,7 +18,7 @@ from manyhands.settings import (
     whole_number,
 )
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting
 
 __all__ = ["AllReduce", "Mirrored"]
 
@@ -64,11 +64,20 @@ class AllReduce(Strategy):
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     codec: str = codec_setting()
+    """How gradients are made smaller on their way: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to the next gradient."""
 
     def __post_init__(self) -> None:
         check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
         check_link(self.link)
-        check_codec(self.codec, link=self.link)
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            algorithm=self.algorithm,
+        )
         check_buckets(self.buckets)
         if self.group and self.algorithm != "hierarchical":
             raise UserError(

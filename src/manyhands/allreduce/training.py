@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective, over_links
+from manyhands.allreduce.collective import (
+    Collective,
+    ScheduleCollective,
+    SharedCollective,
+    carrier,
+    over_links,
+)
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import Algorithm
@@ -15,7 +21,6 @@ from manyhands.link.base import Link
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
-from manyhands.wire.codec import codec_named
 
 __all__ = ["AllReduceTraining"]
 
@@ -36,7 +41,7 @@ class AllReduceTraining(ExchangeTraining):
     ) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        codec = codec_named(strategy.codec)
+        codec = carrier(strategy.codec, feedback=strategy.feedback, seed=0, rank=rank, world=len(links) + 1)
         executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm, codec)
         gradients = ScheduleCollective(executor, links, codec=strategy.codec)
         return AllReduceExchange(gradients, strategy.buckets), ScheduleCollective(executor, links)
@@ -45,7 +50,8 @@ class AllReduceTraining(ExchangeTraining):
 def _collective(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(resources.group())
-    return over_links(_algorithm(strategy, resources.world), resources, strategy.codec)
+    algorithm = _algorithm(strategy, resources.world)
+    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
 
 
 def _algorithm(strategy: AllReduce, world: int) -> Algorithm:

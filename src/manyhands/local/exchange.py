@@ -11,7 +11,7 @@ between, a wish to stop and losses that are not finite travel with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.local.replica import Replica
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
@@ -76,6 +76,7 @@ class LocalExchange(Exchange):
         assert self._replica is not None, "attach comes before agree"
         if not self._losses:
             self._replica.begin()
+        self._collective.step = local.step
         self._broken = self._broken or not local.is_finite
         self._weight += local.share
         self._losses.append(local.loss * local.share if local.is_finite and local.share else 0.0)
@@ -109,6 +110,15 @@ class LocalExchange(Exchange):
         """After an average every worker has the same; worker 0 tells."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def kept(self) -> Mapping[str, Any] | None:
+        """What the codec has left out so far, of every worker."""
+        assert self._replica is not None, "attach comes before kept"
+        return self._replica.kept()
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Each its own."""
+        remember_kept(self._collective, kept)
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""

@@ -21,7 +21,7 @@ from manyhands.facts import (
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting
 
 __all__ = ["Local"]
 
@@ -52,10 +52,13 @@ class Local(Strategy):
     """How many steps of its own a worker takes between two averages."""
     link: str = link_setting()
     codec: str = codec_setting()
+    """How what travels is made smaller: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to what is sent next."""
 
     def __post_init__(self) -> None:
         check_link(self.link)
-        check_codec(self.codec, link=self.link)
+        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
         if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
             raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
 

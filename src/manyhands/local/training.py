@@ -22,5 +22,6 @@ class LocalTraining(ExchangeTraining):
         if resources.world == 1:
             return SingleExchange()  # an average of one
         if strategy.uses_links:
-            return LocalExchange(over_links(ALGORITHMS["ring"], resources, strategy.codec), strategy.steps)
+            collective = over_links(ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback)
+            return LocalExchange(collective, strategy.steps)
         return LocalExchange(SharedCollective(resources.group()), strategy.steps)

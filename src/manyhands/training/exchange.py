@@ -229,6 +229,16 @@ class Exchange(ABC):
         """Collective, between steps: the whole model's `state_dict()` on worker 0, None on the others."""
         return model.state_dict() if self.rank == 0 else None
 
+    def kept(self) -> Mapping[str, Any] | None:
+        """Collective, between steps: what the exchange needs besides to go on, on worker 0; None where it is nothing.
+
+        A tree that a checkpoint can hold.
+        """
+        return None
+
+    def restore(self, kept: Mapping[str, Any]) -> None:  # noqa: B027 - most need nothing
+        """After `attach`: go on with what `kept` gave; every worker has all of it."""
+
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over all workers of a small float64 vector."""

@@ -83,6 +83,8 @@ class Trainer:
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
+        if start is not None and "exchange" in start.extra:
+            self._exchange.restore(start.extra.pop("exchange"))
         self._model = model
         model.train()
         agreement = self._agreement(model, first)
