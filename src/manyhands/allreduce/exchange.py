@@ -18,6 +18,7 @@ from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange"]
 
@@ -39,6 +40,7 @@ class AllReduceExchange(Exchange):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
+        check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer = model, optimizer
         self._reducer = Reducer(model, self._collective, gradient_layouts(model, self._bucket_bytes))
         self._reducer.broadcast([*model.parameters(), *model.buffers()])

@@ -13,7 +13,7 @@ from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Pr
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, votes
 
 __all__ = ["Ps"]
 
@@ -66,6 +66,11 @@ class Ps(Strategy):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
         check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+
+    @property
+    def votes(self) -> bool:
+        """Whether a step goes by the signs of the sum."""
+        return votes(self.codec)
 
     @property
     def waits_for(self) -> Waits:

@@ -17,13 +17,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.randomness import mix
-from manyhands.wire.names import CODECS, has_feedback, parse_codec
+from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["BadBytes", "ParcelCodec", "codec_named", "encodes", "expect_bytes", "round_trip"]
+__all__ = ["BadBytes", "ParcelCodec", "check_optimizer", "codec_named", "encodes", "expect_bytes", "round_trip"]
 
 
 _DRAWN: Final = 0xC0DEC  # or seed and step would only count by their sum
@@ -135,6 +136,16 @@ def round_trip(codec: ParcelCodec, parcel: Parcel, values: Tensor, room: Tensor)
     encoded = room[: codec.encode(parcel, values, room)]
     codec.decode(parcel, encoded, values)
     return encoded
+
+
+def check_optimizer(text: str, optimizer: Optimizer) -> None:
+    """Raise UserError where a codec keeps momentum and the optimizer has some as well: it would count twice."""
+    own = max((float(group.get("momentum", 0.0) or 0.0) for group in optimizer.param_groups), default=0.0)
+    if momentum_of(text) and own:
+        raise UserError(
+            f"codec={text} keeps the momentum of {momentum_of(text):g} itself, and {type(optimizer).__name__} has "
+            f"{own:g} as well; build it with momentum=0, or write momentum=0 after the fraction"
+        )
 
 
 def expect_bytes(encoded: Tensor, num_bytes: int) -> None:

@@ -25,8 +25,10 @@ __all__ = [
     "codec_setting",
     "feedback_setting",
     "has_feedback",
+    "momentum_of",
     "parse_codec",
     "rounds_hops",
+    "votes",
     "words_of",
 ]
 
@@ -276,10 +278,18 @@ def rounds_hops(text: str) -> bool:
 
 def has_feedback(text: str) -> bool:
     """Whether what it leaves out is kept for later, unless `feedback=no`."""
-    stages = parse_codec(text)
-    if any(stage.options.get("kind") == "vote" for stage in stages):
-        return False  # a vote has no size, so nothing that could be left of it
-    return any(CODECS[stage.word].biased for stage in stages)
+    # A vote has no size, so there is nothing that could be left of it.
+    return not votes(text) and any(CODECS[word].biased for word in words_of(text))
+
+
+def votes(text: str) -> bool:
+    """Whether sums become their signs."""
+    return any(stage.options.get("kind") == "vote" for stage in parse_codec(text))
+
+
+def momentum_of(text: str) -> float:
+    """The momentum that a codec keeps by itself, 0 for none: the optimizer must not have it as well."""
+    return max((float(stage.options.get("momentum", 0.0)) for stage in parse_codec(text)), default=0.0)
 
 
 def codec_setting() -> Any:
@@ -313,8 +323,8 @@ def check_codec(
     for stage in stages:
         if strategy in CODECS[stage.word].refused:
             raise UserError(f"{strategy} codec={text}: {CODECS[stage.word].refused[strategy]}")
-        if stage.options.get("kind") == "vote" and strategy == "local":
-            raise UserError(f"local codec={text}: a vote says nothing of how far to go; write sign")
+    if strategy == "local" and votes(text):
+        raise UserError(f"local codec={text}: a vote says nothing of how far to go; write sign")
     if not rounds_hops(text) and algorithm != "direct":
         raise UserError(
             f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "
