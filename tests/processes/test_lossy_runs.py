@@ -47,7 +47,9 @@ def weights(run: mh.Run) -> dict[str, torch.Tensor]:
         ("local steps=2 link=tcp codec=topk:0.1", 0.9),
     ],
 )
-def test_a_resumed_compressed_run_equals_an_uninterrupted_one(text: str, momentum: float, tmp_path: Path) -> None:
+def test_a_resumed_compressed_run_equals_an_uninterrupted_one(
+    text: str, momentum: float, tmp_path: Path
+) -> None:
     """What is owed, momentum and factors go on from the checkpoint, to the bit; events tell the chain."""
     task = make_task(momentum)
     whole = mh.fit(task, text, workers=2, steps=10, out=tmp_path / "whole")

@@ -150,13 +150,7 @@ class Compressor:
         add_up(left)
         right = codec.right(parcel, owed, left)
         if feedback is not None:
-            sent = torch.empty_like(owed)
-            codec.product(parcel, left, right, sent)
-            for begin, end in codec.whole(parcel):
-                sent[begin:end].copy_(
-                    owed[begin:end]
-                )  # these went as they are, and `left` has the sum of them
-            owed.sub_(sent)
+            codec.take_off(parcel, left, right, owed)
             feedback.keep(owed)
         add_up(right)
         codec.start_with(parcel, right)

@@ -24,7 +24,15 @@ from manyhands.randomness import mix
 from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["BadBytes", "ParcelCodec", "check_optimizer", "codec_named", "encodes", "expect_bytes", "round_trip"]
+__all__ = [
+    "BadBytes",
+    "ParcelCodec",
+    "check_optimizer",
+    "codec_named",
+    "encodes",
+    "expect_bytes",
+    "round_trip",
+]
 
 
 _DRAWN: Final = 0xC0DEC  # or seed and step would only count by their sum

@@ -18,9 +18,9 @@ from manyhands.settings import check_choice, setting
 __all__ = [
     "CODECS",
     "RAW",
-    "Listed",
     "CodecOption",
     "CodecStage",
+    "Listed",
     "check_codec",
     "codec_setting",
     "feedback_setting",

@@ -63,6 +63,14 @@ class PowerSgd(ParcelCodec):
             into[begin:end].copy_(rest[: end - begin])
             rest = rest[end - begin :]
 
+    def take_off(self, parcel: Parcel, left: Tensor, right: Tensor, owed: Tensor) -> None:
+        """Take off `owed` what this worker has sent of it: the sum of P times its own Q, and what went as it is."""
+        sent = torch.empty_like(owed)
+        self.product(parcel, left, right, sent)
+        for begin, end in self.whole(parcel):
+            sent[begin:end].copy_(owed[begin:end])  # `left` has the sum of these
+        owed.sub_(sent)
+
     def start_with(self, parcel: Parcel, right: Tensor) -> None:
         """The next step begins with these sums of Q; what is not finite is not kept."""
         if right.sum().isfinite():
