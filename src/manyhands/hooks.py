@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from manyhands.errors import ManyhandsError, UserError
@@ -29,7 +30,7 @@ __all__ = ["compressed"]
 
 _LENGTH: Final = 8
 
-Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
 def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int = 2) -> Hook:
@@ -46,7 +47,7 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
         raise UserError(f"start={start} must be at least 2: buckets are laid out anew after the first step")
     buckets = _Buckets(made, seed, start)
 
-    def compressed_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def compressed_hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         return buckets.exchange(state, bucket)
 
     compressed_hook.memory = made.memory  # type: ignore[attr-defined]
@@ -66,7 +67,7 @@ class _Buckets:
     def remember(self, memory: dict[str, torch.Tensor]) -> None:
         self._codec.remember(memory)
 
-    def exchange(self, group: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def exchange(self, group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         """The mean over workers of a bucket, when it is there."""
         buffer, step = bucket.buffer(), self._step
         self._step += bucket.is_last()
@@ -107,7 +108,8 @@ class _Buckets:
             self._codec.settle(parcel, total)
             return buffer.copy_(total)
 
-        return work.get_future().then(add_up)
+        future: Future[torch.Tensor] = work.get_future().then(add_up)
+        return future
 
     def _sum_factors(self, codec: PowerSgd, parcel: Parcel, values: torch.Tensor, group: Any) -> torch.Tensor:
         feedback = self._codec if isinstance(self._codec, ErrorFeedback) else None
@@ -124,7 +126,7 @@ class _Buckets:
         return values
 
 
-def _parcel_of(bucket: dist.GradBucket) -> Parcel:
+def _parcel_of(bucket: GradBucket) -> Parcel:
     """A bucket's place among all of them, and the matrices in it."""
     buffer = bucket.buffer()
     whole = Parcel.whole(bucket.index(), buffer.numel(), buffer.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.link.wire import codec_of
 from manyhands.record.events import EventKind
 from manyhands.record.recorded import read_run_events
@@ -90,3 +90,47 @@ def test_a_server_goes_by_the_majority() -> None:
 def test_momentum_is_not_counted_twice() -> None:
     with pytest.raises(UserError, match=r"keeps the momentum of 0.9 itself, and SGD has 0.9 as well"):
         mh.fit(make_task(0.9), "allreduce link=tcp codec=dgc:0.01", workers=2, steps=2)
+
+
+class Bag(nn.Module):
+    """Words and a line on top; the second table is never reached."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(60, 4, sparse=sparse, dtype=torch.float64)
+        self.never = nn.Embedding(9, 4, sparse=sparse, dtype=torch.float64)
+        self.line = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.line(self.words(words).mean(1))
+
+
+def bag_task(sparse: bool) -> mh.Task:
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(0, 60, (40, 3), generator=generator)
+    torch.manual_seed(2)
+    template = Bag(sparse)
+    return mh.Task(
+        model=lambda: copy.deepcopy(template),
+        loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean(),
+        data=(words, torch.randn(40, generator=generator, dtype=torch.float64)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3),
+        batch_size=10,
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["allreduce link=tcp", "allreduce algorithm=ring", "allreduce link=tcp codec=int8"]
+)
+def test_rows_of_an_embedding_are_summed_as_such(text: str) -> None:
+    run = mh.fit(bag_task(sparse=True), text, workers=3, steps=6)
+    if "codec" not in text:
+        expected = mh.fit(bag_task(sparse=False), "single", steps=6)
+        for name, value in weights(run).items():
+            assert torch.allclose(value, weights(expected)[name], atol=1e-12), name
+    assert torch.equal(weights(run)["never.weight"], bag_task(sparse=True).model().never.weight)
+
+
+def test_memory_that_is_shared_sums_dense_gradients() -> None:
+    with pytest.raises(ManyhandsError, match="add link=tcp, or build"):
+        mh.fit(bag_task(sparse=True), "mirrored", workers=2, steps=1)

@@ -15,6 +15,7 @@ import torch
 
 from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.rows import Rows
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
@@ -68,6 +69,15 @@ class Collective(ABC):
         """Whether what is in it is rounded on its way."""
         del parcel
         return False
+
+    sums_rows: bool = False
+    """Whether gradients of some rows are summed as such; else only dense ones are."""
+
+    def sum_rows(self, mine: Rows, below: int) -> Rows:
+        """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
+        )
 
     def memory(self) -> dict[str, torch.Tensor]:
         """What this worker keeps of what a codec has left out so far, by name."""
@@ -249,6 +259,8 @@ class ScheduleCollective(Collective):
     links.
     """
 
+    sums_rows = True
+
     def __init__(
         self,
         executor: ScheduleExecutor,
@@ -277,6 +289,10 @@ class ScheduleCollective(Collective):
     def rounds(self, parcel: Parcel) -> bool:
         """Where the executor encodes it."""
         return self._executor.encodes(parcel)
+
+    def sum_rows(self, mine: Rows, below: int) -> Rows:
+        """By a butterfly."""
+        return self._executor.sum_rows(mine, below)
 
     def memory(self) -> dict[str, torch.Tensor]:
         """What the executor's codecs keep."""

@@ -42,7 +42,8 @@ class AllReduceExchange(Exchange):
         """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
         check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer = model, optimizer
-        self._reducer = Reducer(model, self._collective, gradient_layouts(model, self._bucket_bytes))
+        layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
+        self._reducer = Reducer(model, self._collective, layouts)
         self._reducer.broadcast([*model.parameters(), *model.buffers()])
         keep_freed_memory()  # every step frees what the next one takes
 

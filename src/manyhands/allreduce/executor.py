@@ -25,6 +25,7 @@ from manyhands.allreduce.carrying import Encoded
 from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
+from manyhands.allreduce.rows import Rows, sum_rows
 from manyhands.allreduce.schedule import Algorithm, How
 from manyhands.errors import UserError, nearest
 from manyhands.link.alarm import Alarm
@@ -60,6 +61,7 @@ class _Kind(IntEnum):
     BROADCAST = 2
     BARRIER = 3
     COMPRESSED = 4
+    ROWS = 5
 
 
 class ScheduleExecutor:
@@ -144,6 +146,16 @@ class ScheduleExecutor:
         if op == "mean":
             vector.div_(self.world)
         return sent
+
+    def sum_rows(self, mine: Rows, below: int) -> Rows:
+        """Collective: the sum over ranks of rows of a table that has `below` of them."""
+        call = self._calls
+        self._calls += 1
+
+        def enter(number: int) -> None:
+            self._mailbox.enter("sum of rows", _Kind.ROWS, call, number)
+
+        return sum_rows(mine, below, self.rank, self.world, self._mailbox, enter)
 
     def broadcast(self, buffer: torch.Tensor, root: int = 0) -> Sent:
         """Collective: every rank's `buffer` becomes that of rank `root`, down a binomial tree."""
