@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import format_bytes
-from render_models import offload, pipeline_bubbles, pipeline_speed, wavefronts
+from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -451,6 +451,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce speed": allreduce_speed,
     "backend speed": backend_speed,
     "choosing": choosing,
+    "codecs": codecs_speed,
     "links": links_speed,
     "events overhead": events_overhead,
     "events cost": events_cost,

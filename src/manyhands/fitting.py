@@ -6,6 +6,7 @@ imports the same.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
+    if chosen.kernels:
+        import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
     if chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it

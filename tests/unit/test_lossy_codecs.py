@@ -323,6 +323,27 @@ def test_what_telescopes_in_whole_numbers_does_so_to_the_bit() -> None:
     assert bool(owed.any())
 
 
+@pytest.mark.parametrize("text", ["topk:0.5", "sign"])
+def test_without_feedback_the_known_failure_shows(text: str) -> None:
+    """Two items, one of them large and noisy: what is always smaller is never sent, and its signs count too much.
+
+    Of slopes (4, -1, -1) with mean 2/3 the mean sign is -1/3: uphill (Karimireddy et al., ICML 2019).
+    """
+    ends = {}
+    for feedback in (True, False):
+        codec, x = made(text, feedback=feedback), torch.tensor([0.0, 1.0])
+        for step in range(3000):
+            slope = x[1] if text == "topk:0.5" else (4.0, -1.0, -1.0)[step % 3]
+            x -= 0.01 * through(codec, torch.tensor([30.0 * (-1) ** step, slope]))
+        ends[feedback] = float(x[1])
+    if text == "topk:0.5":  # down to the minimum at 0, or never moved
+        assert abs(ends[True]) < 0.1
+        assert ends[False] == 1.0
+    else:  # a line that falls by 2/3: down by about 0.01 · 2/3 · 3000, or up
+        assert abs(ends[True] - (1 - 20)) < 2
+        assert ends[False] > 1
+
+
 def test_parcels_owe_apart_and_memory_goes_to_another_one() -> None:
     for text in ("topk:0.1", "dgc:0.05+int8", "powersgd:1"):
         first, second = made(text, feedback=True), made(text, feedback=True)

@@ -18,7 +18,7 @@ from manyhands.settings import (
     whole_number,
 )
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["AllReduce", "Mirrored"]
 
@@ -90,6 +90,11 @@ class AllReduce(Strategy):
     def uses_links(self) -> bool:
         """Every algorithm but `direct` in shared memory, which sums in place."""
         return self.algorithm != "direct" or self.uses_network
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
     def promises(self) -> Promises:

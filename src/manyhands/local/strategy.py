@@ -21,7 +21,7 @@ from manyhands.facts import (
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["Local"]
 
@@ -80,6 +80,11 @@ class Local(Strategy):
         return [
             replace(worker, besides=model.weights + model.state, what="room in which replicas are averaged")
         ]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
     def promises(self) -> Promises:

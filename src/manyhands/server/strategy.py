@@ -13,7 +13,7 @@ from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Pr
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, votes
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
 
@@ -145,6 +145,11 @@ class Ps(Strategy):
         if not self.consistency.lockstep:
             return BY_CHANCE
         return TO_ROUNDING if self.codec == RAW else ROUNDED
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
     def promises(self) -> Promises:

@@ -56,7 +56,10 @@ class PowerSgd(ParcelCodec):
         at = 0
         for one, factor in self._lefts(parcel, left):
             other = right[at : at + self._rank * one.columns].view(one.columns, self._rank)
-            _matrix(into, one).copy_(factor @ other.T)
+            if into.dtype == factor.dtype:
+                torch.mm(factor, other.T, out=_matrix(into, one))
+            else:
+                _matrix(into, one).copy_(factor @ other.T)
             at += other.numel()
         rest = left[sum(self._rank * one.rows for one in self._factored(parcel)) :]
         for begin, end in self.whole(parcel):
@@ -123,14 +126,16 @@ class PowerSgd(ParcelCodec):
 
     def _start(self, parcel: Parcel, number: int, one: Matrix) -> Tensor:
         """The Q of the step before; columns that are nothing, as all are at first, are drawn: alike by all workers."""
-        kept = self._right.get(parcel.key)
+        kept, factor, there = self._right.get(parcel.key), None, None
+        if kept is not None:
+            at = sum(self._rank * before.columns for before in self._factored(parcel)[:number])
+            factor = kept[at : at + self._rank * one.columns].view(one.columns, self._rank)
+            there = factor.any(0)
+            if bool(there.all()):
+                return factor
         generator = torch.Generator().manual_seed(mix(self.seed, parcel.number, parcel.begin, number) >> 1)
         drawn = torch.randn(one.columns, self._rank, generator=generator, dtype=_type_of(parcel))
-        if kept is None:
-            return drawn
-        at = sum(self._rank * before.columns for before in self._factored(parcel)[:number])
-        factor = kept[at : at + drawn.numel()].view_as(drawn)
-        return torch.where(factor.any(0), factor, drawn)
+        return drawn if factor is None or there is None else torch.where(there, factor, drawn)
 
 
 def _type_of(parcel: Parcel) -> torch.dtype:

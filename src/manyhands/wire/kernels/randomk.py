@@ -13,9 +13,9 @@ __all__ = ["draw", "enlarge"]
 @njit("void(int64, uint32[::1], uint32, uint32)", cache=True, nogil=True)
 def draw(count, indices, low, high):  # type: ignore[no-untyped-def]
     """One place of each stretch."""
-    stretches = len(indices)
+    stretches, end = len(indices), 0
     for j in range(stretches):
-        begin, end = count * j // stretches, count * (j + 1) // stretches
+        begin, end = end, int64(uint64(count * (j + 1)) // uint64(stretches))
         bits = uint64(bits_at(uint32(j), low, high))
         indices[j] = uint32(begin + int64((bits * uint64(end - begin)) >> uint64(32)))
 
@@ -23,7 +23,7 @@ def draw(count, indices, low, high):  # type: ignore[no-untyped-def]
 @njit("void(float32[::1], uint32[::1], float32[::1])", cache=True, nogil=True)
 def enlarge(values, indices, kept):  # type: ignore[no-untyped-def]
     """The items at these places, times the lengths of their stretches."""
-    count, stretches = len(values), len(indices)
+    count, stretches, end = len(values), len(indices), 0
     for j in range(stretches):
-        length = count * (j + 1) // stretches - count * j // stretches
-        kept[j] = values[indices[j]] * float32(length)
+        begin, end = end, int64(uint64(count * (j + 1)) // uint64(stretches))
+        kept[j] = values[indices[j]] * float32(end - begin)
