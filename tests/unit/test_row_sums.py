@@ -10,7 +10,7 @@ from torch import nn
 
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.rows import Rows, row_sparse
+from manyhands.allreduce.rows import GradientRows, row_sparse
 from manyhands.errors import ManyhandsError
 from manyhands.link.simulated import SimulatedNetwork
 
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.timeout(60)
 TABLE = 50
 
 
-def rows_of(rank: int, dtype: torch.dtype = torch.float64) -> Rows:
+def rows_of(rank: int, dtype: torch.dtype = torch.float64) -> GradientRows:
     generator = torch.Generator().manual_seed(rank)
     count = 0 if rank == 2 else 3 + 2 * rank
     numbers = torch.randperm(TABLE, generator=generator)[:count].sort().values
-    return Rows(numbers, torch.randn(count, 4, generator=generator, dtype=torch.float64).to(dtype))
+    return GradientRows(numbers, torch.randn(count, 4, generator=generator, dtype=torch.float64).to(dtype))
 
 
-def summed(world: int, give: Callable[[int], Rows] = rows_of) -> list[tuple[Rows, int]]:
+def summed(world: int, give: Callable[[int], GradientRows] = rows_of) -> list[tuple[GradientRows, int]]:
     network = SimulatedNetwork()
 
-    def role(rank: int) -> Callable[[], tuple[Rows, int]]:
+    def role(rank: int) -> Callable[[], tuple[GradientRows, int]]:
         links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
         executor = ScheduleExecutor(ALGORITHMS["ring"], rank, world, links, 20.0)
 
-        def work() -> tuple[Rows, int]:
+        def work() -> tuple[GradientRows, int]:
             total = executor.sum_rows(give(rank), TABLE)
             executor.all_reduce(torch.ones(3))  # what comes after it is not disturbed
             return total, executor.bytes_sent
@@ -67,8 +67,12 @@ def test_floats_have_the_same_bits_on_every_rank() -> None:
 def test_rows_that_are_none_are_refused_by_name() -> None:
     for numbers in ([3, 3], [5, 1], [-1, 2], [7, TABLE]):
 
-        def lie(rank: int, numbers: list[int] = numbers) -> Rows:
-            return Rows(torch.tensor(numbers), torch.ones(2, 4, dtype=torch.float64)) if rank else rows_of(0)
+        def lie(rank: int, numbers: list[int] = numbers) -> GradientRows:
+            return (
+                GradientRows(torch.tensor(numbers), torch.ones(2, 4, dtype=torch.float64))
+                if rank
+                else rows_of(0)
+            )
 
         with pytest.raises(
             ManyhandsError, match=r"rank 0, sum of rows, .*: from rank 1: numbers of rows that"
@@ -78,7 +82,7 @@ def test_rows_that_are_none_are_refused_by_name() -> None:
         summed(
             2,
             lambda rank: (
-                Rows(torch.arange(51), torch.ones(51, 4, dtype=torch.float64)) if rank else rows_of(0)
+                GradientRows(torch.arange(51), torch.ones(51, 4, dtype=torch.float64)) if rank else rows_of(0)
             ),
         )
 
@@ -86,7 +90,7 @@ def test_rows_that_are_none_are_refused_by_name() -> None:
 def test_which_parameters_have_gradients_of_rows() -> None:
     model = nn.ModuleList([nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2), nn.Linear(2, 2)])
     assert row_sparse(model) == {model[0].weight}
-    rows = Rows.of(
+    rows = GradientRows.of(
         torch.sparse_coo_tensor(
             [[3, 1, 3]], torch.tensor([[1.0], [2.0], [5.0]]), (5, 1), check_invariants=True
         )

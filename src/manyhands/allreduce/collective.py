@@ -15,7 +15,7 @@ import torch
 
 from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.rows import Rows
+from manyhands.allreduce.rows import GradientRows
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
@@ -73,7 +73,7 @@ class Collective(ABC):
     sums_rows: bool = False
     """Whether gradients of some rows are summed as such; else only dense ones are."""
 
-    def sum_rows(self, mine: Rows, below: int) -> Rows:
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
         raise NotImplementedError(
             f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
@@ -290,7 +290,7 @@ class ScheduleCollective(Collective):
         """Where the executor encodes it."""
         return self._executor.encodes(parcel)
 
-    def sum_rows(self, mine: Rows, below: int) -> Rows:
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """By a butterfly."""
         return self._executor.sum_rows(mine, below)
 

@@ -25,7 +25,7 @@ from manyhands.allreduce.carrying import Encoded
 from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
-from manyhands.allreduce.rows import Rows, sum_rows
+from manyhands.allreduce.rows import GradientRows, sum_rows
 from manyhands.allreduce.schedule import Algorithm, How
 from manyhands.errors import UserError, nearest
 from manyhands.link.alarm import Alarm
@@ -147,7 +147,7 @@ class ScheduleExecutor:
             vector.div_(self.world)
         return sent
 
-    def sum_rows(self, mine: Rows, below: int) -> Rows:
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective: the sum over ranks of rows of a table that has `below` of them."""
         call = self._calls
         self._calls += 1

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from manyhands.allreduce.collective import Collective, broadcast, kept_by_codecs, total
-from manyhands.allreduce.rows import Rows, row_sparse
+from manyhands.allreduce.rows import GradientRows, row_sparse
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep
 from manyhands.wire.dtypes import SUMMED
@@ -67,7 +67,7 @@ class Reducer:
         self._gpu = _gpu_copies(self._parameters, self._buckets)
         self._bring_back = bring_back
         self._rows = {
-            slot.parameter: Rows.none(self._parameters[slot.parameter])
+            slot.parameter: GradientRows.none(self._parameters[slot.parameter])
             for layout in layouts
             for slot in layout.slots
             if not slot.count and self._parameters[slot.parameter].numel()
@@ -127,7 +127,7 @@ class Reducer:
         self._collective.launch(self._status_index)
         self._collective.finish()
         for index in sorted(self._rows):
-            mine = self._rows[index] if self._reached[index] else Rows.none(self._parameters[index])
+            mine = self._rows[index] if self._reached[index] else GradientRows.none(self._parameters[index])
             self._rows[index] = self._collective.sum_rows(mine, self._parameters[index].shape[0])
         return self._read_status(status.tolist())
 
@@ -200,7 +200,7 @@ class Reducer:
         if gradient.is_sparse != (index in self._rows):
             raise UserError(self._refusal(index))
         if index in self._rows:
-            rows = Rows.of(gradient).times(self.weight)
+            rows = GradientRows.of(gradient).times(self.weight)
             self._rows[index] = self._rows[index].plus(rows) if self._reached[index] else rows
         elif self._gpu is None:
             put(self.gradients[index], gradient, self.weight, add=self._reached[index])

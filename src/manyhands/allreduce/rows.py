@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from manyhands.allreduce.mailbox import Mailbox
 
-__all__ = ["Rows", "row_sparse", "sum_rows"]
+__all__ = ["GradientRows", "row_sparse", "sum_rows"]
 
 _NUMBER_BYTES = 8
 
 
-class Rows:
+class GradientRows:
     """Some rows of a table: their numbers, ascending, and their items, one row each."""
 
     def __init__(self, numbers: Tensor, items: Tensor) -> None:
@@ -29,31 +29,31 @@ class Rows:
         self.items = items
 
     @classmethod
-    def of(cls, gradient: Tensor) -> Rows:
+    def of(cls, gradient: Tensor) -> GradientRows:
         """Those of a sparse gradient, each once."""
         gradient = gradient.detach().coalesce()
         items = gradient.values().cpu()
         return cls(gradient.indices()[0].cpu(), items.reshape(len(items), -1).contiguous())
 
     @classmethod
-    def none(cls, parameter: Tensor) -> Rows:
+    def none(cls, parameter: Tensor) -> GradientRows:
         """No row of it."""
         width = parameter.numel() // max(1, parameter.shape[0])
         return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=parameter.dtype))
 
-    def plus(self, other: Rows) -> Rows:
+    def plus(self, other: GradientRows) -> GradientRows:
         """The rows of both; where both have one, the sum."""
         numbers, places = torch.unique(torch.cat([self.numbers, other.numbers]), return_inverse=True)
         items = torch.zeros(len(numbers), self.items.shape[1], dtype=self.items.dtype)
         items[places[: len(self.numbers)]] = self.items
         items[places[len(self.numbers) :]] += other.items
-        return Rows(numbers, items)
+        return GradientRows(numbers, items)
 
-    def times(self, weight: float) -> Rows:
+    def times(self, weight: float) -> GradientRows:
         """All items times `weight`; of 0 nothing is left, not even a NaN."""
         if weight == 0:
-            return Rows(self.numbers[:0], self.items[:0])
-        return self if weight == 1 else Rows(self.numbers, self.items * weight)
+            return GradientRows(self.numbers[:0], self.items[:0])
+        return self if weight == 1 else GradientRows(self.numbers, self.items * weight)
 
     def as_gradient(self, parameter: Tensor) -> Tensor:
         """As the optimizer takes it."""
@@ -75,8 +75,8 @@ def row_sparse(model: nn.Module) -> set[nn.Parameter]:
 
 
 def sum_rows(
-    mine: Rows, below: int, rank: int, world: int, mailbox: Mailbox, enter: Callable[[int], None]
-) -> Rows:
+    mine: GradientRows, below: int, rank: int, world: int, mailbox: Mailbox, enter: Callable[[int], None]
+) -> GradientRows:
     """Collective: the sum over ranks of rows of a table that has `below`; `enter` says which round begins."""
     power = 1 << world.bit_length() - 1
     swap = _Swap(mine.items.shape[1], mine.items.dtype, below, mailbox, enter)
@@ -97,7 +97,7 @@ def sum_rows(
 
 
 class _Swap:
-    """Rows to and from one rank at a time; every number of a round stands for two messages."""
+    """GradientRows to and from one rank at a time; every number of a round stands for two messages."""
 
     def __init__(
         self, width: int, dtype: torch.dtype, below: int, mailbox: Mailbox, enter: Callable[[int], None]
@@ -105,12 +105,12 @@ class _Swap:
         self._width, self._dtype, self._below = width, dtype, below
         self._mailbox, self._enter = mailbox, enter
 
-    def send(self, number: int, peer: int, rows: Rows) -> None:
+    def send(self, number: int, peer: int, rows: GradientRows) -> None:
         for step, payload in enumerate(self._payloads(rows)):
             self._enter(number + step)
             self._mailbox.flush(self._mailbox.post([(peer, payload)]), [peer])
 
-    def receive(self, number: int, peer: int) -> Rows:
+    def receive(self, number: int, peer: int) -> GradientRows:
         self._enter(number)
         count = torch.empty(1, dtype=torch.int64)
         self._mailbox.receive(peer, count.view(torch.uint8), [])
@@ -119,7 +119,7 @@ class _Swap:
         self._mailbox.receive(peer, room, [])
         return self._read(peer, int(count), room)
 
-    def both(self, number: int, peer: int, rows: Rows) -> Rows:
+    def both(self, number: int, peer: int, rows: GradientRows) -> GradientRows:
         count, body = self._payloads(rows)
         self._enter(number)
         refused = self._mailbox.post([(peer, count)])
@@ -133,7 +133,7 @@ class _Swap:
         self._mailbox.flush(refused, [peer])
         return self._read(peer, int(theirs), room)
 
-    def _payloads(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _payloads(self, rows: GradientRows) -> tuple[Tensor, Tensor]:
         body = torch.cat([rows.numbers.view(torch.uint8), rows.items.contiguous().view(-1).view(torch.uint8)])
         return torch.tensor([len(rows.numbers)]).view(torch.uint8), body
 
@@ -144,10 +144,10 @@ class _Swap:
             int(count) * (_NUMBER_BYTES + self._width * self._dtype.itemsize), dtype=torch.uint8
         )
 
-    def _read(self, peer: int, count: int, room: Tensor) -> Rows:
+    def _read(self, peer: int, count: int, room: Tensor) -> GradientRows:
         numbers = room[: _NUMBER_BYTES * count].view(torch.int64)
         ascends = bool((numbers[1:] > numbers[:-1]).all())
         if count and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < self._below):
             self._mailbox.refuse(peer, f"numbers of rows that do not ascend within {self._below}")
         items = room[_NUMBER_BYTES * count :].view(self._dtype).view(count, self._width)
-        return Rows(numbers, items)
+        return GradientRows(numbers, items)
