@@ -2,8 +2,8 @@
 
     python benchmarks/codecs.py [--rounds 9] [--items 4194304] [--out benchmarks/results/codecs.json]
 
-One thread each, on gradients of float32 in memory: the rate is their bytes over the time to encode and decode them.
-Contenders take turns within each round, so that a busy moment of the machine meets all of them; medians are reported.
+One thread each, on gradients of float32 in memory: the rate is their bytes over the processor time to encode and
+decode them. Contenders take turns within each round; medians are reported.
 Error feedback is left out, as the others have none.
 """
 
@@ -173,10 +173,10 @@ def measure(items: int, rounds: int) -> list[dict[str, Any]]:
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for number in range(rounds + 1):
             for name, call in contenders.items():
-                begin = time.perf_counter()
+                begin = time.process_time()
                 call()
                 if number:  # the first one warms up
-                    times[name].append(time.perf_counter() - begin)
+                    times[name].append(time.process_time() - begin)
         given = items * (8 if text == "fp32" else 4)
         rates = {name: given / statistics.median(took) / 1e9 for name, took in times.items()}
         rows.append({"codec": text, "share": num_bytes / given, "gb_per_s": rates})

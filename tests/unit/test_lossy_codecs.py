@@ -238,6 +238,22 @@ def test_topk_sends_the_largest_and_leaves_out_at_most_the_rest(fraction: float)
     assert left <= 1 - kept / 3000 + 1e-6
 
 
+@pytest.mark.parametrize("kind", ["normal", "equal", "few", "broken"])
+def test_the_largest_of_many_are_exactly_those(kind: str) -> None:
+    """Long parcels, where a sample says which are surely enough; where it says nothing, all are counted."""
+    values = normal(100_000)
+    if kind == "equal":
+        values = torch.ones(100_000)
+    elif kind == "few":  # almost all of them nothing
+        values[torch.arange(100_000) % 997 != 3] = 0
+    elif kind == "broken":
+        values[50_000:] = torch.nan
+    indices, kept = TopK(0.01).choose(Parcel.whole(0, 100_000, torch.float32), values.numpy())
+    size = values.abs().nan_to_num(nan=torch.inf).numpy()
+    assert indices.tolist() == sorted(np.lexsort((np.arange(100_000), -size))[:1000].tolist())
+    assert np.array_equal(kept, values.numpy()[indices], equal_nan=True)
+
+
 def test_a_sampled_threshold_sends_about_as_many_and_never_more() -> None:
     for seed, fraction in enumerate((0.001, 0.01, 0.1)):
         values = normal(200_000, seed)
