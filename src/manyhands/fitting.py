@@ -48,6 +48,8 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
+    options = options or Options()
+    options.security()  # a bad certificate is told before anything starts
     if chosen.kernels:
         import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
     if chosen.forks_workers(compiled=getattr(task, "compiled", False)):
@@ -57,5 +59,5 @@ def fit(
     from manyhands.training.request import Request
 
     length = (steps, epochs)
-    request = Request.make(task, chosen, workers, length, seed, options or Options(), check_device(device))
+    request = Request.make(task, chosen, workers, length, seed, options, check_device(device))
     return run_session(request, out, resume)

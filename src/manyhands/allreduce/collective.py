@@ -124,10 +124,10 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
     return {"codec": collective.codec, "workers": found} if collective.rank == 0 else None
 
 
-def remember_kept(collective: Collective, kept: Mapping[str, Any]) -> None:
+def remember_kept(collective: Collective, kept: Mapping[str, Any] | None) -> None:
     """Go on with what `kept_by_codecs` found; with another codec or other workers, nothing is kept to begin with."""
-    workers = kept["workers"]
-    if kept["codec"] == collective.codec and len(workers) == collective.world:
+    workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
+    if len(workers) == collective.world:
         collective.remember(as_memory(workers[collective.rank]))
 
 

@@ -6,7 +6,7 @@ of the mean over the batch, whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,8 +26,6 @@ __all__ = ["AllReduceExchange"]
 class AllReduceExchange(Exchange):
     """One worker's end of a synchronous all-reduce over the given collective."""
 
-    holds_copies = True
-
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank = collective.rank
         self.world = collective.world
@@ -37,6 +35,11 @@ class AllReduceExchange(Exchange):
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._reducer: Reducer | None = None
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model."""
+        return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
@@ -87,14 +90,15 @@ class AllReduceExchange(Exchange):
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
-    def kept(self) -> Mapping[str, Any] | None:
+    def memory(self) -> Mapping[str, Any]:
         """What the codec has left out so far, of every worker."""
-        assert self._reducer is not None, "attach comes before kept"
-        return self._reducer.kept()
+        assert self._reducer is not None, "attach comes before memory"
+        owed = self._reducer.owed()
+        return {"codec": owed} if owed else {}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def recall(self, memory: Mapping[str, Any]) -> None:
         """Each its own."""
-        remember_kept(self._collective, kept)
+        remember_kept(self._collective, memory.get("codec"))
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers."""

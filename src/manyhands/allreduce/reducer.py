@@ -140,7 +140,7 @@ class Reducer:
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
-    def kept(self) -> Mapping[str, Any] | None:
+    def owed(self) -> Mapping[str, Any] | None:
         """Collective, between steps: what the collective's codecs keep, of all workers, on worker 0."""
         index = self.carrier if self.is_idle else self._status_index
         return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])

@@ -65,6 +65,10 @@ COMMANDS = {
         home="manyhands.cli.graph:graph_app",
         help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
     ),
+    "export": Later(
+        home="manyhands.cli.export:export_command",
+        help="Write a run's weights as one file to deploy, in fewer bits if wanted, and say what that costs.",
+    ),
     "predict": Later(
         home="manyhands.cli.regression:predict_command",
         help="Print for every example the probability of the larger label, one a line.",
@@ -74,6 +78,10 @@ COMMANDS = {
         help="Run your own training script on several workers; see `mh.join()`.",
         settings={"ignore_unknown_options": True},
         trains=True,
+    ),
+    "certificates": Later(
+        home="manyhands.cli.certificates:certificates_command",
+        help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
     ),
     "doctor": Later(
         home="manyhands.cli.doctor:doctor_command",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import SharedCollective, over_links
-from manyhands.local.exchange import LocalExchange
+from manyhands.allreduce.collective import Collective, SharedCollective, over_links
+from manyhands.local.exchange import ApartExchange, LocalExchange
+from manyhands.local.gossip import Gossip
+from manyhands.local.outer import outer_step
 from manyhands.local.strategy import Local
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
@@ -19,9 +23,20 @@ class LocalTraining(ExchangeTraining):
     @classmethod
     def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
         """One worker's end: in the shared memory of one host, or in a ring of links."""
-        if resources.world == 1:
+        world = resources.world
+        if world == 1:
             return SingleExchange()  # an average of one
-        if strategy.uses_links:
-            collective = over_links(ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback)
-            return LocalExchange(collective, strategy.steps)
-        return LocalExchange(SharedCollective(resources.group()), strategy.steps)
+        links = resources.links() if strategy.uses_links else {}
+        resources = replace(resources, links=lambda: links)  # once for averages and what is between them
+        if strategy.uses_network:
+            collective: Collective = over_links(
+                ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
+            )
+        else:
+            collective = SharedCollective(resources.group())
+        gossip = None
+        if strategy.gossip:
+            gossip = Gossip(resources.rank, world, links, resources.timeout_s)
+        outer = outer_step(strategy.outer, world)
+        kind = ApartExchange if outer.keeps_apart else LocalExchange
+        return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)

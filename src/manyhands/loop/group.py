@@ -32,7 +32,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["Resumed", "WorkerGroup"]
 
-_OWED: Final = "manyhands: what codecs owe"
+_MEMORY: Final = "manyhands: what the exchange remembers"
 """Beside the user's own `extra` in a checkpoint."""
 
 
@@ -176,13 +176,13 @@ class WorkerGroup:
         model = self._rounds.require_model()
         self._words.meet(Call.SAVE, step)
         optimizer = self._optimizer_state()
-        owed = self._rounds.exchange.kept()
+        memory = self._rounds.exchange.memory()
         if self.is_main:
             snapshot = Snapshot(
                 step=step,
                 model=model.state_dict(),
                 optimizer=optimizer,
-                extra={**(extra or {}), **({_OWED: dict(owed)} if owed else {})},
+                extra={**(extra or {}), **({_MEMORY: dict(memory)} if memory else {})},
                 may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
             )
             CheckpointStore(Path(folder), keep).save(snapshot)
@@ -203,9 +203,7 @@ class WorkerGroup:
             for number, optimizer in enumerate(self._optimizers):
                 restore_optimizer(optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer)
                 optimizer.zero_grad()
-            owed = loaded.extra.pop(_OWED, None)
-            if owed is not None:
-                self._rounds.exchange.restore(owed)
+            self._rounds.exchange.recall(loaded.extra.pop(_MEMORY, {}))
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from manyhands.errors import UserError, nearest
-from manyhands.settings import check_choice, setting
+from manyhands.settings import check_choice, setting, switch_setting
 
 __all__ = [
     "CODECS",
@@ -299,12 +299,7 @@ def codec_setting() -> Any:
 
 def feedback_setting() -> Any:
     """`feedback=no`: what a codec leaves out is lost, and not kept for the next exchange."""
-    return setting(True, _read_feedback, lambda value: "yes" if value else "no")
-
-
-def _read_feedback(text: str) -> bool:
-    check_choice("feedback", text, ("yes", "no"))
-    return text == "yes"
+    return switch_setting(True)
 
 
 def check_codec(
