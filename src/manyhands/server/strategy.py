@@ -44,7 +44,6 @@ class Ps(Strategy):
     cannot_stop: ClassVar[str] = (
         "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
     )
-    can_change_workers: ClassVar[bool] = True
     logs_updates: ClassVar[bool] = True
 
     servers: int = setting(1, whole_number)
@@ -71,6 +70,11 @@ class Ps(Strategy):
     def votes(self) -> bool:
         """Whether a step goes by the signs of the sum."""
         return votes(self.codec)
+
+    @property
+    def can_change_workers(self) -> bool:
+        """Servers give each slot its part of the work."""
+        return True
 
     @property
     def waits_for(self) -> Waits:
