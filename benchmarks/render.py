@@ -13,7 +13,7 @@ from pathlib import Path
 from manyhands.errors import format_bytes
 from render_choosing import choosing
 from render_links import links_speed, tls_cost
-from render_models import offload, pipeline_bubbles, pipeline_speed, wavefronts
+from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -338,6 +338,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce speed": allreduce_speed,
     "backend speed": backend_speed,
     "choosing": choosing,
+    "codecs": codecs_speed,
     "links": links_speed,
     "tls": tls_cost,
     "events overhead": events_overhead,

@@ -88,3 +88,14 @@ def offload() -> str:
     millions = result["parameters"] / 1e6
     about = f"{millions:.0f} million parameters, whose states take {states}"
     return f"**{result['device']}**, {about}\n\n{markdown(rows)}"
+
+
+def codecs_speed() -> str:
+    """Each codec's share of the bytes and its rate, beside torch's hooks and numpy."""
+    result = load("codecs")
+    rows = [["codec", "share of the bytes", "manyhands, GB/s", "torch's hook", "numpy"]]
+    for row in result["rows"]:
+        rates = row["gb_per_s"]
+        cells = [f"{rates[name]:.2f}" if name in rates else "" for name in ("manyhands", "torch", "numpy")]
+        rows.append([f"`{row['codec']}`", f"{100 * row['share']:.3g} %", *cells])
+    return f"**{result['cores']} cores, {result['items']:,} items**\n\n{markdown(rows)}"

@@ -6,6 +6,7 @@ imports the same.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,8 @@ def fit(
     options = options or Options()
     options.security()  # a bad certificate is told before anything starts
     place = place_among_others()
+    if chosen.kernels:
+        import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
     if place is None and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it

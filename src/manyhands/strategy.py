@@ -131,6 +131,11 @@ class Strategy(ABC):
         return getattr(self, "link", "") == "tcp"
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """Families of compiled code that its workers need besides what every run does: compiled before they start."""
+        return ()
+
+    @property
     def cannot_compile(self) -> str:
         """A sentence on why torch.compile cannot be used; empty where it can."""
         return ""

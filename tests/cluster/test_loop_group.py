@@ -155,7 +155,10 @@ def test_only_worker_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "from 0!\n"
 
 
-@pytest.mark.parametrize(("first", "second"), [("mirrored", "central"), ("central", "mirrored")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("mirrored", "central"), ("central", "mirrored"), ("allreduce link=tcp codec=topk:0.1",) * 2],
+)
 def test_a_run_goes_on_from_a_checkpoint_to_the_weights_of_an_uninterrupted_one(
     first: str, second: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.record.events import EventKind, Wire, wire_of
+from manyhands.link.wire import codec_of
+from manyhands.record.events import EventKind, Wire
 from manyhands.record.recorded import read_run_events
 from manyhands.server.replay import replay
 from manyhands.training.computing import Computer, TrainingPlan
@@ -197,6 +198,7 @@ def check_events(path: Path, summary: dict[str, Any]) -> None:
     sent = 0
     for role in read_run_events(path / "events").roles:
         records = role.records[role.records["kind"] == EventKind.SEND]
-        assert set(records["wire"].tolist()) == {wire_of(Wire.TCP, "bf16")}
+        assert set(records["wire"].tolist()) == {Wire.TCP}
+        assert {codec_of(number) for number in records["codec"].tolist()} == {"bf16"}
         sent += int(records["num_bytes"].sum()) if role.name.startswith("worker") else 0
     assert 0 < sent <= summary["bytes_sent"]

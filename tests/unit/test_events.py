@@ -18,8 +18,18 @@ from descriptors import open_descriptors
 from manyhands.analyse.collect import Collector
 from manyhands.errors import DataError, UserError
 from manyhands.memory.segment import Segment
-from manyhands.record.events import NO_STEP, NOBODY, RECORD, Event, EventKind, Records, to_events
-from manyhands.record.files import Ending, EventFileWriter, read_events, read_header
+from manyhands.record.events import (
+    NO_STEP,
+    NOBODY,
+    RECORD,
+    Event,
+    EventKind,
+    Records,
+    Wire,
+    to_events,
+    wire_of,
+)
+from manyhands.record.files import _LAYOUTS, _OLD_RECORD, Ending, EventFileWriter, read_events, read_header
 from manyhands.record.ring import EventRing
 
 HEADER_BYTES = 512
@@ -74,10 +84,12 @@ def test_every_field_comes_back(ring: EventRing) -> None:
         start_ns=2**62 + 1,
         duration_ns=2**40 + 3,
         step=2**33,
-        peer=70_000,
+        peer=30_000,
         num_bytes=2**45,
         count=2**32 - 1,
         value=-0.1,
+        wire=Wire.TCP,
+        codec="topk+int8",
     )
     kept = ring.record(
         sent.kind,
@@ -88,6 +100,7 @@ def test_every_field_comes_back(ring: EventRing) -> None:
         num_bytes=sent.num_bytes,
         count=sent.count,
         value=sent.value,
+        wire=wire_of(Wire.TCP, "topk:0.01+int8"),
     )
     assert kept
     assert to_events(ring.drain()) == [sent]
@@ -293,7 +306,8 @@ def test_cut_or_foreign_header_is_refused_by_name_and_offset(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("offset", "damage", "reported", "words"),
     [
-        (8, b"\x03", 8, "version 3"),
+        (8, b"\x04", 8, "version 4"),
+        (8, b"\x02", 120, "laid out as version 2"),
         (12, b"\x80", 120, "laid out"),
         (128, b"x", 120, "laid out"),
         (40, b"\x09", 40, "9 is no way"),
@@ -313,6 +327,31 @@ def test_garbage_is_refused_by_offset(
     data[offset : offset + 1] = damage
     path.write_bytes(data)
     with pytest.raises(DataError, match=f"offset {reported}: .*{words}"):
+        read_events(path)
+
+
+def test_a_file_of_the_version_before_is_read(tmp_path: Path) -> None:
+    """Whose peer had 32 bits, and whose codec lay in the high half of the byte that tells the wire."""
+    path = written_file(tmp_path)
+    now = read_events(path)
+    old = np.zeros(len(now), _OLD_RECORD)
+    for name in _OLD_RECORD.names:
+        old[name] = now[name]
+    old["wire"], old["peer"][1] = Wire.TCP | 2 << 4, 1234
+    data = bytearray(path.read_bytes())
+    data[8:12] = (2).to_bytes(4, "little")
+    data[120:512] = _LAYOUTS[2].ljust(392, b"\0")
+    data[512:] = old.tobytes()
+    path.write_bytes(data)
+    assert read_header(path).version == 2
+    events = to_events(read_events(path))
+    assert {(event.wire, event.codec) for event in events} == {(Wire.TCP, "fp16")}
+    assert events[1].peer == 1234
+    assert [event.id for event in events] == now["id"].tolist()
+    old["peer"][1] = 70_000  # more roles than there are now
+    data[512:] = old.tobytes()
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=f"offset {512 + 64}: not the next event"):
         read_events(path)
 
 

@@ -15,7 +15,8 @@ def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Coll
     """One worker's end of it."""
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(resources.group())
-    return over_links(_algorithm(strategy, resources.world), resources, strategy.codec)
+    algorithm = _algorithm(strategy, resources.world)
+    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
 
 
 def _algorithm(strategy: AllReduce, world: int) -> Algorithm:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
+from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.rows import GradientRows
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
@@ -20,9 +23,10 @@ from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.segment import CACHE_LINE
 from manyhands.training.exchange import Times, Traffic
 from manyhands.training.resources import Resources
-from manyhands.wire.codec import codec_named
+from manyhands.wire.codec import ParcelCodec, codec_named
 from manyhands.wire.layout import side_by_side
-from manyhands.wire.names import RAW
+from manyhands.wire.memory import as_memory, as_one
+from manyhands.wire.names import RAW, rounds_hops
 from manyhands.wire.parcels import Parcel
 
 __all__ = [
@@ -31,9 +35,16 @@ __all__ = [
     "SharedCollective",
     "across_hosts",
     "broadcast",
+    "carrier",
+    "gathered",
+    "kept_by_codecs",
     "over_links",
+    "remember_kept",
     "total",
 ]
+
+
+_COUNT_BYTES = 8
 
 
 class Collective(ABC):
@@ -45,6 +56,12 @@ class Collective(ABC):
     wire: int = Wire.MEMORY
     """What carries the buckets, and in which codec: made by `wire_of`."""
 
+    codec: str = RAW
+    """The setting by which they are encoded."""
+
+    step: int = 0
+    """Which step the launched buckets belong to; set it before `finish`."""
+
     @abstractmethod
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Collective, once: one flat tensor for each, zeroed, where this worker lays its part; in their order."""
@@ -53,6 +70,22 @@ class Collective(ABC):
         """Whether what is in it is rounded on its way."""
         del parcel
         return False
+
+    sums_rows: bool = False
+    """Whether gradients of some rows are summed as such; else only dense ones are."""
+
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
+        """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
+        )
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What this worker keeps of what a codec has left out so far, by name."""
+        return {}
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - only codecs keep something
+        """Go on with what a worker of this number kept."""
 
     @abstractmethod
     def launch(self, index: int) -> None:
@@ -83,6 +116,22 @@ class Collective(ABC):
         """Let go of memory and links."""
 
 
+def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any] | None:
+    """Collective: what all workers' codecs keep, on worker 0, for `remember_kept`; by way of bucket `index`."""
+    memory = collective.memory()
+    if not memory:
+        return None  # on all alike: they have sent the same buckets
+    found = gathered(collective, index, bucket, as_one(memory))
+    return {"codec": collective.codec, "workers": found} if collective.rank == 0 else None
+
+
+def remember_kept(collective: Collective, kept: Mapping[str, Any] | None) -> None:
+    """Go on with what `kept_by_codecs` found; with another codec or other workers, nothing is kept to begin with."""
+    workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
+    if len(workers) == collective.world:
+        collective.remember(as_memory(workers[collective.rank]))
+
+
 def total(collective: Collective, index: int, bucket: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Collective: the sum over workers of a vector of the bucket's type, through bucket `index`, piece by piece."""
     pieces = []
@@ -109,6 +158,26 @@ def broadcast(
             piece.copy_(carrier[: len(piece)])
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
     carrier.zero_()
+
+
+def gathered(
+    collective: Collective, index: int, bucket: torch.Tensor, mine: torch.Tensor
+) -> list[torch.Tensor]:
+    """Collective: every worker's bytes, on all of them; they ride in those of bucket `index`, zero afterwards."""
+    carrier = bucket.view(torch.uint8)
+    room = carrier[:_COUNT_BYTES].view(torch.int64)
+    found = []
+    for root in range(collective.world):
+        room[0] = mine.numel()
+        collective.broadcast(index, root)
+        theirs = mine.clone() if root == collective.rank else torch.empty(int(room[0]), dtype=torch.uint8)
+        for piece in torch.split(theirs, len(carrier)):
+            carrier[: len(piece)] = piece
+            collective.broadcast(index, root)
+            piece.copy_(carrier[: len(piece)])
+        found.append(theirs)
+    carrier.zero_()
+    return found
 
 
 class SharedCollective(Collective):
@@ -191,6 +260,8 @@ class ScheduleCollective(Collective):
     links.
     """
 
+    sums_rows = True
+
     def __init__(
         self,
         executor: ScheduleExecutor,
@@ -202,6 +273,7 @@ class ScheduleCollective(Collective):
         self.world = executor.world
         self._executor = executor
         self._links = links
+        self.codec = codec
         self.wire = wire_of(next((link.wire for link in links.values()), Wire.NONE), codec)
         self._arrive = arrive
         self._parcels: Sequence[Parcel] = ()
@@ -219,6 +291,18 @@ class ScheduleCollective(Collective):
         """Where the executor encodes it."""
         return self._executor.encodes(parcel)
 
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
+        """By a butterfly."""
+        return self._executor.sum_rows(mine, below)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What the executor's codecs keep."""
+        return self._executor.memory()
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """So that they go on with it."""
+        self._executor.remember(memory)
+
     def launch(self, index: int) -> None:
         """Queue the bucket for `finish`."""
         self._launched.append(index)
@@ -229,6 +313,7 @@ class ScheduleCollective(Collective):
             for peer, waited in self._arrive().items():
                 self._waits[peer] = self._waits.get(peer, 0) + waited
         launched, self._launched = self._launched, []
+        self._executor.at(self.step)
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
@@ -251,7 +336,18 @@ class ScheduleCollective(Collective):
             link.close()
 
 
-def over_links(algorithm: Algorithm, resources: Resources, codec: str = RAW) -> ScheduleCollective:
+def carrier(
+    codec: str, *, feedback: bool, seed: int, rank: int, world: int
+) -> ParcelCodec | Compressor | None:
+    """What encodes for an executor: at every hop, or in forms of its own; None where nothing does."""
+    if rounds_hops(codec):
+        return codec_named(codec)
+    return Compressor(codec, feedback=feedback, seed=seed, rank=rank, world=world)
+
+
+def over_links(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+) -> ScheduleCollective:
     """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
     group, links = resources.group(), resources.links()
 
@@ -260,24 +356,18 @@ def over_links(algorithm: Algorithm, resources: Resources, codec: str = RAW) -> 
         waits = group.take_stats().waiting_ns
         return {peer: waited for peer, waited in enumerate(waits) if waited}
 
-    executor = ScheduleExecutor(
-        algorithm, group.rank, group.world, links, resources.timeout_s, codec=codec_named(codec)
-    )
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
+    executor = ScheduleExecutor(algorithm, group.rank, group.world, links, resources.timeout_s, codec=carries)
     return ScheduleCollective(executor, links, arrive, codec)
 
 
 def across_hosts(
-    algorithm: Algorithm, resources: Resources, codec: str = RAW
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
     """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
-    links = resources.links()
+    links, rank, world = resources.links(), resources.rank, resources.world
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
     executor = ScheduleExecutor(
-        algorithm,
-        resources.rank,
-        resources.world,
-        links,
-        resources.timeout_s,
-        resources.alarm,
-        codec_named(codec),
+        algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
     )
     return ScheduleCollective(executor, links, codec=codec), ScheduleCollective(executor, links)

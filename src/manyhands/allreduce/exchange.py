@@ -6,7 +6,7 @@ of the mean over the batch, whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange"]
 
@@ -47,8 +48,10 @@ class AllReduceExchange(Exchange):
 
     def lay_out(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: lay the gradients into buckets."""
+        check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer = model, optimizer
-        self._reducer = Reducer(model, self._collective, gradient_layouts(model, self._bucket_bytes))
+        layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
+        self._reducer = Reducer(model, self._collective, layouts)
         keep_freed_memory()  # every step frees what the next one takes
 
     def spread(self) -> None:
@@ -96,6 +99,16 @@ class AllReduceExchange(Exchange):
         """Every worker has all of it; worker 0 tells."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """What the codec has left out so far, of every worker."""
+        assert self._reducer is not None, "attach comes before memory"
+        owed = self._reducer.owed()
+        return {"codec": owed} if owed else {}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Each its own."""
+        remember_kept(self._collective, memory.get("codec"))
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over workers."""

@@ -7,7 +7,7 @@ freedom from deadlock assumes.
 The result has the same bits on every rank and in every run: the schedule fixes the order of additions, and
 the executor puts the lower rank's value on the left. Halves (bfloat16, float16) are rounded after each
 addition, except in a fold, which adds in float32 and rounds once. A mean is the sum divided by the world
-size, by every rank. With a codec, what leaves is rounded as `carrying` says.
+size, by every rank. With a codec, what leaves is rounded as `carrying` says; a `Compressor` goes ways of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 
 from manyhands.allreduce.algorithms import broadcast
 from manyhands.allreduce.carrying import Encoded
+from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.plan import Fold, Landing, Plan, Round, lay_plan
+from manyhands.allreduce.rows import GradientRows, sum_rows
 from manyhands.allreduce.schedule import Algorithm, How
 from manyhands.errors import UserError, nearest
 from manyhands.link.alarm import Alarm
@@ -58,6 +60,8 @@ class _Kind(IntEnum):
     ALL_REDUCE = 1
     BROADCAST = 2
     BARRIER = 3
+    COMPRESSED = 4
+    ROWS = 5
 
 
 class ScheduleExecutor:
@@ -67,7 +71,7 @@ class ScheduleExecutor:
     order, one thread each. A wait for a peer lasts at most `timeout_s` and then raises PeerTimeout; a peer
     that died or left raises WorkerFailed. Both name the rank, the peer, the round and the algorithm; the
     executor is then of no further use. An `alarm` ends every wait. Scratch space is kept between calls. Parcels that
-    need not be exact travel in the `codec`, if there is one: the same on all ranks.
+    need not be exact travel in the `codec`, if there is one: the same on all ranks; or as the `Compressor` has it.
     """
 
     def __init__(
@@ -78,14 +82,15 @@ class ScheduleExecutor:
         links: Mapping[int, Link],
         timeout_s: float,
         alarm: Alarm | None = None,
-        codec: ParcelCodec | None = None,
+        codec: ParcelCodec | Compressor | None = None,
     ) -> None:
         algorithm.table(rank, world)  # refuses a rank outside the world
         self.algorithm = algorithm
         self.rank = rank
         self.world = world
         self._mailbox = Mailbox(rank, links, timeout_s, alarm)
-        self._codec = codec
+        self._compressor = codec if isinstance(codec, Compressor) else None
+        self._codec = codec if isinstance(codec, ParcelCodec) else None
         self._rooms: dict[str, torch.Tensor] = {}
         self._calls = 0
 
@@ -101,7 +106,23 @@ class ScheduleExecutor:
 
     def encodes(self, parcel: Parcel) -> bool:
         """Whether a parcel travels encoded."""
+        if self._compressor is not None and not parcel.exact:
+            return self._compressor.encodes(parcel)
         return encodes(self._codec, parcel)
+
+    def at(self, step: int) -> None:
+        """What is summed from here on belongs to this step."""
+        if self._compressor is not None:
+            self._compressor.at(step)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What is kept of what has been left out so far."""
+        return {} if self._compressor is None else self._compressor.memory()
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what a rank of this number kept."""
+        if self._compressor is not None:
+            self._compressor.remember(memory)
 
     def take_posts(self) -> Mapping[int, Post]:
         """What went to and came from each peer since the last call."""
@@ -115,6 +136,8 @@ class ScheduleExecutor:
         if op not in _OPERATIONS:
             raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
         vector = _checked(buffer)
+        if self._compressor is not None and parcel is not None and op == "sum" and self.encodes(parcel):
+            return self._compress(self._compressor, vector, parcel)
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, vector.numel())
         encoded = None
         if self._codec is not None and parcel is not None and self.encodes(parcel):
@@ -123,6 +146,16 @@ class ScheduleExecutor:
         if op == "mean":
             vector.div_(self.world)
         return sent
+
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
+        """Collective: the sum over ranks of rows of a table that has `below` of them."""
+        call = self._calls
+        self._calls += 1
+
+        def enter(number: int) -> None:
+            self._mailbox.enter("sum of rows", _Kind.ROWS, call, number)
+
+        return sum_rows(mine, below, self.rank, self.world, self._mailbox, enter)
 
     def broadcast(self, buffer: torch.Tensor, root: int = 0) -> Sent:
         """Collective: every rank's `buffer` becomes that of rank `root`, down a binomial tree."""
@@ -136,6 +169,16 @@ class ScheduleExecutor:
         """Collective: return when every rank has come here; an all-reduce of nothing."""
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, 0)
         return self._run(_Kind.BARRIER, self.algorithm.name, plan, torch.empty(0))
+
+    def _compress(self, compressor: Compressor, vector: torch.Tensor, parcel: Parcel) -> Sent:
+        before, call = (self.messages_sent, self.bytes_sent), self._calls
+        self._calls += 1  # those of sums inside come after it
+
+        def enter(number: int) -> None:
+            self._mailbox.enter("compressed all-reduce", _Kind.COMPRESSED, call, number)
+
+        compressor.all_reduce(vector, parcel, self._mailbox, enter, self.all_reduce)
+        return Sent(messages=self.messages_sent - before[0], num_bytes=self.bytes_sent - before[1])
 
     def _run(
         self,

@@ -118,6 +118,10 @@ class Mailbox:
             if not self._flush(peer, self._timeout_s):
                 self._late(peer, "took nothing")
 
+    def refuse(self, source: int, why: str) -> NoReturn:
+        """Raise: what `source` sent makes no sense."""
+        raise ManyhandsError(f"{self._where()}: from rank {source}: {why}")
+
     def _flush(self, peer: int, timeout_s: float) -> bool:
         """Whether all that was queued for `peer` has left."""
         with LongWait() as wait:

@@ -7,17 +7,21 @@ bucket in the hook that sees it first, still warm in the cache, and stays there:
 One more bucket carries what the workers must agree on besides gradients, so that it costs no round of its own:
 
     loss · stop · pause · one flag per worker whose loss is not finite · one flag per parameter that backward reached
+
+A gradient of some rows (`nn.Embedding(sparse=True)`) takes no room in a bucket: its rows are summed by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.allreduce.collective import Collective, broadcast, total
+from manyhands.allreduce.collective import Collective, broadcast, kept_by_codecs, total
+from manyhands.allreduce.rows import GradientRows, row_sparse
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep
 from manyhands.wire.dtypes import SUMMED
@@ -55,12 +59,20 @@ class Reducer:
         self._collective = collective
         self._layouts = layouts
         status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
-        parcels = [layout.parcel(number) for number, layout in enumerate(self._layouts)]
+        shapes = [parameter.shape for parameter in self._parameters]
+        parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(self._layouts)]
         status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
         *self._buckets, self._status = collective.allocate([*parcels, status])
         self._status_index = len(self._layouts)
         self._gpu = _gpu_copies(self._parameters, self._buckets)
         self._bring_back = bring_back
+        self._rows = {
+            slot.parameter: GradientRows.none(self._parameters[slot.parameter])
+            for layout in layouts
+            for slot in layout.slots
+            if not slot.count and self._parameters[slot.parameter].numel()
+        }
+        """By the number of a parameter without room in a bucket: this worker's part of its gradient, then the sum."""
         self.gradients = self._make_views()
         """This worker's part of every trainable parameter's gradient, in its bucket."""
         self._bucket_of = {
@@ -102,6 +114,7 @@ class Reducer:
 
     def finish(self, local: LocalStep) -> SharedStep:
         """Collective: sum what is left, agree on the step, and put the sums where the optimizer reads them."""
+        self._collective.step = local.step
         self._zero_unreached()
         self._launch_filled()
         status = self._status
@@ -114,6 +127,9 @@ class Reducer:
         status[flags : flags + len(self._reached)] = torch.tensor(self._reached, dtype=torch.float64)
         self._collective.launch(self._status_index)
         self._collective.finish()
+        for index in sorted(self._rows):
+            mine = self._rows[index] if self._reached[index] else GradientRows.none(self._parameters[index])
+            self._rows[index] = self._collective.sum_rows(mine, self._parameters[index].shape[0])
         return self._read_status(status.tolist())
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -125,8 +141,15 @@ class Reducer:
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
+    def owed(self) -> Mapping[str, Any] | None:
+        """Collective, between steps: what the collective's codecs keep, of all workers, on worker 0."""
+        index = self.carrier if self.is_idle else self._status_index
+        return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])
+
     def _sum(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
         """The summed gradient where the optimizer reads it; on a GPU that does not step, any tensor in its place."""
+        if index in self._rows:
+            return self._rows[index].as_gradient(parameter)
         if self._gpu is None:
             return self.gradients[index]
         if self._bring_back:
@@ -147,7 +170,7 @@ class Reducer:
         views: dict[int, torch.Tensor] = {}
         for layout, bucket in zip(self._layouts, self._buckets, strict=True):
             for number, items in layout.views(bucket):
-                views[number] = items.view(self._parameters[number].shape)
+                views[number] = items if number in self._rows else items.view(self._parameters[number].shape)
         return [views[index] for index in range(len(views))]
 
     def _make_room(self, index: int) -> None:
@@ -161,7 +184,8 @@ class Reducer:
         parameter, view = self._parameters[index], self.gradients[index]
         earlier, parameter.grad = parameter.grad, None
         if earlier is not None and not self._reached[index]:
-            self._earlier[index] = earlier.clone() if earlier.data_ptr() == view.data_ptr() else earlier
+            is_here = not earlier.is_sparse and earlier.data_ptr() == view.data_ptr()
+            self._earlier[index] = earlier.clone() if is_here else earlier
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         if self.on_next_gradient is not None:
@@ -174,12 +198,12 @@ class Reducer:
                 f"parameter {self._names[index]!r} got a second gradient after the first was sent; run every "
                 "backward of a step but the last inside accumulate(), and checkpoint with use_reentrant=False"
             )
-        if gradient.is_sparse:
-            raise UserError(
-                f"parameter {self._names[index]!r} has a sparse gradient; all-reduce sums dense ones, so "
-                "build it with sparse=False"
-            )
-        if self._gpu is None:
+        if gradient.is_sparse != (index in self._rows):
+            raise UserError(self._refusal(index))
+        if index in self._rows:
+            rows = GradientRows.of(gradient).times(self.weight)
+            self._rows[index] = self._rows[index].plus(rows) if self._reached[index] else rows
+        elif self._gpu is None:
             put(self.gradients[index], gradient, self.weight, add=self._reached[index])
             parameter.grad = self.gradients[index]
         else:
@@ -196,6 +220,17 @@ class Reducer:
             self._launch_filled()
         elif self._pending:
             self._pending = self._collective.poll()
+
+    def _refusal(self, index: int) -> str:
+        name = repr(self._names[index])
+        if index in self._rows:
+            return (
+                f"parameter {name} is of an embedding built with sparse=True and has a dense gradient as well"
+            )
+        return (
+            f"parameter {name} has a sparse gradient; its rows are summed over links, if it is that of an "
+            "nn.Embedding: add link=tcp, or build it with sparse=False"
+        )
 
     def _start_step(self) -> None:
         self._reached = [False] * len(self._parameters)
@@ -238,7 +273,7 @@ class Reducer:
                 total = self._sum(index, parameter)
                 parameter.grad = total if earlier is None else total.add_(earlier)
             elif earlier is not None:
-                parameter.grad = self._sum(index, parameter).copy_(earlier)
+                parameter.grad = earlier if earlier.is_sparse else self._sum(index, parameter).copy_(earlier)
         self._earlier = {}
         self._start_step()
         bad = tuple(rank for rank in range(world) if status[_FLAGS + rank])
@@ -247,15 +282,20 @@ class Reducer:
         return SharedStep(loss=loss, bad_workers=bad, stop=stop, pause=pause)
 
 
-def gradient_layouts(model: nn.Module, cap_bytes: int) -> tuple[BucketLayout, ...]:
-    """Buckets for the gradients of `model`; a UserError names a parameter of a type that cannot be summed."""
+def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) -> tuple[BucketLayout, ...]:
+    """Buckets for the gradients of `model`; a UserError names a parameter of a type that cannot be summed.
+
+    With `rows`, embeddings with sparse gradients have slots of no items.
+    """
     named = trainable(model)
     for parameter, names in named.items():
         if parameter.dtype not in SUMMED:
             raise UserError(
                 f"parameter {names[0]!r} is {parameter.dtype}; all-reduce sums float32, float64, bfloat16 and float16"
             )
-    return lay_out([(parameter.numel(), parameter.dtype) for parameter in named], cap_bytes)
+    sparse = row_sparse(model) if rows else set()
+    counts = [0 if parameter in sparse else parameter.numel() for parameter in named]
+    return lay_out([(count, one.dtype) for count, one in zip(counts, named, strict=True)], cap_bytes)
 
 
 def _gpu_copies(parameters: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor]) -> GpuCopies | None:

@@ -20,7 +20,7 @@ from manyhands.settings import (
     whole_number,
 )
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["AllReduce", "Mirrored"]
 
@@ -72,14 +72,28 @@ class AllReduce(Strategy):
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     codec: str = codec_setting()
+    """How gradients are made smaller on their way: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to the next gradient."""
     elastic: bool = switch_setting()
     """Whether the run goes on without a worker that is lost, and workers may join and leave it."""
 
     def __post_init__(self) -> None:
         check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
         check_link(self.link)
-        check_codec(self.codec, link=self.link)
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            algorithm=self.algorithm,
+        )
         check_buckets(self.buckets)
+        if self.elastic and not rounds_hops(self.codec):
+            raise UserError(
+                f"elastic=yes codec={self.codec}: a step that is taken again would send twice what is owed; leave one "
+                "of the two out, or take a codec that rounds, as bf16"
+            )
         if self.group and self.algorithm != "hierarchical":
             raise UserError(
                 f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}"
@@ -95,13 +109,19 @@ class AllReduce(Strategy):
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
         """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.
 
-        Elsewhere, where neither algorithm nor group is named, a ring; what is named stays.
+        Elsewhere, where neither algorithm nor group is named, a ring; what is named stays. Codecs that are more than a
+        rounding have forms of their own over all workers.
         """
-        if self.algorithm not in ("direct", "hierarchical") or self.group:
+        if self.algorithm not in ("direct", "hierarchical") or self.group or not rounds_hops(self.codec):
             return self
         if not in_order(hosts):
             return replace(self, algorithm="ring")
         return replace(self, algorithm="hierarchical", group=len(hosts[0]))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
     def can_change_workers(self) -> bool:

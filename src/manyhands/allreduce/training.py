@@ -36,5 +36,5 @@ class AllReduceTraining(ExchangeTraining):
     def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        gradients, words = across_hosts(algorithm, resources, strategy.codec)
+        gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
         return AllReduceExchange(gradients, strategy.buckets), words

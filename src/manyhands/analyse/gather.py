@@ -32,7 +32,7 @@ from manyhands.analyse.view import (
     WorkerView,
 )
 from manyhands.errors import UserError
-from manyhands.link.wire import codec_of
+from manyhands.link.wire import Wire, codec_of
 from manyhands.record.events import MAX_SHOWN, NO_STEP, EventKind, Records
 from manyhands.record.plain import number
 from manyhands.record.recorded import role_name
@@ -335,7 +335,8 @@ class Gather:
         sent = records[
             np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE)) & (records["count"] > 0)
         ]
-        keys = np.stack([sent["role"], sent["kind"], sent["wire"]]).astype(np.int64)
+        carried = sent["wire"].astype(np.int64) | sent["codec"].astype(np.int64) << 8  # as `wire_of` has it
+        keys = np.stack([sent["role"], sent["kind"], carried]).astype(np.int64)
         unique, index = np.unique(keys, axis=1, return_inverse=True)
         num_bytes = np.bincount(index.ravel(), sent["num_bytes"].astype(np.float64), unique.shape[1])
         messages = np.bincount(index.ravel(), sent["count"], unique.shape[1])
@@ -356,11 +357,10 @@ class Gather:
                 total[1] += messages
         views = []
         for both, (num_bytes, messages) in sorted(sums.items()):
-            wire, codec = codec_of(both)
             views.append(
                 TrafficView(
-                    wire=wire.name.lower(),
-                    codec=codec,
+                    wire=Wire(both & 0xFF).name.lower(),
+                    codec=codec_of(both >> 8),
                     num_bytes=num_bytes,
                     messages=messages,
                 )

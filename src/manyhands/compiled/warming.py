@@ -65,6 +65,12 @@ JOBS: Mapping[str, CompileJob] = {
     "counting": CompileJob(("manyhands.words.count_kernels:warm", "manyhands.words.shuffle_kernels:warm")),
     "glove": CompileJob(("manyhands.words.glove_kernels:warm",), after="waiting"),
     "glove_in_order": CompileJob(("manyhands.words.glove_kernels:warm_in_order",), after="waiting"),
+    "codecs": CompileJob(
+        tuple(
+            f"manyhands.wire.kernels.{name}"
+            for name in ("fp8", "indices", "int8", "packing", "qsgd", "randomk", "select", "sign", "ternary")
+        )
+    ),
     "hashing": CompileJob(("manyhands.memory.hashing:warm",)),
     "c10d": CompileJob(
         ("manyhands.hub.areas", "manyhands.c10d.rounds", "manyhands.c10d.direct", "manyhands.c10d.exchange"),
@@ -75,6 +81,7 @@ JOBS: Mapping[str, CompileJob] = {
 _CORE = ("waiting", "group", "records")
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "fit": (*_CORE, "reductions", "reductions_double"),
+    "codecs": ("codecs",),
     "logreg": (*_CORE, "libsvm", "logreg"),
     "libsvm": ("libsvm",),
     "vowpal": ("vowpal",),

@@ -31,6 +31,7 @@ from numba import float32, float64, int64, types, uint8, uint16, uint32
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from manyhands.compiled.bits import bits_of, converter, float_of
 from manyhands.compiled.decorators import cfunc, helper
 from manyhands.memory.atomics import array_at
 
@@ -59,27 +60,12 @@ SCRATCH_BYTES = _BLOCK * 8
 ALL = -1  # a result that goes to every part
 
 
-def _converter(source: Any, target: Any, convert: Any) -> Any:
-    """An intrinsic that turns one `source` into one `target` by `convert(builder, value)`."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def conversion(_typing: Any, _value: Any) -> Any:
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return convert(builder, args[0])
-
-        return target(source), codegen
-
-    return conversion
-
-
-_bits_of = _converter(float32, uint32, lambda builder, value: builder.bitcast(value, ir.IntType(32)))
-_float_of = _converter(uint32, float32, lambda builder, value: builder.bitcast(value, ir.FloatType()))
-_extend_half = _converter(
+_extend_half = converter(
     uint16,
     float32,
     lambda builder, value: builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType()),
 )
-_truncate_to_half = _converter(
+_truncate_to_half = converter(
     float32,
     uint16,
     lambda builder, value: builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16)),
@@ -93,12 +79,12 @@ def _same(value: float) -> float:
 
 @helper()
 def _widen_bfloat(bits: int) -> float:
-    return _float_of(uint32(bits) << uint32(16))  # type: ignore[no-any-return]
+    return float_of(uint32(bits) << uint32(16))  # type: ignore[no-any-return]
 
 
 @helper()
 def _narrow_bfloat(value: float) -> int:
-    bits = _bits_of(value)
+    bits = bits_of(value)
     odd = uint32(uint32(bits >> uint32(16)) & uint32(1))
     rounded = uint32(uint32(bits + uint32(0x7FFF)) + odd) >> uint32(16)
     quiet = uint32(bits >> uint32(16)) | uint32(0x40)  # rounding could carry a NaN over into infinity
@@ -113,18 +99,18 @@ def _widen_half_by_bits(bits: int) -> float:
     exponent = shifted & uint32(0x0F800000)
     normal = uint32(shifted + uint32(0x38000000))
     special = uint32(normal + uint32(0x38000000))
-    tiny = _bits_of(_float_of(uint32(normal + uint32(0x00800000))) - _float_of(uint32(0x38800000)))
+    tiny = bits_of(float_of(uint32(normal + uint32(0x00800000))) - float_of(uint32(0x38800000)))
     magnitude = special if exponent == uint32(0x0F800000) else (tiny if exponent == 0 else normal)
-    return _float_of(uint32(magnitude | sign))  # type: ignore[no-any-return]
+    return float_of(uint32(magnitude | sign))  # type: ignore[no-any-return]
 
 
 @helper()
 def _narrow_half_by_bits(value: float) -> int:
     """The float16 nearest to `value`; adding one half makes the float unit itself round a subnormal."""
-    sign = _bits_of(value) & uint32(0x80000000)
-    bits = uint32(_bits_of(value) ^ sign)
+    sign = bits_of(value) & uint32(0x80000000)
+    bits = uint32(bits_of(value) ^ sign)
     special = uint32(0x7E00) if bits > uint32(0x7F800000) else uint32(0x7C00)
-    tiny = uint32(_bits_of(_float_of(bits) + float32(0.5)) - uint32(0x3F000000))
+    tiny = uint32(bits_of(float_of(bits) + float32(0.5)) - uint32(0x3F000000))
     odd = (bits >> uint32(13)) & uint32(1)
     normal = uint32(bits + uint32(0xC8000FFF) + odd) >> uint32(13)
     magnitude = special if bits >= uint32(0x47800000) else (tiny if bits < uint32(0x38800000) else normal)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
-from manyhands.wire.names import CODECS, RAW
+from manyhands.wire.names import CODECS, RAW, words_of
 
-__all__ = ["KNOWN_WIRES", "Wire", "codec_of", "wire_of"]
+__all__ = ["KNOWN_WIRES", "Wire", "codec_of", "is_codec", "wire_of"]
 
-_CODEC_BITS = 4
+_WIRE_BITS: Final = 8
+_STAGE_BITS: Final = 5
+_STAGE: Final = (1 << _STAGE_BITS) - 1
+_MOST_STAGES: Final = 3
 
 
 class Wire(IntEnum):
@@ -26,25 +30,46 @@ class Wire(IntEnum):
     """torch.distributed."""
 
 
-_NUMBERS = {RAW: 0, **{word: listed.number for word, listed in CODECS.items()}}
-_WORDS = {number: word for word, number in _NUMBERS.items()}
+_WORDS = {listed.number: word for word, listed in CODECS.items()}
 
-if len(_WORDS) != len(_NUMBERS) or not all(0 <= number < 1 << _CODEC_BITS for number in _WORDS):
-    raise ImportError("wire/names.py: every codec needs a number of its own, from 1 to 15")
+if len(_WORDS) != len(CODECS) or not all(0 < number <= _STAGE for number in _WORDS):
+    raise ImportError(f"wire/names.py: every codec needs a number of its own, from 1 to {_STAGE}")
 
 
 def wire_of(wire: Wire, codec: str = RAW) -> int:
-    """What carried bytes, and the name of the codec they were in, in the one byte that an event has for both."""
-    return wire | _NUMBERS[codec] << _CODEC_BITS
+    """What carried bytes and the codec they were in, as one number: an event keeps both, without the codec's options.
+
+    The codec takes 16 bits above the wire: 5 for each of up to three stages of a chain, the first lowest.
+    """
+    number = 0
+    for place, word in enumerate(words_of(codec)):
+        number |= CODECS[word].number << _STAGE_BITS * place
+    return wire | number << _WIRE_BITS
 
 
-def codec_of(both: int) -> tuple[Wire, str]:
-    """What `wire_of` put together; ValueError where there is no such pair."""
-    number = both >> _CODEC_BITS
-    if number not in _WORDS:
-        raise ValueError(f"{number} is no codec")
-    return Wire(both & (1 << _CODEC_BITS) - 1), _WORDS[number]
+def codec_of(number: int) -> str:
+    """The words of a codec by its number in events, as `topk+int8`; ValueError where there is no such chain."""
+    if number == 0:
+        return RAW
+    words: list[str] = []
+    rest = number
+    while rest:
+        word = _WORDS.get(rest & _STAGE)
+        if word is None or len(words) == _MOST_STAGES:
+            raise ValueError(f"{number} is no codec")
+        words.append(word)
+        rest >>= _STAGE_BITS
+    return "+".join(words)
 
 
-KNOWN_WIRES = tuple(wire_of(wire, codec) for wire in Wire for codec in _NUMBERS)
-"""What that byte may be."""
+def is_codec(number: int) -> bool:
+    """Whether there is such a chain."""
+    try:
+        codec_of(number)
+    except ValueError:
+        return False
+    return True
+
+
+KNOWN_WIRES = tuple(Wire)
+"""What the byte of an event that tells the wire may be."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.local.gossip import Gossip
 from manyhands.local.outer import Mean, OuterStep
 from manyhands.local.replica import Replica
@@ -100,6 +100,7 @@ class LocalExchange(Exchange):
         assert self._replica is not None, "attach comes before agree"
         if not self._losses:
             self._replica.begin()
+        self._collective.step = local.step
         self._broken = self._broken or not local.is_finite
         self._weight += local.share
         self._losses.append(local.loss * local.share if local.is_finite and local.share else 0.0)
@@ -141,13 +142,16 @@ class LocalExchange(Exchange):
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """What the outer step remembers, the same on all workers."""
+        """What the outer step remembers, the same on all workers; and what the codec owes, of every worker."""
+        assert self._replica is not None, "attach comes before memory"
         remembered = self._outer.memory() if self.rank == 0 else {}
-        return {"outer": remembered} if remembered else {}
+        owed = self._replica.owed()
+        return {**({"outer": remembered} if remembered else {}), **({"codec": owed} if owed else {})}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Go on with both."""
         self._outer.recall(memory.get("outer", {}))
+        remember_kept(self._collective, memory.get("codec"))
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""

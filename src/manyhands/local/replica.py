@@ -5,23 +5,27 @@ and an average would change its last bits. State of no dimension, such as Adam's
 precision and travels as it is, so that equal counts stay what they are.
 
 Where a codec rounds what travels, that is how far each worker has come since the last average: a change is small, and
-so is what is lost of it, while parameters themselves would never leave the codec's coarse grid.
+so is what is lost of it, while parameters themselves would never leave the codec's coarse grid. A codec that sends
+parts of a change and owes the rest carries parameters only: the optimizer's state then travels as it is, for a second
+moment that is owed could come out negative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective, broadcast, total
+from manyhands.allreduce.collective import Collective, broadcast, kept_by_codecs, total
 from manyhands.errors import UserError
 from manyhands.local.outer import Mean, OuterStep
 from manyhands.sharding.kept import kept_by
 from manyhands.wire.layout import BucketLayout, bucket_of, trainable
+from manyhands.wire.names import rounds_hops
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap
 
@@ -69,7 +73,7 @@ class Replica:
         self._parameters = list(trainable(model))
         self._reached = [False] * len(self._parameters)
         held = [one for one in self._held() if one.state is None or not self._outer.keeps_apart]
-        layouts = _lay_out(held)
+        layouts = _lay_out(held, state_as_is=not rounds_hops(collective.codec))
         parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
         count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
         status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
@@ -140,6 +144,10 @@ class Replica:
         """Collective: the sum over workers of a float64 vector."""
         return total(self._collective, len(self._buckets), self._status, values)
 
+    def owed(self) -> Mapping[str, Any] | None:
+        """Collective: what the collective's codecs keep, of all workers, on worker 0."""
+        return kept_by_codecs(self._collective, len(self._buckets), self._status)
+
     def close(self) -> None:
         """Take the hooks off."""
         self._tap.close()
@@ -195,11 +203,12 @@ class Replica:
         self._optimizer.state[parameter][held.state] = mean.to(device, held.dtype, copy=True)
 
 
-def _lay_out(held: Sequence[_Held]) -> list[tuple[BucketLayout, bool]]:
+def _lay_out(held: Sequence[_Held], *, state_as_is: bool) -> list[tuple[BucketLayout, bool]]:
     """A bucket for each type, and whether it travels as it is; slots number `held`."""
     kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for index, one in enumerate(held):
-        kind = (torch.float64 if one.exact else one.dtype, one.exact)
+        as_is = one.exact or (state_as_is and one.state is not None)
+        kind = (torch.float64 if one.exact else one.dtype, as_is)
         kinds.setdefault(kind, []).append((index, one.shape.numel()))
     return [(bucket_of(dtype, tensors), exact) for (dtype, exact), tensors in kinds.items()]
 

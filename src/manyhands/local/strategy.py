@@ -22,7 +22,7 @@ from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.local.outer import MEAN, check_outer
 from manyhands.settings import check_link, link_setting, setting, switch_setting, whole_number
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["Local"]
 
@@ -61,10 +61,13 @@ class Local(Strategy):
     """Whether each worker averages its parameters with one other after every step between two averages."""
     link: str = link_setting()
     codec: str = codec_setting()
+    """How what travels is made smaller: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to what is sent next."""
 
     def __post_init__(self) -> None:
         check_link(self.link)
-        check_codec(self.codec, link=self.link)
+        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
         check_outer(self.outer)
         if self.first < 0 or self.first != int(self.first):
             raise UserError(f"local first={self.first}: must be a whole number, 0 or more")
@@ -113,6 +116,11 @@ class Local(Strategy):
         if self.outer != MEAN:
             besides, what = besides + 2 * model.weights, f"{what}, and the outer step's momentum"
         return [replace(worker, besides=besides, what=what)]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
     def promises(self) -> Promises:

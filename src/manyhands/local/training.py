@@ -31,7 +31,9 @@ class LocalTraining(ExchangeTraining):
         links = resources.links() if strategy.uses_links else {}
         resources = replace(resources, links=lambda: links)  # once for averages and what is between them
         if strategy.uses_network:
-            collective: Collective = over_links(ALGORITHMS["ring"], resources, strategy.codec)
+            collective: Collective = over_links(
+                ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
+            )
         else:
             collective = SharedCollective(resources.group())
         return _end(strategy, collective, links, resources.timeout_s)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.strategy import Strategy
 
 __all__ = ["Resumed", "WorkerGroup"]
+
+_MEMORY: Final = "manyhands: what the exchange remembers"
+"""Beside the user's own `extra` in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,12 +176,13 @@ class WorkerGroup:
         model = self._rounds.require_model()
         self._words.meet(Call.SAVE, step)
         optimizer = self._optimizer_state()
+        memory = self._rounds.exchange.memory()
         if self.is_main:
             snapshot = Snapshot(
                 step=step,
                 model=model.state_dict(),
                 optimizer=optimizer,
-                extra=extra or {},
+                extra={**(extra or {}), **({_MEMORY: dict(memory)} if memory else {})},
                 may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
             )
             CheckpointStore(Path(folder), keep).save(snapshot)
@@ -199,6 +203,7 @@ class WorkerGroup:
             for number, optimizer in enumerate(self._optimizers):
                 restore_optimizer(optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer)
                 optimizer.zero_grad()
+            self._rounds.exchange.recall(loaded.extra.pop(_MEMORY, {}))
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None

@@ -47,7 +47,7 @@ NOBODY = -1
 NO_STEP = -1
 """The step of an event that belongs to none."""
 
-MAX_ROLE = 2**16 - 1
+MAX_ROLE = 2**15 - 1
 """Roles are numbered 0 to this."""
 
 MAX_SHOWN = 512
@@ -98,9 +98,10 @@ RECORD = np.dtype(
         ("start_ns", "<u8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
         ("duration_ns", "<u8"),
         ("kind", "u1"),
-        ("wire", "u1"),  # what carried its bytes (low half), and in which codec
+        ("wire", "u1"),  # what carried its bytes
         ("role", "<u2"),  # who recorded it; stamped by the ring
-        ("peer", "<i4"),  # the role it concerns, or NOBODY
+        ("peer", "<i2"),  # the role it concerns, or NOBODY
+        ("codec", "<u2"),  # in which codec its bytes were: 5 bits for each stage of a chain, 0: raw
         ("step", "<i8"),  # the global batch, from 0, or NO_STEP
         ("num_bytes", "<u8"),
         ("value", "<f8"),
@@ -135,6 +136,7 @@ class Event:
     message: int = 0
     wire: Wire = Wire.NONE
     codec: str = "raw"
+    """The words of it, as `topk+int8`; with which options, the run's strategy says."""
 
     @property
     def microbatch(self) -> int | None:
@@ -145,7 +147,6 @@ class Event:
     @classmethod
     def from_record(cls, record: Any) -> Event:
         """The event that one item of a RECORD array holds."""
-        wire, codec = codec_of(int(record["wire"]))
         return cls(
             kind=EventKind(int(record["kind"])),
             role=int(record["role"]),
@@ -158,8 +159,8 @@ class Event:
             count=int(record["count"]),
             value=float(record["value"]),
             message=int(record["message"]),
-            wire=wire,
-            codec=codec,
+            wire=Wire(int(record["wire"])),
+            codec=codec_of(int(record["codec"])),
         )
 
 

@@ -19,14 +19,31 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.link.wire import is_codec
 from manyhands.record.clocks import clock_id
 from manyhands.record.events import KNOWN_WIRES, MAX_ROLE, NO_STEP, NOBODY, RECORD, EventKind, Records
 
 __all__ = ["Ending", "EventFile", "EventFileWriter", "has_header", "read_events", "read_header"]
 
-_VERSION = 2
+_VERSION = 3
 _MAGIC = b"MHEVENTS"
-_LAYOUT = " ".join(f"{name}:{RECORD[name].str}" for name in RECORD.names or ()).encode()
+_OLD_VERSION = 2
+_OLD_RECORD = np.dtype(
+    [
+        ("peer", "<i4") if name == "peer" else (name, RECORD[name].str)
+        for name in RECORD.names or ()
+        if name != "codec"
+    ]
+)
+"""Of version 2: roles up to 65535, and the codec in the high half of the byte that tells the wire."""
+
+
+def _words(record: np.dtype[np.void]) -> bytes:
+    return " ".join(f"{name}:{record[name].str}" for name in record.names or ()).encode()
+
+
+_LAYOUTS = {_VERSION: _words(RECORD), _OLD_VERSION: _words(_OLD_RECORD)}
+"""What each version that is read has in its header."""
 _HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -73,6 +90,7 @@ class EventFile:
     dropped: int  # events lost because the ring was full
     unwritten: int  # events read from the ring, but beyond the bound of the file
     ending: Ending
+    version: int = _VERSION  # of the layout of its records
 
 
 class EventFileWriter:
@@ -112,7 +130,7 @@ class EventFileWriter:
         writer._header["clock"] = clock_id()
         writer._header["role"] = role
         writer._header["name"] = name.encode()
-        writer._header["layout"] = _LAYOUT
+        writer._header["layout"] = _LAYOUTS[_VERSION]
         writer._put_header()
         return writer
 
@@ -186,10 +204,12 @@ def read_header(path: Path) -> EventFile:
     if len(data) < _HEADER_BYTES:
         raise DataError(f"{path}: offset {len(data)}: the header of {_HEADER_BYTES} bytes is cut off")
     header = np.frombuffer(data, _HEADER)[0]
-    if header["version"] != _VERSION:
-        raise _refusal(path, "version", f"version {header['version']}, and this manyhands reads {_VERSION}")
-    if header["record_bytes"] != RECORD.itemsize or header["layout"] != _LAYOUT:
-        raise _refusal(path, "layout", f"the records are not laid out as version {_VERSION} has them")
+    version = int(header["version"])
+    if version not in _LAYOUTS:
+        known = f"{_OLD_VERSION} and {_VERSION}"
+        raise _refusal(path, "version", f"version {version}, and this manyhands reads {known}")
+    if header["record_bytes"] != RECORD.itemsize or header["layout"] != _LAYOUTS[version]:
+        raise _refusal(path, "layout", f"the records are not laid out as version {version} has them")
     if header["ending"] not in list(Ending):
         raise _refusal(path, "ending", f"{header['ending']} is no way for an event file to end")
     name = header["name"].decode(errors="replace")
@@ -207,7 +227,20 @@ def read_header(path: Path) -> EventFile:
         dropped=int(header["dropped"]),
         unwritten=int(header["unwritten"]),
         ending=Ending(int(header["ending"])),
+        version=version,
     )
+
+
+def _as_now(old: Records) -> Records:
+    """Records of version 2 as they are laid out today."""
+    records: Records = np.zeros(len(old), RECORD)
+    for name in _OLD_RECORD.names or ():
+        if name not in ("wire", "peer"):
+            records[name] = old[name]
+    records["wire"], records["codec"] = old["wire"] & 15, old["wire"] >> 4
+    fits = (old["peer"] >= NOBODY) & (old["peer"] <= MAX_ROLE)
+    records["peer"] = np.where(fits, old["peer"], NOBODY - 1)  # refused below, with its offset
+    return records
 
 
 def read_events(path: Path, *, skip: int = 0) -> Records:
@@ -215,17 +248,21 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
 
     Who reads a file while it grows skips the records that it has.
     """
-    role = read_header(path).role
+    header = read_header(path)
+    role = header.role
     begin = _HEADER_BYTES + skip * RECORD.itemsize
     count = max(0, path.stat().st_size - begin) // RECORD.itemsize
     if not count:
         return np.zeros(0, RECORD)
     records: Records = np.fromfile(path, RECORD, count, offset=begin)
+    if header.version == _OLD_VERSION:
+        records = _as_now(records.view(_OLD_RECORD))
     # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
     good = np.isin(records["kind"], list(EventKind)) & (records["role"] == role)
     good &= np.isin(records["wire"], KNOWN_WIRES)
+    good &= np.isin(records["codec"], [one for one in np.unique(records["codec"]) if is_codec(int(one))])
     good &= (records["start_ns"] < _MOST_NS) & (records["duration_ns"] < _MOST_NS)
     good &= (records["step"] >= NO_STEP) & (records["step"] < _MOST_STEP)
     good &= (records["peer"] >= NOBODY) & (records["peer"] <= MAX_ROLE)

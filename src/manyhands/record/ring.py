@@ -220,7 +220,8 @@ def _record(address, kind_and_wire, start_ns, duration_ns, step, peer, num_bytes
     record.start_ns = start_ns
     record.duration_ns = duration_ns
     record.kind = kind_and_wire & 0xFF
-    record.wire = kind_and_wire >> 8
+    record.wire = kind_and_wire >> 8 & 0xFF
+    record.codec = kind_and_wire >> 16 & 0xFFFF
     record.role = load_i64(address + _ROLE)
     record.peer = peer
     record.step = step

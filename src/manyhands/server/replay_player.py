@@ -69,7 +69,8 @@ class ReplayStage:
         self.computer = Computer(plan, 0)
         built = self.computer.build()
         self.layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, task.sparse)
-        self.coding = RangeCoding(self.layout, strategy.codec)
+        self._strategy, self._seed = strategy, record.seed
+        self._codings: dict[int, RangeCoding] = {}
         self.parameters = parameter_shapes(built.model.named_parameters())
         self.has_buffers = any(True for _ in built.model.buffers())
         self._model, self._sparse = built.model, task.sparse
@@ -87,7 +88,19 @@ class ReplayStage:
 
     def store(self, shard: int) -> ShardStore:
         """A shard before its first step."""
-        return ShardStore(self.computer.build(), self.layout, shard)
+        store = ShardStore(self.computer.build(), self.layout, shard)
+        store.votes = self._strategy.votes
+        return store
+
+    def coding(self, process: int) -> RangeCoding:
+        """What a worker process encoded by, with all that it owed."""
+        found = self._codings.get(process)
+        if found is None:
+            strategy = self._strategy
+            found = self._codings[process] = RangeCoding(
+                self.layout, strategy.codec, feedback=strategy.feedback, seed=self._seed
+            )
+        return found
 
     def new_model(self) -> nn.Module:
         """The model before the first step."""
@@ -179,14 +192,16 @@ class Player:
 
     def _compute(self, compute: ReplayCompute) -> Difference | None:
         row, stage = compute.row, self._stage
+        coding = stage.coding(row.process)
+        coding.begin(row.batch, row.part)
         for shard, version in enumerate(row.versions):
             kept = self._kept.get((shard, version))
             if kept is not None:
                 self._parts[shard].values.copy_(kept.dense)
             else:
                 self._stores[shard].read_into(self._parts[shard].values)
-            if stage.coding.codes_values:
-                stage.coding.round(shard, self._layout.range_in(self._parts[shard].values, shard))
+            if coding.codes_values:
+                coding.round(shard, self._layout.range_in(self._parts[shard].values, shard))
         stage.replica.pulled()
         self._buffers.switch(row.process)
         stage.replica.begin()
@@ -201,8 +216,8 @@ class Player:
         stage.tables.collect(done.share)
         self.updates += 1
         for shard, part in enumerate(self._parts):
-            if stage.coding.codes_gradients:
-                stage.coding.round(shard, part.gradient)
+            if coding.codes_gradients:
+                coding.round(shard, part.gradient)
             found = gradient_hash(part.flags, part.gradient, stage.tables.gradients(shard))
             if found != row.gradients[shard]:
                 return self._difference(row, shard)

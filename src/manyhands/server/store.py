@@ -65,6 +65,8 @@ class ShardStore:
             for table, parameter in zip(layout.tables, tables, strict=True)
         }
         self._scheduler = built.scheduler
+        self.votes = False
+        """Whether a step goes by the signs of the sum: the majority's, where each contribution is of signs."""
         self._batches = 0
         self._sum: ShardRange | None = None
         self._plain = self._plain_sgd()
@@ -94,7 +96,12 @@ class ShardStore:
         """
         if contributions:
             if not self._has_tables_alone:
-                self._slices.step_with(self._combined(contributions), rate)
+                combined = self._combined(contributions)
+                if self.votes:
+                    for gradient in combined:
+                        if gradient is not None:
+                            gradient.sign_()
+                self._slices.step_with(combined, rate)
             self._apply_rows(contributions, rate)
         if self._scheduler is not None:
             for _ in range(batches):

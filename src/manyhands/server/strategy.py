@@ -13,7 +13,7 @@ from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Pr
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
 
@@ -54,6 +54,9 @@ class Ps(Strategy):
     """How many other servers keep a copy of each shard: 0 or 1."""
     link: str = link_setting()
     codec: str = codec_setting()
+    """How what travels is made smaller: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to what is sent next."""
 
     def __post_init__(self) -> None:
         if self.servers < 1:
@@ -61,7 +64,12 @@ class Ps(Strategy):
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
-        check_codec(self.codec, link=self.link)
+        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+
+    @property
+    def votes(self) -> bool:
+        """Whether a step goes by the signs of the sum."""
+        return votes(self.codec)
 
     @property
     def can_change_workers(self) -> bool:
@@ -141,6 +149,11 @@ class Ps(Strategy):
         if not self.consistency.lockstep:
             return BY_CHANCE
         return TO_ROUNDING if self.codec == RAW else ROUNDED
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
     def promises(self) -> Promises:

@@ -371,6 +371,7 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         timeout_s=job.timeout_s,
         group=group,
         links=links,
+        seed=job.plan.seed,
         device=device_of(job.plan.device, context.rank),
     )
 

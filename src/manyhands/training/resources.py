@@ -27,6 +27,9 @@ class Resources:
     links: Callable[[], Mapping[int, Link]]
     """A link to each of the others; only where the strategy `uses_links`, or there are several hosts."""
 
+    seed: int = 0
+    """Of the run."""
+
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, never changed
     """Where this worker computes."""
 

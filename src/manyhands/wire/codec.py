@@ -1,29 +1,62 @@
 """How parcels are made smaller on their way: a codec is one file with three methods, and a setting of a strategy.
 
 Where parcels travel, `codec=bf16` rounds them to half the bytes. What is sent is replaced at the sender by what the
-receivers read, so that all go on with the same numbers; sums are taken in the parcel's own type. Decoding and encoding
-again must give the same bytes: so what is passed on arrives everywhere the same.
+receivers read, so that all go on with the same numbers; sums are taken in the parcel's own type. A codec whose sums are
+rounded at every hop must give the same bytes when it encodes again what it has decoded: so what is passed on arrives
+everywhere the same. The others are encoded by whoever made the numbers, and decoded by whoever adds them up.
+
+What comes from a socket is never trusted: bytes that the same codec cannot have made raise BadBytes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
-from typing import ClassVar, cast
+from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from manyhands.wire.names import CODECS, RAW
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.randomness import mix
+from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["ParcelCodec", "codec_named", "encodes", "round_trip"]
+__all__ = [
+    "BadBytes",
+    "ParcelCodec",
+    "check_optimizer",
+    "codec_named",
+    "encodes",
+    "expect_bytes",
+    "round_trip",
+]
+
+
+_DRAWN: Final = 0xC0DEC  # or seed and step would only count by their sum
+
+
+class BadBytes(ManyhandsError):
+    """Bytes that no encoder has made; the message says what is wrong with them."""
 
 
 class ParcelCodec(ABC):
-    """One worker's end: what it keeps for a parcel, if anything, is its own; `number` stands for it in events."""
+    """One worker's end: what it keeps for a parcel, if anything, is its own.
 
-    carries_values: ClassVar[bool] = True
+    What is drawn at random depends on the seed, the step, the worker and the parcel, and on nothing else.
+    """
+
+    carries_values: bool = True
     """Whether parameters may travel in it, and not only gradients and other changes, parts of which may come later."""
+
+    sums_vote: bool = False
+    """Whether `settle` changes sums, so that whoever adds up must have every worker's."""
+
+    seed: int = 0
+    worker: int = 0
+    step: int = 0
 
     @abstractmethod
     def size(self, parcel: Parcel) -> int:
@@ -38,15 +71,67 @@ class ParcelCodec(ABC):
 
     @abstractmethod
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Write to `into`, flat and of the parcel's type, what the bytes of `encoded` stand for."""
+        """Write to `into`, flat and of the parcel's type, what the bytes of `encoded` stand for, or raise BadBytes."""
+
+    def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
+        """Add what the bytes stand for, times `alpha`, to `into`."""
+        read = torch.empty_like(into)
+        self.decode(parcel, encoded, read)
+        into.add_(read, alpha=alpha)
+
+    def settle(self, parcel: Parcel, total: Tensor) -> None:  # noqa: B027 - sums are what they are, but for votes
+        """What the sum of all workers' parts becomes, in place."""
+
+    def at(self, step: int) -> None:
+        """What is encoded from here on belongs to this step."""
+        self.step = step
+
+    def from_worker(self, seed: int, worker: int) -> None:
+        """Whose end it is, in a run of that seed."""
+        self.seed, self.worker = seed, worker
+
+    def drawn(self, parcel: Parcel) -> int:
+        """64 bits for what is drawn at random in a parcel."""
+        return mix(_DRAWN, self.seed, self.step, self.worker, parcel.number, parcel.begin)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What it keeps from one step to the next, by name: for checkpoints, never written to."""
+        return {}
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on with what another one of the same kind had in `memory`."""
+        if memory:
+            raise ValueError(f"{type(self).__name__} keeps nothing, and was given {', '.join(memory)}")
 
 
-def codec_named(word: str) -> ParcelCodec | None:
-    """A new codec of that name, for one worker; None for parcels that travel as they are."""
-    if word == RAW:
+def codec_named(
+    text: str, *, feedback: bool = True, seed: int = 0, worker: int = 0, sums: bool = False
+) -> ParcelCodec | None:
+    """A new codec of that setting, for one worker; None for parcels that travel as they are.
+
+    With `feedback`, what a biased one leaves out is kept. `sums` asks for the one in which sums travel: momentum, where
+    a codec has it, is in them already.
+    """
+    stages = parse_codec(text)
+    if not stages:
         return None
+    first, *rest = ((stage.word, dict(stage.options)) for stage in stages)
+    word, options = first
+    if sums and word == "dgc":
+        word, options = "topk", {"fraction": options["fraction"]}
+    if rest:
+        options["values"] = _make(*rest[0])
+    codec = _make(word, options)
+    if feedback and has_feedback(text) and not CODECS[word].remembers:
+        codec = import_module("manyhands.wire.feedback").ErrorFeedback(codec)
+    codec.from_worker(seed, worker)
+    return codec
+
+
+def _make(word: str, options: Mapping[str, Any]) -> ParcelCodec:
     module, _, name = CODECS[word].home.partition(":")
-    return cast(ParcelCodec, getattr(import_module(f"manyhands.wire.codecs.{module}"), name)())
+    made: ParcelCodec = getattr(import_module(f"manyhands.wire.codecs.{module}"), name)(**options)
+    return made
 
 
 def encodes(codec: ParcelCodec | None, parcel: Parcel) -> bool:
@@ -59,3 +144,19 @@ def round_trip(codec: ParcelCodec, parcel: Parcel, values: Tensor, room: Tensor)
     encoded = room[: codec.encode(parcel, values, room)]
     codec.decode(parcel, encoded, values)
     return encoded
+
+
+def check_optimizer(text: str, optimizer: Optimizer) -> None:
+    """Raise UserError where a codec keeps momentum and the optimizer has some as well: it would count twice."""
+    own = max((float(group.get("momentum", 0.0) or 0.0) for group in optimizer.param_groups), default=0.0)
+    if momentum_of(text) and own:
+        raise UserError(
+            f"codec={text} keeps the momentum of {momentum_of(text):g} itself, and {type(optimizer).__name__} has "
+            f"{own:g} as well; build it with momentum=0, or write momentum=0 after the fraction"
+        )
+
+
+def expect_bytes(encoded: Tensor, num_bytes: int) -> None:
+    """Raise BadBytes unless there are so many."""
+    if encoded.numel() != num_bytes:
+        raise BadBytes(f"{encoded.numel()} bytes came, and {num_bytes} were due")

@@ -9,13 +9,13 @@ layout on every worker.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.memory.segment import round_up
-from manyhands.wire.parcels import Parcel
+from manyhands.wire.parcels import Matrix, Parcel
 
 __all__ = [
     "LINE_BYTES",
@@ -50,9 +50,18 @@ class BucketLayout:
     count: int
     slots: tuple[LayoutSlot, ...]
 
-    def parcel(self, number: int, *, exact: bool = False) -> Parcel:
-        """All of it, as what travels at once."""
-        return Parcel.whole(number, self.count, self.dtype, exact=exact)
+    def parcel(self, number: int, *, exact: bool = False, shapes: Sequence[torch.Size] = ()) -> Parcel:
+        """All of it, as what travels at once; `shapes` are those of the tensors, by their numbers.
+
+        A tensor of more dimensions is a matrix with a row for each item of the first.
+        """
+        whole = Parcel.whole(number, self.count, self.dtype, exact=exact)
+        slots = [slot for slot in self.slots if shapes and slot.count and len(shapes[slot.parameter]) > 1]
+        matrices = [
+            Matrix(slot.offset, shapes[slot.parameter][0], slot.count // shapes[slot.parameter][0])
+            for slot in slots
+        ]
+        return replace(whole, matrices=tuple(matrices))
 
     def views(self, bucket: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each tensor's number and its items, flat, where they lie in memory of this layout."""

@@ -1,31 +1,295 @@
-"""The codecs by name, and the setting `codec=`: without torch, for strategies are parsed before it is needed."""
+"""The codecs by name, and the settings `codec=` and `feedback=`: without torch, for strategies are parsed before it is
+needed.
+
+    codec   = stage ["+" stage]             topk:0.01+int8: what is kept of topk travels as int8
+    stage   = word [":" options]            dgc:0.001,momentum=0.9,warmup=64
+    options = value {"," (name "=" value | name)}
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from manyhands.errors import UserError
-from manyhands.settings import check_choice, setting
+from manyhands.errors import UserError, nearest
+from manyhands.settings import check_choice, setting, switch_setting
 
-__all__ = ["CODECS", "RAW", "Listed", "check_codec", "codec_setting"]
+__all__ = [
+    "CODECS",
+    "RAW",
+    "CodecOption",
+    "CodecStage",
+    "Listed",
+    "check_codec",
+    "codec_setting",
+    "feedback_setting",
+    "has_feedback",
+    "momentum_of",
+    "parse_codec",
+    "rounds_hops",
+    "votes",
+    "words_of",
+]
 
 RAW: Final = "raw"
 """The word for parcels that travel as they lie in memory."""
 
+MOST_STAGES: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
+class CodecOption:
+    """One of the numbers or words after a codec's colon: its name, what it is where none is given, how it is read."""
+
+    name: str
+    default: Any
+    read: Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A codec's number in events (1 to 15; never reuse one), and where its class is, inside `wire.codecs`."""
+    """A codec as settings and events know it."""
 
     number: int
-    home: str
+    """In events: 1 to 31; never reuse one."""
 
+    home: str
+    """Where its class is, inside `wire.codecs`."""
+
+    about: str
+    """What it sends, in a few words."""
+
+    options: tuple[CodecOption, ...] = ()
+    """The first may stand without its name."""
+
+    biased: bool = False
+    """Whether what it sends is wrong on average: then what is left out is kept, and added to the next."""
+
+    remembers: bool = False
+    """It keeps what it leaves out by itself, and that cannot be turned off."""
+
+    hops: bool = False
+    """Whether sums may be rounded again at every hop: then any algorithm carries it."""
+
+    sparse: bool = False
+    """It sends a few items: another codec may follow it, for their values."""
+
+    vectors: bool = True
+    """Whether it may follow a sparse one."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Strategies that it makes no sense with, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecStage:
+    """One codec of a chain, with the value of each of its options."""
+
+    word: str
+    options: Mapping[str, Any]
+
+
+def _fraction(text: str) -> float:
+    """Read a share above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise UserError(f"{text!r} must be a fraction above 0 and at most 1, as 0.01")
+    return value
+
+
+def _between(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
+            raise UserError(f"{text!r} must be a whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def _number(least: float, below: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = below
+        if not least <= value < below:
+            raise UserError(f"{text!r} must be a number from {least:g} to below {below:g}")
+        return value
+
+    return read
+
+
+def _word(*allowed: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise UserError(f"{text!r}: {nearest(text, allowed)}")
+        return text
+
+    return read
+
+
+_STEPS = _between(0, 10**9 - 1)
+_FEW = (CodecOption("fraction", 0.01, _fraction),)
+_NO_SUM = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
+_NO_CHANGES = "it keeps the momentum of gradients, and local sends changes of parameters; use topk"
 
 CODECS: Final[dict[str, Listed]] = {
-    "bf16": Listed(1, "bf16:Bf16"),
-    "fp16": Listed(2, "fp16:Fp16"),
+    "fp32": Listed(number=3, home="fp32:Fp32", about="double precision as single", hops=True),
+    "bf16": Listed(number=1, home="bf16:Bf16", about="8 significant bits", hops=True),
+    "fp16": Listed(number=2, home="fp16:Fp16", about="11 significant bits, a smaller range", hops=True),
+    "fp8": Listed(
+        number=4,
+        home="fp8:Fp8",
+        about="one byte, scaled per block",
+        options=(CodecOption("kind", "e4m3", _word("e4m3", "e5m2")),),
+        biased=True,
+    ),
+    "int8": Listed(number=5, home="int8:Int8", about="one byte, evenly spaced per block", biased=True),
+    "qsgd": Listed(
+        number=6,
+        home="qsgd:Qsgd",
+        about="a few levels, rounded at random",
+        options=(CodecOption("levels", 7, _between(1, 127)),),
+    ),
+    "ternary": Listed(number=7, home="ternary:Ternary", about="-1, 0 or 1, at random"),
+    "sign": Listed(
+        number=8,
+        home="sign:Sign",
+        about="one bit, and the mean size per block",
+        options=(CodecOption("kind", "scaled", _word("scaled", "vote")),),
+        biased=True,
+    ),
+    "topk": Listed(
+        number=9,
+        home="topk:TopK",
+        about="the largest items",
+        options=(*_FEW, CodecOption("sampled", False, lambda text: _word("yes", "no")(text) == "yes")),
+        biased=True,
+        sparse=True,
+        vectors=False,
+    ),
+    "randomk": Listed(
+        number=10,
+        home="randomk:RandomK",
+        about="items at random, made larger for the others",
+        options=_FEW,
+        sparse=True,
+        vectors=False,
+    ),
+    "dgc": Listed(
+        number=11,
+        home="dgc:Dgc",
+        about="the largest items of a momentum",
+        options=(
+            CodecOption("fraction", 0.001, _fraction),
+            CodecOption("momentum", 0.9, _number(0, 1)),
+            CodecOption("clip", 0.0, _number(0, 1e9)),
+            CodecOption("warmup", 0, _STEPS),
+        ),
+        biased=True,
+        remembers=True,
+        sparse=True,
+        vectors=False,
+        refused={"local": _NO_CHANGES},
+    ),
+    "powersgd": Listed(
+        number=12,
+        home="powersgd:PowerSgd",
+        about="matrices as products of two thin ones",
+        options=(CodecOption("rank", 2, _between(1, 1024)),),
+        biased=True,
+        vectors=False,
+        refused={
+            "ps": _NO_SUM,
+            "local": "optimizers keep more than matrices of gradients; use allreduce link=tcp",
+        },
+    ),
 }
+
+
+def parse_codec(text: str) -> tuple[CodecStage, ...]:
+    """The stages of a chain, none for `raw`; a UserError names what is wrong and what would be right."""
+    if text == RAW:
+        return ()
+    stages = tuple(_parse_stage(part) for part in text.split("+"))
+    first, *rest = (CODECS[stage.word] for stage in stages)
+    if len(stages) > MOST_STAGES:
+        raise UserError(f"codec={text}: a chain has two codecs, as topk:0.01+int8")
+    if rest and not first.sparse:
+        few = ", ".join(word for word, listed in CODECS.items() if listed.sparse)
+        raise UserError(f"codec={text}: another codec can only follow one that sends a few items: {few}")
+    if rest and not rest[0].vectors:
+        raise UserError(
+            f"codec={text}: {stages[1].word} cannot follow, only what makes each value smaller, as int8"
+        )
+    if rest and stages[1].options.get("kind") == "vote":
+        raise UserError(f"codec={text}: a vote is of all items; write sign after {stages[0].word}")
+    return stages
+
+
+def _parse_stage(text: str) -> CodecStage:
+    word, colon, tail = text.partition(":")
+    check_choice("codec", word, (RAW, *CODECS))
+    if word == RAW:
+        raise UserError(f"codec: {RAW} stands alone")
+    known = {option.name: option for option in CODECS[word].options}
+    if colon and (not known or not tail):
+        raise UserError(
+            f"codec {text}: "
+            + (f"write {word} alone" if not known else f"a value must follow, as {_example(word)}")
+        )
+    options = {option.name: option.default for option in known.values()}
+    given = set[str]()
+    for number, part in enumerate(tail.split(",") if tail else ()):
+        name, equals, value = part.partition("=")
+        if not equals and number == 0:
+            name, value = next(iter(known)), part
+        elif not equals:
+            value = "yes"
+        if name not in known:
+            raise UserError(f"codec {text}: {word} has no {name!r}; {nearest(name, known)}")
+        if name in given:
+            raise UserError(f"codec {text}: {name} is given twice")
+        given.add(name)
+        try:
+            options[name] = known[name].read(value)
+        except UserError as error:
+            raise UserError(f"codec {text}: {name} {error}") from None
+    return CodecStage(word, options)
+
+
+def _example(word: str) -> str:
+    return f"{word}:{CODECS[word].options[0].default}"
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a chain, without their options: as events tell it."""
+    return tuple(stage.word for stage in parse_codec(text))
+
+
+def rounds_hops(text: str) -> bool:
+    """Whether any algorithm carries it, rounding at every hop."""
+    return all(CODECS[word].hops for word in words_of(text))
+
+
+def has_feedback(text: str) -> bool:
+    """Whether what it leaves out is kept for later, unless `feedback=no`."""
+    # A vote has no size, so there is nothing that could be left of it.
+    return not votes(text) and any(CODECS[word].biased for word in words_of(text))
+
+
+def votes(text: str) -> bool:
+    """Whether sums become their signs."""
+    return any(stage.options.get("kind") == "vote" for stage in parse_codec(text))
+
+
+def momentum_of(text: str) -> float:
+    """The momentum that a codec keeps by itself, 0 for none: the optimizer must not have it as well."""
+    return max((float(stage.options.get("momentum", 0.0)) for stage in parse_codec(text)), default=0.0)
 
 
 def codec_setting() -> Any:
@@ -33,11 +297,35 @@ def codec_setting() -> Any:
     return setting(RAW, str)
 
 
-def check_codec(word: str, *, link: str) -> None:
-    """Raise the UserError that lists what `codec` may be; or, where nothing travels by `link`, says so."""
-    check_choice("codec", word, (RAW, *CODECS))
-    if word != RAW and link == "shared":
+def feedback_setting() -> Any:
+    """`feedback=no`: what a codec leaves out is lost, and not kept for the next exchange."""
+    return switch_setting(True)
+
+
+def check_codec(
+    text: str, *, link: str, strategy: str, feedback: bool = True, algorithm: str = "direct"
+) -> None:
+    """Raise the UserError that says what `codec` may be; or why it makes no sense there.
+
+    Where nothing travels by `link`, none does.
+    """
+    stages = parse_codec(text)
+    if stages and link == "shared":
         raise UserError(
-            f"codec={word}: with link=shared, memory is shared, and nothing travels that could be made smaller; "
+            f"codec={text}: with link=shared, memory is shared, and nothing travels that could be made smaller; "
             "add link=tcp"
         )
+    for stage in stages:
+        if strategy in CODECS[stage.word].refused:
+            raise UserError(f"{strategy} codec={text}: {CODECS[stage.word].refused[strategy]}")
+    if strategy == "local" and votes(text):
+        raise UserError(f"local codec={text}: a vote says nothing of how far to go; write sign")
+    if not rounds_hops(text) and algorithm != "direct":
+        raise UserError(
+            f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "
+            "twice by algorithm=direct; leave the algorithm out"
+        )
+    if not feedback and not has_feedback(text):
+        raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
+    if not feedback and any(CODECS[stage.word].remembers for stage in stages):
+        raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["Parcel"]
+__all__ = ["Matrix", "Parcel"]
+
+
+class Matrix(NamedTuple):
+    """Items of a parcel that are a matrix, row by row, from item `begin` on."""
+
+    begin: int
+    rows: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        """Behind its last item."""
+        return self.begin + self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +40,20 @@ class Parcel:
     exact: bool = False
     """It travels as it is, whatever the codec: workers agree by it, or decide."""
 
+    matrices: tuple[Matrix, ...] = ()
+    """Which of its items are matrices, for a codec that sees more in them than items."""
+
     @classmethod
     def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
         """All `count` items of a buffer."""
         return cls(
             number=number, begin=0, end=count * dtype.itemsize, dtype=dtype, priority=number, exact=exact
         )
+
+    @property
+    def key(self) -> str:
+        """By which a codec finds again what it keeps for it."""
+        return f"{self.number}.{self.begin}.{self.end}"
 
     @property
     def num_bytes(self) -> int:
@@ -46,4 +68,9 @@ class Parcel:
     def part(self, begin: int, end: int) -> Parcel:
         """Items `begin` to `end` of it, as a parcel of their own."""
         item = self.dtype.itemsize
-        return replace(self, begin=self.begin + begin * item, end=self.begin + end * item)
+        inside = tuple(
+            one._replace(begin=one.begin - begin)
+            for one in self.matrices
+            if begin <= one.begin and one.end <= end
+        )
+        return replace(self, begin=self.begin + begin * item, end=self.begin + end * item, matrices=inside)

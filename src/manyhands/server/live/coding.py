@@ -17,7 +17,7 @@ from torch import Tensor
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout, ShardRange
-from manyhands.wire.codec import codec_named, encodes
+from manyhands.wire.codec import BadBytes, codec_named, encodes
 from manyhands.wire.layout import LINE_BYTES
 from manyhands.wire.parcels import Parcel
 
@@ -27,10 +27,11 @@ _LENGTH_BYTES = 8
 
 
 class RangeCoding:
-    """One process's end of all ranges of a layout, in the codec of that name."""
+    """One process's end of all ranges of a layout, in the codec of that setting; what it owes is its own."""
 
-    def __init__(self, layout: FlatLayout, word: str) -> None:
-        self._codec = codec_named(word)
+    def __init__(self, layout: FlatLayout, word: str, *, feedback: bool = True, seed: int = 0) -> None:
+        self._codec = codec_named(word, feedback=feedback)
+        self._seed = seed
         self._parcels: list[list[Parcel]] = []
         for shard in range(layout.shards if self._codec is not None else 0):
             memory = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
@@ -46,6 +47,12 @@ class RangeCoding:
                     for run in layout.range_in(memory, shard).runs
                 ]
             )
+
+    def begin(self, batch: int, part: int) -> None:
+        """What is encoded from here on is of that part of that batch: so it is drawn, whoever computes it."""
+        if self._codec is not None:
+            self._codec.from_worker(self._seed, part)
+            self._codec.at(batch)
 
     @property
     def codes_gradients(self) -> bool:
@@ -110,7 +117,7 @@ class RangeCoding:
                     self._codec.decode(parcel, encoded, run)
                 else:
                     run.view(torch.uint8).copy_(encoded)
-            except RuntimeError as error:  # torch's word for bytes that are no such values
+            except (RuntimeError, BadBytes) as error:  # torch's word, and ours, for what is no such values
                 raise ProtocolError("payload_bytes", f"a parcel of shard {shard}: {error}") from error
             at += round_up(length, LINE_BYTES)
 

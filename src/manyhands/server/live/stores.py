@@ -42,6 +42,7 @@ class Stores:
             is_read_here = self._home is not None and self._is_primary(shard)
             memory = self._home.part(shard) if self._home is not None and is_read_here else None
             store = self._stores[shard] = ShardStore(built, self._layout, shard, memory)
+            store.votes = self._job.strategy.votes
         return store
 
     def known(self, shard: int) -> ShardStore | None:

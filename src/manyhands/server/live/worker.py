@@ -379,6 +379,7 @@ class _Turn:
         body.model.end()
         body.tables.collect(done.share)
         if body.coding.codes_gradients:
+            body.coding.begin(work.batch, work.part)
             body.encoded = [body.coding.round(shard, part.gradient) for shard, part in enumerate(body.parts)]
         begun = self._begun_ns
         if not body.tables.exist:  # else what was read before is over already

@@ -18,6 +18,7 @@ from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.updates import Recorder
 from manyhands.training.computing import Computed
 from manyhands.training.diagnosis import Course, diagnose
+from manyhands.wire.codec import check_optimizer
 
 __all__ = ["WorkerBody"]
 
@@ -38,7 +39,10 @@ class WorkerBody:
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.unheard: list[Any] = []
         """What the launcher said after it gave a new place."""
-        self.coding = RangeCoding(self.layout, job.strategy.codec)
+        check_optimizer(job.strategy.codec, built.optimizer)
+        self.coding = RangeCoding(
+            self.layout, job.strategy.codec, feedback=job.strategy.feedback, seed=job.plan.seed
+        )
         self.encoded: list[torch.Tensor] = []
         """By shard: the last gradient as it travels, where that is not as it lies in the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)

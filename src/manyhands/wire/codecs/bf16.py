@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyhands.wire.codec import ParcelCodec
+from manyhands.wire.codec import ParcelCodec, expect_bytes
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Bf16"]
@@ -26,5 +26,5 @@ class Bf16(ParcelCodec):
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
         """Every bfloat16 is a number of the wider type."""
-        del parcel
+        expect_bytes(encoded, self.size(parcel))
         into.copy_(encoded.view(torch.bfloat16))

@@ -1,0 +1,93 @@
+"""Deep gradient compression (Lin et al., ICLR 2018): the largest items of a momentum that every worker keeps.
+
+    u ← momentum · u + clipped gradient        v ← v + u
+    the largest items of v are sent; where they were, v and u begin at 0 again
+
+So what is late still has the momentum it would have had. The optimizer must then have none of its own. In the first
+`warmup` steps a quarter, a sixteenth, … of the items are sent, a quarter of these steps each, until `fraction` is.
+`clip` is the largest norm that the gradient of a parcel may have, 0 for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.wire.codec import ParcelCodec
+from manyhands.wire.codecs.topk import largest_of
+from manyhands.wire.floats import Floats
+from manyhands.wire.parcels import Parcel
+from manyhands.wire.sparse import Indices, SparseCodec, few
+
+__all__ = ["Dgc"]
+
+_FIRST = 0.25
+
+
+class Dgc(SparseCodec):
+    """A fraction of the items; momentum and what is not sent yet are kept, in the parcel's own type."""
+
+    def __init__(
+        self,
+        fraction: float = 0.001,
+        momentum: float = 0.9,
+        clip: float = 0.0,
+        warmup: int = 0,
+        values: ParcelCodec | None = None,
+    ) -> None:
+        super().__init__(values)
+        self._fraction = fraction
+        self.momentum = momentum
+        self._clip = clip
+        self._warmup = warmup
+        self._velocity: dict[str, Tensor] = {}
+        self._owed: dict[str, Tensor] = {}
+
+    def density(self, step: int) -> float:
+        """The share of items that are sent at a step."""
+        if step >= self._warmup:
+            return self._fraction
+        return max(self._fraction, _FIRST ** (1 + 4 * step // self._warmup))
+
+    def most(self, parcel: Parcel) -> int:
+        """As many as in the first step."""
+        return few(self.density(0), parcel.count)
+
+    def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
+        """The largest."""
+        return largest_of(values, few(self.density(self.step), parcel.count))
+
+    def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
+        """Add to the momentum, and send the largest of what is owed."""
+        velocity = self._velocity.setdefault(parcel.key, torch.zeros_like(values))
+        owed = self._owed.setdefault(parcel.key, torch.zeros_like(values))
+        velocity.mul_(self.momentum).add_(values, alpha=self._share(values))
+        owed.add_(velocity)
+        indices, kept = self.choose(parcel, owed.to(torch.float32).numpy())
+        num_bytes = self.write(parcel, indices, kept, into)
+        places = torch.from_numpy(indices.astype(np.int64))
+        velocity[places] = 0.0
+        self.add(parcel, into[:num_bytes], owed, -1.0)
+        for one in (velocity, owed):
+            if not one.sum().isfinite():
+                one.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return num_bytes
+
+    def memory(self) -> dict[str, Tensor]:
+        """Both, by parcel."""
+        kept = {f"velocity/{key}": one for key, one in self._velocity.items()}
+        return kept | {f"owed/{key}": one for key, one in self._owed.items()}
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Both."""
+        for name, one in memory.items():
+            kind, _, key = name.partition("/")
+            {"velocity": self._velocity, "owed": self._owed}[kind][key] = one.clone()
+
+    def _share(self, values: Tensor) -> float:
+        """How much of a gradient is left by clipping."""
+        norm = float(values.norm()) if self._clip else 0.0
+        return self._clip / norm if norm > self._clip else 1.0

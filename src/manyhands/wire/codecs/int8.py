@@ -1,0 +1,32 @@
+"""int8: 255 evenly spaced values, from minus to plus the largest of each block of 256 items, rounded to nearest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_scales
+from manyhands.wire.kernels.int8 import BLOCK, pack_int8, unpack_int8
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["Int8"]
+
+
+class Int8(FloatCodec):
+    """A float32 for each block, then a byte for each item."""
+
+    def size(self, parcel: Parcel) -> int:
+        """Always exactly so many."""
+        return 4 * blocks_of(parcel.count, BLOCK) + parcel.count
+
+    def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
+        """Round to the nearest of the block's values."""
+        head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
+        pack_int8(values, into[:head].view(np.uint32), into[head:end].view(np.int8))
+        return end
+
+    def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
+        """Multiply."""
+        head = 4 * blocks_of(parcel.count, BLOCK)
+        scales = encoded[:head].view(np.uint32)
+        check_scales(scales)
+        unpack_int8(scales, encoded[head:].view(np.int8), into)

@@ -1,0 +1,57 @@
+"""Items at random, each made as much larger as it is seldom sent: right on average, and no place travels.
+
+The parcel is cut into as many stretches as items are sent, and one of each is drawn; receivers draw the same from the
+64 bits that come along. An item of a stretch of n is sent with probability 1 / n and then counts n times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyhands.wire.codec import ParcelCodec
+from manyhands.wire.floats import Bytes, Floats, key_of
+from manyhands.wire.kernels.randomk import draw, enlarge
+from manyhands.wire.parcels import Parcel
+from manyhands.wire.sparse import Indices, SparseCodec, few
+
+__all__ = ["RandomK"]
+
+_KEY = 8
+
+
+class RandomK(SparseCodec):
+    """A fraction of the items; unbiased."""
+
+    def __init__(self, fraction: float = 0.01, values: ParcelCodec | None = None) -> None:
+        super().__init__(values)
+        self._fraction = fraction
+
+    def most(self, parcel: Parcel) -> int:
+        """Always exactly so many."""
+        return few(self._fraction, parcel.count)
+
+    def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
+        """One of each stretch, times its length."""
+        indices = self._drawn(parcel, self.drawn(parcel))
+        kept = np.empty(len(indices), np.float32)
+        enlarge(values, indices, kept)
+        return indices, kept
+
+    def place_bytes(self, parcel: Parcel, count: int) -> int:
+        """What they were drawn by."""
+        del parcel, count
+        return _KEY
+
+    def write_places(self, parcel: Parcel, indices: Indices, into: Bytes) -> None:
+        """Write that."""
+        del indices
+        into[:] = np.frombuffer(self.drawn(parcel).to_bytes(_KEY, "little"), np.uint8)
+
+    def read_places(self, parcel: Parcel, encoded: Bytes, count: int) -> Indices:
+        """Draw again."""
+        return self._drawn(parcel, int.from_bytes(encoded.tobytes(), "little"))[:count]
+
+    def _drawn(self, parcel: Parcel, drawn: int) -> Indices:
+        indices = np.empty(self.most(parcel), np.uint32)
+        draw(parcel.count, indices, *key_of(drawn))
+        return indices

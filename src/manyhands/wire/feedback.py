@@ -1,0 +1,86 @@
+"""Error feedback: what a codec leaves out is kept, and added to what is sent next (Seide et al., Interspeech 2014).
+
+All that was ever sent, and what is still kept, add up to all that was ever given: Σ sent + memory = Σ given. So what is
+left out is late and not lost, and a biased codec converges like none (Karimireddy et al., ICML 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from manyhands.wire.codec import ParcelCodec
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["ErrorFeedback"]
+
+
+class ErrorFeedback(ParcelCodec):
+    """Any codec, and what it has left out so far of each parcel, in the parcel's own type.
+
+    What is not finite is sent and not kept.
+    """
+
+    def __init__(self, codec: ParcelCodec) -> None:
+        self.inner = codec
+        self.carries_values = codec.carries_values
+        self.sums_vote = codec.sums_vote
+        self._kept: dict[str, Tensor] = {}
+
+    def size(self, parcel: Parcel) -> int:
+        """The codec's."""
+        return self.inner.size(parcel)
+
+    def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
+        """Encode these and what was kept; keep what is left out now."""
+        owed = self.owed(parcel, values)
+        num_bytes = self.inner.encode(parcel, owed, into)
+        self.inner.add(parcel, into[:num_bytes], owed, -1.0)
+        self.keep(owed)
+        return num_bytes
+
+    def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
+        """The codec's."""
+        self.inner.decode(parcel, encoded, into)
+
+    def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
+        """The codec's."""
+        self.inner.add(parcel, encoded, into, alpha)
+
+    def settle(self, parcel: Parcel, total: Tensor) -> None:
+        """The codec's."""
+        self.inner.settle(parcel, total)
+
+    def at(self, step: int) -> None:
+        """Of the codec, too."""
+        super().at(step)
+        self.inner.at(step)
+
+    def from_worker(self, seed: int, worker: int) -> None:
+        """Of the codec, too."""
+        super().from_worker(seed, worker)
+        self.inner.from_worker(seed, worker)
+
+    def owed(self, parcel: Parcel, values: Tensor) -> Tensor:
+        """These and what was kept of the parcel, where it is kept: what is taken off stays for the next time."""
+        kept = self._kept.get(parcel.key)
+        if kept is None:
+            kept = self._kept[parcel.key] = torch.zeros_like(values)
+        return kept.add_(values)
+
+    def keep(self, owed: Tensor) -> None:
+        """What was sent has been taken off: forget what is not finite, or it would be there forever."""
+        if not owed.sum().isfinite():
+            owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What was left out of each parcel, and what the codec keeps besides."""
+        return {f"left/{key}": kept for key, kept in self._kept.items()} | self.inner.memory()
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Both."""
+        mine = {name: kept for name, kept in memory.items() if name.startswith("left/")}
+        self._kept = {name.removeprefix("left/"): kept.clone() for name, kept in mine.items()}
+        self.inner.remember({name: kept for name, kept in memory.items() if name not in mine})

@@ -1,0 +1,1 @@
+"""Compiled code that several codecs share."""
