@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,8 +22,9 @@ from manyhands.record.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
-from manyhands.server.live.launcher import Launcher, LaunchOutcome, RunFiles, new_token
+from manyhands.server.live.launcher import Launcher, LaunchOutcome, new_token
 from manyhands.server.live.losses import LossBook
+from manyhands.server.live.members import LocalMembers, RunFiles
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.messages import LEAD
@@ -186,8 +188,8 @@ class ServerTraining:
         on_event({"event": "layout", "shards": layout})
         launcher = Launcher(
             job,
-            request.workers,
             files,
+            partial(LocalMembers, job, files),
             losses=LossBook(known),
             on_rows=on_rows,
             on_event=on_event,
