@@ -1,1 +1,1 @@
-"""A run over several hosts: where a process stands in it, and how it speaks with the one that leads."""
+"""Processes that somebody else started, on one host or several: who each is, and its line to the one that leads."""
