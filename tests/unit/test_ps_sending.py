@@ -120,8 +120,10 @@ def test_parcels_have_names() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "final", "final 2", "final -1", "snapshot x", "buffers 1", "record run.json", "record ../a.jsonl"]
-    + ["record /etc/passwd", "record shard-0.member-1.jsonl/x", "final 0\n", "code 1"],
+    [
+        *("", "final", "final 2", "final -1", "snapshot x", "buffers 1", "record run.json", "code 1"),
+        *("record ../a.jsonl", "record /etc/passwd", "record shard-0.member-1.jsonl/x", "final 0\n"),
+    ],
 )
 def test_nothing_else_is_taken(name: str) -> None:
     with pytest.raises(ProtocolError):

@@ -75,6 +75,10 @@ COMMANDS = {
         settings={"ignore_unknown_options": True},
         trains=True,
     ),
+    "role": Later(
+        home="manyhands.cli.role:role_command",
+        help="Be one role of a cluster specification: a worker, a server, or the chief that leads.",
+    ),
     "doctor": Later(
         home="manyhands.cli.doctor:doctor_command",
         help="What this machine has for training, what is missing, and how to get it.",

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import numpy as np
@@ -48,6 +48,7 @@ from manyhands.hosts.messages import (
     LineHello,
     LineMarked,
     LineOver,
+    LinePiece,
     LinePing,
     LinePong,
     LineWelcome,
@@ -66,9 +67,11 @@ from manyhands.record.clocks import clock_id
 from manyhands.record.events import NOBODY, RECORD
 from manyhands.record.ring import EventRing
 
-__all__ = ["Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
+__all__ = ["Front", "FrontEvent", "Given", "Remarked", "Turned", "hello_of"]
 
 _FLUSH_S: Final = 10.0
+_MOST_LARGE: Final = 64  # things that one member may be sending at a time
+_MOST_LARGE_BYTES: Final = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,16 @@ class Remarked:
     sentence: str
 
 
-FrontEvent = Started | Said | Ended | Turned | Remarked
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A member has sent something large, by `Line.give`; in order with what it said."""
+
+    member: int
+    name: str
+    data: bytearray
+
+
+FrontEvent = Started | Said | Ended | Turned | Remarked | Given
 
 
 def hello_of(place: Place, terms: Sequence[Term]) -> LineHello:
@@ -116,6 +128,8 @@ class _Member:
     seen: Whereabouts
     ended: bool = False
     connected: bool = True
+    large: dict[str, bytearray] = field(default_factory=dict)
+    """What it is about to have sent, by name."""
 
     @property
     def name(self) -> str:
@@ -126,9 +140,18 @@ class Front:
     """All lines of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
-        self, place: Place, terms: Sequence[Term], token: bytes, *, settings: Settings | None = None
+        self,
+        place: Place,
+        terms: Sequence[Term],
+        token: bytes,
+        *,
+        settings: Settings | None = None,
+        rings: Mapping[int, EventRing] | None = None,
     ) -> None:
-        """Nobody can come before `listen`; `terms` are what must be the same on every process."""
+        """Nobody can come before `listen`; `terms` are what must be the same on every process.
+
+        What the others record goes into `rings`, by rank; None: into rings of its own.
+        """
         self.name = place.name
         self.world = place.world
         self.store = Shelf()
@@ -137,9 +160,10 @@ class Front:
         self._register = Register(hello_of(place, terms))
         self._members: dict[int, _Member] = {}  # by rank, those who left included
         self._ranks: dict[int, int] = {}  # by the hub's number
+        self._untold: list[FrontEvent] = []
         self._closed = False
         with ExitStack() as stack:
-            self.rings: Mapping[int, EventRing] = {
+            self.rings: Mapping[int, EventRing] = rings or {
                 rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
             }
             """What each other rank recorded, on this process's clock."""
@@ -171,6 +195,11 @@ class Front:
         """The sentence on ranks that did not come in time."""
         return self._register.late(deed, waited_s)
 
+    @property
+    def turned_away(self) -> Sequence[str]:
+        """A sentence on everyone who was not let in."""
+        return self._register.turned_away
+
     def name_of(self, rank: int) -> str:
         """`worker 2 on hostB (process 4711)`; of one who never came, its rank."""
         member = self._members.get(rank)
@@ -191,8 +220,9 @@ class Front:
         deadline = time.monotonic() + timeout_s
         while True:
             self._send_letters()
-            left_s = max(0.0, deadline - time.monotonic())
-            told = [one for event in self._hub.poll(left_s) for one in self._hear(event)]
+            untold, self._untold = self._untold, []
+            left_s = 0.0 if untold else max(0.0, deadline - time.monotonic())
+            told = untold + [one for event in self._hub.poll(left_s) for one in self._hear(event)]
             self._send_letters()
             if told or left_s == 0.0:
                 return told
@@ -218,6 +248,15 @@ class Front:
         """Tell everyone that the run has failed, by the fault of `rank`: their waits end with this sentence."""
         for member in tuple(self._members.values()):
             member.bag.put(LineOver(rank=rank, sentence=sentence))
+
+    def dismiss(self, member: int, sentence: str) -> None:
+        """Have done with a member, which is told why; its end is told by `poll`. From the thread that polls."""
+        found = self._members.get(member)
+        if found is None or not found.connected:
+            return
+        self._hub.send(found.connection, LineOver(rank=member, sentence=sentence))
+        self._hub.disconnect(found.connection, sentence)
+        self._untold += self._lost(found.connection, sentence, False)
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait until everything for everyone has left; in the place of a `poll`, whose events it drops."""
@@ -318,6 +357,13 @@ class Front:
                 if len(payload) % RECORD.itemsize or lost < 0:
                     raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
                 self.rings[rank].append(np.frombuffer(payload, RECORD), lost)
+            case LinePiece(name=name, last=last):
+                data = member.large.setdefault(name, bytearray())
+                if len(data) + len(payload) > _MOST_LARGE_BYTES or len(member.large) > _MOST_LARGE:
+                    raise ProtocolError("piece", f"more of {name[:80]!r} than anybody sends")
+                data += payload
+                if last:
+                    return [Given(rank, name, member.large.pop(name))]
             case StoreCall():
                 member.bag.put(self.store.answer(message))
             case _:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from manyhands.cluster import entry
 from manyhands.cluster.context import RoleContext
 from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.hosts.specification import ClusterSpec
 from manyhands.strategy import Strategy
 from manyhands.version import __version__
 
@@ -86,6 +87,9 @@ class Place:
 
     leader: str | None = None
     """`HOST:PORT` at which the leader listens, where that is known to all beforehand; None: its store tells."""
+
+    cluster: ClusterSpec | None = None
+    """Who there is and where, where a specification says it."""
 
     launched: Launched | None = None
     master: str | None = None

@@ -7,8 +7,8 @@ import os
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.watchdog import Watched
+from manyhands.hosts.front import Front
+from manyhands.link.secure import Security
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
@@ -24,11 +27,13 @@ from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
 from manyhands.server.live.launcher import Launcher, LaunchOutcome, new_token
 from manyhands.server.live.losses import LossBook
-from manyhands.server.live.members import LocalMembers, RunFiles
+from manyhands.server.live.members import Assemble, LocalMembers, RunFiles
+from manyhands.server.live.role_members import RoleMembers, RunKeeper
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.messages import LEAD
 from manyhands.server.resume import ToCome, batches_to_come
+from manyhands.server.roles import PsRanks
 from manyhands.server.shard_state import merge
 from manyhands.server.slots import SlotTable
 from manyhands.server.strategy import Ps
@@ -36,11 +41,13 @@ from manyhands.server.updates import RunRecord, clear_records, write_record
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import Snapshot
 from manyhands.store.rundir import RunDirectory
-from manyhands.store.tensorfile import read_tensors
+from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.training.commands import Command
 from manyhands.training.computing import Computer, TrainingPlan
 
 __all__ = [
+    "MODEL",
+    "Away",
     "ResumePoint",
     "ServerTraining",
     "TrainingRequest",
@@ -48,6 +55,9 @@ __all__ = [
     "resume_point",
     "server_summary",
 ]
+
+MODEL = "model"
+"""What the leader gives to everybody at the end."""
 
 _RING_EVENTS = 1 << 13
 
@@ -114,6 +124,21 @@ class TrainingRequest:
 
     skip_nonfinite: bool
     fingerprint: str
+    away: Away | None = None
+    """Who serves and works, where those are not children of this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Away:
+    """The members of a run that somebody else started, as the one that leads them finds them."""
+
+    ranks: PsRanks
+    open_front: Callable[[Mapping[int, EventRing]], AbstractContextManager[Front]]
+    """Called with the rings, by rank, that what the others record goes into."""
+
+    security: Security
+    say: Callable[[str], None]
+    """Tells the user something."""
 
 
 class ServerTraining:
@@ -146,11 +171,17 @@ class ServerTraining:
             for place in range(request.strategy.num_server_processes):
                 ring = EventRing.create(role=request.most_workers + place, capacity=_RING_EVENTS)
                 self.server_rings.append(stack.enter_context(ring))
+            if request.away is not None:
+                self._front = stack.enter_context(request.away.open_front(self._rings_by_rank(request.away)))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _rings_by_rank(self, away: Away) -> dict[int, EventRing]:
+        rings = dict(zip(away.ranks.workers, self.rings.values(), strict=True))
+        return rings | dict(zip(away.ranks.servers, self.server_rings, strict=True))
 
     def run(
         self,
@@ -161,10 +192,10 @@ class ServerTraining:
         commands: queue.SimpleQueue[Command] | None = None,
     ) -> LaunchOutcome:
         """Train to the end; `known` is the history so far, of which no row is told again."""
-        request = self._request
+        request, away = self._request, self._request.away
         job = Job(
             plan=request.plan,
-            strategy=request.strategy,
+            strategy=request.strategy if away is None else replace(request.strategy, link="tcp"),
             token=new_token(),
             fingerprint=request.fingerprint,
             workers=request.workers,
@@ -175,6 +206,7 @@ class ServerTraining:
             resume_version=request.resume_version,
             buffers=request.buffers,
             skip_nonfinite=request.skip_nonfinite,
+            security=Security.loopback() if away is None else away.security,
         )
         files = RunFiles(
             final=self._final.descriptor,
@@ -189,7 +221,7 @@ class ServerTraining:
         launcher = Launcher(
             job,
             files,
-            partial(LocalMembers, job, files),
+            partial(LocalMembers, job, files) if away is None else self._assembled(away, job, files),
             losses=LossBook(known),
             on_rows=on_rows,
             on_event=on_event,
@@ -202,6 +234,15 @@ class ServerTraining:
             outcome.notes.insert(0, failure)
             outcome.unrecorded.insert(0, failure)
         return outcome
+
+    def _assembled(self, away: Away, job: Job, files: RunFiles) -> Assemble:
+        """Those who come over lines, and a child of this process where it has a part of its own.
+
+        No watchdog looks at them: it knows processes of its own host alone.
+        """
+        keeper = RunKeeper(job, self._layout, files, away.say)
+        child = LocalMembers(job, files, Watched(deadline_s=0.0))
+        return lambda _: RoleMembers(self._front, away.ranks, job, keeper, child, away.say)
 
     def _record(self, job: Job, run_path: Path) -> str | None:
         """Leave what a replay has to know, and compile the hash of gradients once for all workers.
@@ -241,6 +282,14 @@ class ServerTraining:
         if os.fstat(self._buffers).st_size:
             model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
         return model.cpu()
+
+    def share(self, model: nn.Module) -> None:
+        """Let every process of the run that is still there have the trained model."""
+        if self._request.away is None:
+            return
+        for rank in self._request.away.ranks.others:
+            self._front.give(rank, MODEL, list(encode_tensors(model.state_dict())))
+        self._front.flush()
 
     def checkpoint(self, outcome: LaunchOutcome, score: float | None) -> Snapshot | None:
         """All shards as they ended, as a checkpoint of the usual kind, which any strategy can go on from.
