@@ -47,6 +47,8 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
+    options = options or Options()
+    options.security()  # a bad certificate is told before anything starts
     if chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
@@ -54,5 +56,5 @@ def fit(
     from manyhands.training.request import Request
 
     length = (steps, epochs)
-    request = Request.make(task, chosen, workers, length, seed, options or Options(), check_device(device))
+    request = Request.make(task, chosen, workers, length, seed, options, check_device(device))
     return run_session(request, out, resume)
