@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from torch import Tensor, nn
 import manyhands as mh
 from hubs import FAST
 from manyhands.errors import PeerTimeout, UserError
+from manyhands.hosts.company import Company
+from manyhands.hosts.finding import Leading
 from manyhands.hosts.front import Front
 from manyhands.hosts.line import Contact, open_line
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
 from manyhands.link.secure import Security
-from manyhands.record.ring import EventRing
 from manyhands.server.audit_files import audit_run
 from manyhands.server.live import away
 from manyhands.server.live.snapshots import ShardSnapshots
@@ -110,15 +110,15 @@ class Roles:
         self._leader = ""
         self._listens = threading.Event()
 
-    @contextmanager
-    def open_front(self, rings: Mapping[int, EventRing]) -> Iterator[Front]:
+    def _company(self) -> Company:
         place = Place(
             rank=0, world=len(self.ranks.names), kind="specification", role="chief", index=0, host="a"
         )
-        with Front(place, TERMS, TOKEN, settings=FAST, rings=rings) as front:
-            self._leader = front.listen("tcp")
-            self._listens.set()
-            yield front
+        front = Front(place, TERMS, TOKEN, settings=FAST)
+        self._leader = front.listen("tcp")
+        self._listens.set()
+        leading = Leading(front=front, token=TOKEN, address="")
+        return Company(place, leading, Security.loopback(), 20.0)
 
     def start(self, *ranks: int, act: Callable[[Any], None] | None = None) -> None:
         for rank in ranks:
@@ -132,12 +132,12 @@ class Roles:
             rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=f"h{rank}"
         )
         contact = Contact(name="the chief", address=self._leader, token=TOKEN)
-        job = replace(self.job, strategy=replace(self.job.strategy, link="tcp"))
+        job = replace(self.job, strategy=replace(self.job.strategy, link="tcp"), listens_at=self.address)
         with open_line(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
             if act is not None:
                 act(line)
             try:
-                line.end(away.take_part(line, job, self.address))
+                line.end(away.take_part(line, job))
                 return
             except Killed:
                 self.deaths.append(rank)
@@ -151,6 +151,14 @@ class Roles:
         """Lead, here; the trained model and what came out."""
         if run_path is not None:
             self.job = replace(self.job, plan=replace(self.job.plan, checkpoint_every=4))
+        with self._company() as company:
+            trained = self._lead(company, run_path, resume_version)
+        self.join()
+        return trained
+
+    def _lead(
+        self, company: Company, run_path: Path | None, resume_version: int | None
+    ) -> tuple[nn.Module, Any]:
         job = self.job
         request = TrainingRequest(
             plan=job.plan,
@@ -166,19 +174,11 @@ class Roles:
             buffers={},
             skip_nonfinite=False,
             fingerprint=job.fingerprint,
-            away=Away(
-                ranks=self.ranks,
-                open_front=self.open_front,
-                security=Security.loopback(),
-                say=self.said.append,
-            ),
+            away=Away(company=company, ranks=self.ranks, say=self.said.append),
         )
         with ServerTraining(request) as training:
             outcome = training.run(on_rows=lambda rows: None, on_event=lambda event: None)
-            model = training.model()
-            training.share(model)
-        self.join()
-        return model, outcome
+            return training.model(), outcome
 
     def join(self) -> None:
         for thread in self.threads:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -148,12 +148,8 @@ class Front:
         token: bytes,
         *,
         settings: Settings | None = None,
-        rings: Mapping[int, EventRing] | None = None,
     ) -> None:
-        """Nobody can come before `listen`; `terms` are what must be the same on every process.
-
-        What the others record goes into `rings`, by rank; None: into rings of its own.
-        """
+        """Nobody can come before `listen`; `terms` are what must be the same on every process."""
         self.name = place.name
         self.world = place.world
         self.store = Shelf()
@@ -165,7 +161,7 @@ class Front:
         self._untold: list[FrontEvent] = []
         self._closed = False
         with ExitStack() as stack:
-            self.rings: Mapping[int, EventRing] = rings or {
+            self.rings: Mapping[int, EventRing] = {
                 rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
             }
             """What each other rank recorded, on this process's clock."""
@@ -176,6 +172,15 @@ class Front:
             stack.callback(self._bell.close)
             self._hub.register(self._bell.descriptor)
             self._stack = stack.pop_all()
+
+    @contextmanager
+    def recording_into(self, rings: Mapping[int, EventRing]) -> Iterator[None]:
+        """While this is open, what the others record goes into these rings, by rank, which stay the caller's."""
+        before, self.rings = self.rings, rings
+        try:
+            yield
+        finally:
+            self.rings = before
 
     def listen(self, address: str = "unix") -> str:
         """Let members come; the address to tell them."""

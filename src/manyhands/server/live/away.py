@@ -26,7 +26,7 @@ from torch import Tensor
 
 from manyhands.cluster.board import NOBODY, State
 from manyhands.cluster.notes import TypedNotes
-from manyhands.errors import Aborted, PeerTimeout, UserError
+from manyhands.errors import Aborted, PeerTimeout
 from manyhands.hosts.line import Line
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
@@ -80,16 +80,13 @@ PARTS: Final = TypedNotes(TakePart)
 WANTS: Final = TypedNotes(SnapshotWanted)
 
 
-def take_part(line: Line, job: Job, address: str) -> Mapping[str, Any]:
+def take_part(line: Line, job: Job) -> Mapping[str, Any]:
     """Be the member that the leader says, to its end; what it counted.
 
-    `job` is as this process was asked, `address` where it listens if it is to serve. Aborted where the run ended before
-    it had a part in it.
+    `job` is as this process was asked, without what the leader alone knows. Aborted where the run ended before.
     """
     heard = _Heard(line)
     part = heard.part()
-    if part.serves and not address:
-        raise UserError(f"{line.name} is to serve, and has no address to listen at")
     records = _Records(part, line.name) if part.keeps else None
     job = replace(
         job,
@@ -100,7 +97,7 @@ def take_part(line: Line, job: Job, address: str) -> Mapping[str, Any]:
         buffers=_buffers(line, job.timeout_s) if part.buffers else {},
     )
     context = _LineMember(line, heard, part.member)
-    resources = _resources(line, job, address, keeps=part.keeps)
+    resources = _resources(line, job, keeps=part.keeps)
     try:
         counted = (
             serve_with(context, resources) if part.serves else work_with(context, resources, part.number)
@@ -168,7 +165,7 @@ class _LineMember:
         return self._line.control_fileno()
 
 
-def _resources(line: Line, job: Job, address: str, *, keeps: bool) -> MemberResources:
+def _resources(line: Line, job: Job, *, keeps: bool) -> MemberResources:
     def leave_shard(layout: FlatLayout, shard: int, store: ShardStore) -> None:
         line.give(str(Parcel("final", shard=shard)), final_chunks(layout, shard, store))
 
@@ -182,7 +179,6 @@ def _resources(line: Line, job: Job, address: str, *, keeps: bool) -> MemberReso
         snapshots=lambda job: _SentSnapshots(line, job.timeout_s, kept=keeps),
         leave_shard=leave_shard,
         leave_buffers=leave_buffers,
-        address=address,
     )
 
 

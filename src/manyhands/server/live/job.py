@@ -81,6 +81,12 @@ class Job:
     security: Security = field(default_factory=Security.loopback)
     """What protects connections to other hosts."""
 
+    listens_at: str = ""
+    """Where a server listens, as hubs have it; empty: anywhere on this host that its link allows."""
+
+    reached_at: str = ""
+    """Where others reach it, if that is another address."""
+
     @property
     def is_lockstep(self) -> bool:
         """Whether no shard takes a step before every worker has pushed, so that nobody reads what changes."""

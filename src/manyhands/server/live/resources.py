@@ -90,9 +90,6 @@ class MemberResources:
     leave_buffers: Callable[[Mapping[str, Tensor]], None]
     """Hand over the model's buffers as the run ends; the last who does wins. A worker's alone."""
 
-    address: str = ""
-    """Where it is to listen; empty: anywhere on this host that its link allows. A server's alone."""
-
     @classmethod
     def inherited(cls, context: RoleContext) -> MemberResources:
         """Of a child of the launcher: by the descriptors that it was started with."""

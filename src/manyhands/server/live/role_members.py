@@ -23,7 +23,7 @@ import torch
 
 from manyhands.cluster.failure import Failure
 from manyhands.cluster.supervisor import Ended, Event, Hung, Said, Started
-from manyhands.errors import PeerTimeout, UserError, printable
+from manyhands.errors import PeerTimeout, UserError
 from manyhands.hosts.front import Front, FrontEvent, Given, Remarked, Turned
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
@@ -42,7 +42,6 @@ from manyhands.store.tensorfile import encode_tensors
 __all__ = ["RoleMembers", "RunKeeper"]
 
 _LOOK_S: Final = 0.02
-_END_S: Final = 10.0
 
 
 class RunKeeper:
@@ -126,11 +125,8 @@ class RoleMembers:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Everybody is told why it ends, and the child is taken down."""
-        if error is not None:
-            self._front.break_off(0, printable(f"{error}".partition("\n")[0], 1000) or type(error).__name__)
-            self._front.flush(_END_S)
+    def __exit__(self, *_: object) -> None:
+        """The child is taken down; those at lines are told by whoever leads them."""
         self._stack.close()
 
     # ── what the launcher asks ────────────────────────────────────────────────────────────────────────────────────

@@ -98,7 +98,7 @@ class _Server:
     def __init__(
         self, context: MemberContext, resources: MemberResources, job: Job, records: ServerRecords
     ) -> None:
-        self._leave_shard, self._address = resources.leave_shard, resources.address
+        self._leave_shard = resources.leave_shard
         self._context, self._job, self._records = context, job, records
         self._member = context.rank
         _, _, self._layout = job.build()
@@ -171,8 +171,8 @@ class _Server:
     def run(self) -> Mapping[str, Any]:
         """Serve until the launcher says that all is done."""
         anywhere = "unix" if self._job.strategy.link == "shared" else "tcp"
-        address = self._hub.listen(self._address or anywhere)
-        self._report(ServerListens(address=address))
+        address = self._hub.listen(self._job.listens_at or anywhere)
+        self._report(ServerListens(address=self._job.reached_at or address))
         self._context.mark(0, State.SERVING)
         self._attend()
         while not self._finished:

@@ -7,7 +7,7 @@ import os
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.watchdog import Watched
-from manyhands.hosts.front import Front
-from manyhands.link.secure import Security
+from manyhands.hosts.company import Company
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
@@ -41,12 +40,11 @@ from manyhands.server.updates import RunRecord, clear_records, write_record
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import Snapshot
 from manyhands.store.rundir import RunDirectory
-from manyhands.store.tensorfile import encode_tensors, read_tensors
+from manyhands.store.tensorfile import read_tensors
 from manyhands.training.commands import Command
 from manyhands.training.computing import Computer, TrainingPlan
 
 __all__ = [
-    "MODEL",
     "Away",
     "ResumePoint",
     "ServerTraining",
@@ -55,9 +53,6 @@ __all__ = [
     "resume_point",
     "server_summary",
 ]
-
-MODEL = "model"
-"""What the leader gives to everybody at the end."""
 
 _RING_EVENTS = 1 << 13
 
@@ -132,11 +127,8 @@ class TrainingRequest:
 class Away:
     """The members of a run that somebody else started, as the one that leads them finds them."""
 
+    company: Company
     ranks: PsRanks
-    open_front: Callable[[Mapping[int, EventRing]], AbstractContextManager[Front]]
-    """Called with the rings, by rank, that what the others record goes into."""
-
-    security: Security
     say: Callable[[str], None]
     """Tells the user something."""
 
@@ -172,7 +164,8 @@ class ServerTraining:
                 ring = EventRing.create(role=request.most_workers + place, capacity=_RING_EVENTS)
                 self.server_rings.append(stack.enter_context(ring))
             if request.away is not None:
-                self._front = stack.enter_context(request.away.open_front(self._rings_by_rank(request.away)))
+                front = request.away.company.front
+                stack.enter_context(front.recording_into(self._rings_by_rank(request.away)))
             self._stack = stack.pop_all()
         return self
 
@@ -206,7 +199,7 @@ class ServerTraining:
             resume_version=request.resume_version,
             buffers=request.buffers,
             skip_nonfinite=request.skip_nonfinite,
-            security=Security.loopback() if away is None else away.security,
+            **({} if away is None else _where(away.company)),
         )
         files = RunFiles(
             final=self._final.descriptor,
@@ -242,7 +235,8 @@ class ServerTraining:
         """
         keeper = RunKeeper(job, self._layout, files, away.say)
         child = LocalMembers(job, files, Watched(deadline_s=0.0))
-        return lambda _: RoleMembers(self._front, away.ranks, job, keeper, child, away.say)
+        front = away.company.front
+        return lambda _: RoleMembers(front, away.ranks, job, keeper, child, away.say)
 
     def _record(self, job: Job, run_path: Path) -> str | None:
         """Leave what a replay has to know, and compile the hash of gradients once for all workers.
@@ -283,14 +277,6 @@ class ServerTraining:
             model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
         return model.cpu()
 
-    def share(self, model: nn.Module) -> None:
-        """Let every process of the run that is still there have the trained model."""
-        if self._request.away is None:
-            return
-        for rank in self._request.away.ranks.others:
-            self._front.give(rank, MODEL, list(encode_tensors(model.state_dict())))
-        self._front.flush()
-
     def checkpoint(self, outcome: LaunchOutcome, score: float | None) -> Snapshot | None:
         """All shards as they ended, as a checkpoint of the usual kind, which any strategy can go on from.
 
@@ -319,6 +305,12 @@ class ServerTraining:
         evaluated = self._computer.evaluate(model.to(self._computer.device))
         model.cpu()
         return evaluated[0] if evaluated is not None else None
+
+
+def _where(company: Company) -> dict[str, Any]:
+    """What a child that serves beside the leader has to know."""
+    listens_at = f"tcp:{company.address}:0" if company.address else ""
+    return {"security": company.security, "listens_at": listens_at}
 
 
 def server_summary(outcome: LaunchOutcome) -> dict[str, Any]:
