@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING
 from manyhands.cluster.template import expect, warm
 from manyhands.device import check_device
 from manyhands.errors import UserError
+from manyhands.hosts.standing import may_be_placed
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 
 if TYPE_CHECKING:
+    from manyhands.hosts.place import Place
     from manyhands.kernel import AnyTask
     from manyhands.run import Run
 
-__all__ = ["fit"]
+__all__ = ["fit", "place_among_others"]
 
 
 def fit(
     task: AnyTask,
     strategy: str | Strategy = "allreduce",
     *,
-    workers: int = 1,
+    workers: int | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
@@ -36,7 +38,11 @@ def fit(
     resume: bool = False,
     options: Options | None = None,
 ) -> Run:
-    """Train `task` with `strategy` on `workers` processes of this host, and return what came out.
+    """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
+
+    Under torchrun every process that calls `fit` is one worker, and all return the same weights, history and summary;
+    rank 0 keeps the run, the others print nothing but errors. So it is with TF_CONFIG set, or under `manyhands role`,
+    where a process is the role that the cluster specification gives it.
 
     `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
@@ -49,12 +55,30 @@ def fit(
         raise UserError("resume=True needs out=, the directory of the run to go on with")
     options = options or Options()
     options.security()  # a bad certificate is told before anything starts
-    if chosen.forks_workers(compiled=getattr(task, "compiled", False)):
+    place = place_among_others()
+    if place is None and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
     from manyhands.session import run_session
     from manyhands.training.request import Request
 
-    length = (steps, epochs)
-    request = Request.make(task, chosen, workers, length, seed, options, check_device(device))
-    return run_session(request, out, resume)
+    length, device = (steps, epochs), check_device(device)
+    if place is None:
+        alone = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
+        return run_session(alone, out, resume)
+    from manyhands.placed import fitted, run_placed, spoken_by
+
+    with spoken_by(place):
+        chosen, count = fitted(chosen, place, workers)
+        request = Request.make(task, chosen, count, length, seed, options, device)
+    return run_placed(request, place, out, resume)
+
+
+def place_among_others() -> Place | None:
+    """Where this process stands among several that somebody else started; None where it is not one of them."""
+    if not may_be_placed():
+        return None
+    from manyhands.hosts.place import current
+
+    place = current()
+    return place if place.is_one_of_many else None

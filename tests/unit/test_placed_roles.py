@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.hosts.place import Place
+from manyhands.hosts.place import Place, place_from, place_of
 from manyhands.hosts.specification import ClusterSpec
-from manyhands.hosts.specified import check_hosts, listening_at, place_from, place_of
+from manyhands.hosts.specified import check_hosts, listening_at
 from manyhands.server.roles import ps_ranks
 from manyhands.server.strategy import Ps
 from manyhands.strategy import Strategy
@@ -121,9 +121,7 @@ def test_a_name_that_means_loopback_here_is_refused_where_others_are_elsewhere()
 
 
 def test_where_a_role_listens() -> None:
-    here = ClusterSpec({"worker": ["localhost:7", "127.0.0.2:7", "service:7", "host:7"]})
-    first, second, third, fourth = here.roles()
-    assert listening_at(here, first) == "tcp:127.0.0.1:7"
-    assert listening_at(here, second) == "tcp:127.0.0.2:7"
-    assert listening_at(here, third, lambda host: "192.0.2.1") == "tcp:0.0.0.0:7"  # of no interface here
-    assert listening_at(here, fourth, lambda host: "127.0.0.3") == "tcp:127.0.0.3:7"
+    assert listening_at("localhost:7") == "tcp:localhost:7"
+    assert listening_at("127.0.0.2:7") == "tcp:127.0.0.2:7"
+    assert listening_at("service:7", lambda host: "192.0.2.1") == "tcp:0.0.0.0:7"  # of no interface here
+    assert listening_at("host:7", lambda host: "127.0.0.3") == "tcp:127.0.0.3:7"

@@ -28,9 +28,9 @@ def role_command(
 ) -> None:
     """Be one role of a cluster: `manyhands role --spec cluster.toml --type ps --index 1 -- train digits …`."""
     from manyhands.errors import UserError
-    from manyhands.hosts.place import standing
-    from manyhands.hosts.specification import ClusterSpec
-    from manyhands.hosts.specified import EVALUATOR, place_of
+    from manyhands.hosts.place import place_of
+    from manyhands.hosts.specification import EVALUATOR, ClusterSpec
+    from manyhands.hosts.standing import standing
 
     cluster = ClusterSpec.from_file(spec)
     role = cluster.role(role_type, index)

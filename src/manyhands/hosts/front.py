@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
@@ -198,9 +198,9 @@ class Front:
         """The ranks that have not come."""
         return self._register.missing
 
-    def late(self, deed: str, waited_s: float) -> str:
+    def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
         """The sentence on ranks that did not come in time."""
-        return self._register.late(deed, waited_s)
+        return self._register.late(deed, waited_s, named)
 
     @property
     def turned_away(self) -> Sequence[str]:

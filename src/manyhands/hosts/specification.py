@@ -18,9 +18,15 @@ from typing import Any, Final, Self
 
 from manyhands.errors import UserError, nearest, printable
 
-__all__ = ["ROLE_TYPES", "TF_CONFIG", "ClusterRole", "ClusterSpec"]
+__all__ = ["EVALUATOR", "ROLE_TYPES", "TF_CONFIG", "ClusterRole", "ClusterSpec"]
 
 TF_CONFIG: Final = "TF_CONFIG"
+EVALUATOR: Final = (
+    "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
+    "leader at the end"
+)
+"""What an evaluator is told: it takes no part."""
+
 ROLE_TYPES: Final = ("chief", "worker", "ps", "evaluator")
 _TASK_KEYS: Final = ("type", "index")
 _MOST_PORT: Final = 65535
@@ -132,6 +138,20 @@ class ClusterSpec:
             for kind in kinds or ROLE_TYPES
             for index in range(len(self.addresses.get(kind, ())))
         )
+
+    @property
+    def ranked(self) -> tuple[ClusterRole, ...]:
+        """Those who take part, by rank: the chief where there is one, then the workers, then the servers.
+
+        So the leader is rank 0, and under strategies without servers the chief counts as the first worker.
+        """
+        return self.roles("chief", "worker", "ps")
+
+    def rank(self, role: ClusterRole) -> int:
+        """The rank of a role; UserError for an evaluator, which takes no part."""
+        if role.type == "evaluator":
+            raise UserError(EVALUATOR)
+        return self.ranked.index(role)
 
     def address(self, role: ClusterRole) -> str:
         """Where a role listens, as `host:port`; empty for an evaluator that is not listed."""

@@ -1,66 +1,18 @@
-"""A process's place in a run whose roles a cluster specification lists.
-
-Ranks follow the specification: the chief where there is one, then the workers, then the servers. So the leader is rank
-0, and under strategies without servers the chief counts as the first worker.
-"""
+"""Where the roles of a cluster specification listen, and whether others can reach them there."""
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable
 
 from manyhands.errors import UserError
-from manyhands.hosts.place import Place
-from manyhands.hosts.specification import TF_CONFIG, ClusterRole, ClusterSpec
+from manyhands.hosts.specification import ClusterRole, ClusterSpec
 from manyhands.link.secure import is_loopback
 
-__all__ = [
-    "EVALUATOR",
-    "check_hosts",
-    "listening_at",
-    "place_from",
-    "place_of",
-    "ranked",
-]
-
-EVALUATOR: Final = (
-    "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
-    "leader at the end"
-)
-"""What an evaluator is told: it takes no part."""
+__all__ = ["check_hosts", "listening_at"]
 
 Resolve = Callable[[str], str]
-
-
-def ranked(spec: ClusterSpec) -> tuple[ClusterRole, ...]:
-    """The roles that take part, by rank."""
-    return spec.roles("chief", "worker", "ps")
-
-
-def place_of(spec: ClusterSpec, role: ClusterRole) -> Place:
-    """The place of one role; UserError for an evaluator, which has none."""
-    roles = ranked(spec)
-    if role not in roles:
-        raise UserError(EVALUATOR)
-    return Place(
-        rank=roles.index(role),
-        world=len(roles),
-        kind="specification",
-        role=role.type,
-        index=role.index,
-        leader=spec.address(spec.leader),
-        cluster=spec,
-    )
-
-
-def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """What TF_CONFIG says of this process; None where it is not set, or says of no cluster."""
-    text = environment.get(TF_CONFIG, "").strip()
-    if not text or text == "{}":
-        return None
-    return place_of(*ClusterSpec.from_tf_config(text))
+"""From the name of a host to its IPv4 address; OSError where nobody knows it."""
 
 
 def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.gethostbyname) -> None:
@@ -83,14 +35,15 @@ def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.
         )
 
 
-def listening_at(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.gethostbyname) -> str:
-    """Where a role binds: at its own address, or at every address of its host where that is one that leads to it.
+def listening_at(address: str, resolve: Resolve = socket.gethostbyname) -> str:
+    """Where a process binds that others reach at `host:port`, as hubs have it.
 
-    In a container the name of a service leads to an address that no interface has.
+    There, or at every address of its host where that one only leads to it: in a container a service has an
+    address that no interface has.
     """
-    host, _, port = spec.address(role).rpartition(":")
-    if host == "localhost" or is_loopback(host):
-        return f"tcp:127.0.0.1:{port}" if host == "localhost" else f"tcp:{host}:{port}"
+    host, _, port = address.rpartition(":")
+    if is_loopback(host):
+        return f"tcp:{address}"
     found = resolve(host)
     return f"tcp:{found if _is_ours(found) else '0.0.0.0'}:{port}"
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from manyhands.hosts.place import Place
 from manyhands.hosts.specification import ClusterRole
-from manyhands.hosts.specified import ranked
 from manyhands.server.strategy import Ps
 
 __all__ = ["PsRanks", "ps_ranks"]
@@ -44,7 +43,7 @@ class PsRanks:
 def ps_ranks(strategy: Ps, place: Place) -> PsRanks:
     """Who is who, of a strategy that `Ps.placed` has made fit."""
     if place.cluster is not None:
-        roles = ranked(place.cluster)
+        roles = place.cluster.ranked
         names = tuple(f"{role} at {place.cluster.address(role)}" for role in roles)
         return PsRanks(servers=_of(roles, "ps"), workers=_of(roles, "worker"), names=names)
     servers = strategy.num_server_processes

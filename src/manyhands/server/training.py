@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from manyhands.hosts.company import Membership
-from manyhands.hosts.specified import listening_at, ranked
+from manyhands.hosts.specified import listening_at
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.away import take_part
 from manyhands.server.live.handover import off_shards, onto_shards
@@ -46,6 +46,7 @@ class PsTraining(Training):
     """Resumes from the shards' snapshots; leaves a checkpoint of the usual kind besides."""
 
     can_take_part: ClassVar[bool] = True
+    comes_again: ClassVar[bool] = True
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
@@ -152,7 +153,11 @@ class PsTraining(Training):
             security=member.security,
             **_addresses(member),
         )
-        line.end(take_part(line, job))
+        try:
+            line.end(take_part(line, job))
+        except BaseException as error:
+            line.fail(error)
+            raise
 
     def _save(self, stage: Stage, snapshot: Snapshot | None) -> None:
         """Write the last checkpoint; a full disk costs that and not what was trained."""
@@ -200,9 +205,6 @@ def _addresses(member: Membership) -> dict[str, Any]:
     """Where this process listens if it is to serve, and where others reach it then."""
     place = member.place
     if place.cluster is not None:
-        role = ranked(place.cluster)[place.rank]
-        return {
-            "listens_at": listening_at(place.cluster, role),
-            "reached_at": f"tcp:{place.cluster.address(role)}",
-        }
+        address = place.cluster.address(place.cluster.ranked[place.rank])
+        return {"listens_at": listening_at(address), "reached_at": f"tcp:{address}"}
     return {"listens_at": f"tcp:{member.address}:0"} if member.address else {}
