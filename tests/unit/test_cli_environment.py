@@ -55,6 +55,15 @@ def test_train_is_the_role_that_it_names(
         assert error.count("\n") == 1
 
 
+def test_an_evaluator_ends_in_peace(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = {"type": "evaluator", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1"]}, "task": task}))
+    assert run_command(monkeypatch, "train", "digits") == 0
+    assert capfd.readouterr().err.startswith("manyhands: an evaluator has nothing to do here, and ends")
+
+
 @pytest.mark.parametrize(
     ("asked", "parts"),
     [
