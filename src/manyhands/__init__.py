@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
     from manyhands.errors import ManyhandsError, UserError
+    from manyhands.exporting import load
     from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.hosts.specification import ClusterSpec
@@ -73,6 +74,7 @@ __all__ = [
     "__version__",
     "fit",
     "join",
+    "load",
     "place",
     "replay",
     "start",
@@ -99,6 +101,7 @@ _HOMES = {
     "WandbLogger": "loggers",
     "fit": "fitting",
     "join": "loop.join",
+    "load": "exporting",
     "place": "placement.placed",
     "replay": "server.replay",
     "start": "running",
