@@ -65,6 +65,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "min_workers": (
+        Annotated[int | None, typer.Option(help="With 'allreduce elastic=yes': go on with so few, or end.")],
+        None,
+    ),
     "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
     "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
     "seed": (Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")], 0),
@@ -118,6 +122,7 @@ class _Common:
 
     strategy: str
     workers: int | None
+    min_workers: int | None
     steps: int | None
     epochs: int | None
     seed: int
@@ -180,6 +185,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             allow_overload=common.allow_overload,
             resume_command=command_to_resume(sys.argv, out),
             watchdog_s=common.watchdog,
+            min_workers=common.min_workers,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
             compile=common.compile_model,
@@ -234,6 +240,14 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
     )
     out.print(f"final  {final}", highlight=False)
     out.print(table)
+    if summary.get("membership", {}).get("changes"):
+        counted, recoveries = summary["membership"], summary["recoveries"]
+        took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""
+        out.print(
+            f"workers  lost {counted['lost']}  joined {counted['joined']}   recoveries  {len(recoveries)}{took}   "
+            f"steps computed twice  {counted['steps_computed_twice']}",
+            highlight=False,
+        )
     if "staleness" in summary:
         stale, recoveries = summary["staleness"], summary["recoveries"]
         took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""

@@ -69,6 +69,9 @@ class Options:
     watchdog_s: float = 60.0
     """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
 
+    min_workers: int | None = None
+    """With how few workers a run goes on that can lose some (None: one); with fewer it ends, naming who was lost."""
+
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
@@ -115,6 +118,8 @@ class Options:
             raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
         if self.check_every < 0:
             raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
+        if self.min_workers is not None and self.min_workers < 1:
+            raise UserError(f"min_workers={self.min_workers} must be at least 1")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
         if self.progress not in PROGRESS:
