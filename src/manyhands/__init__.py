@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from manyhands.exporting import load
     from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
+    from manyhands.hosts.specification import ClusterSpec
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
@@ -48,6 +49,7 @@ __all__ = [
     "AllReduce",
     "Callback",
     "Central",
+    "ClusterSpec",
     "CsvLogger",
     "EarlyStopping",
     "History",
@@ -81,6 +83,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": "callbacks",
+    "ClusterSpec": "hosts.specification",
     "CsvLogger": "loggers",
     "EarlyStopping": "stopping",
     "History": "run",

@@ -42,7 +42,8 @@ def fit(
     """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
 
     Under torchrun every process that calls `fit` is one worker, and all return the same weights, history and summary;
-    rank 0 keeps the run, the others print nothing but errors.
+    rank 0 keeps the run, the others print nothing but errors. So it is with TF_CONFIG set, or under `manyhands role`,
+    where a process is the role that the cluster specification gives it.
 
     `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
@@ -68,10 +69,10 @@ def fit(
     if place is None:
         alone = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
         return run_session(alone, out, resume)
-    from manyhands.placed import check_workers, run_placed, spoken_by
+    from manyhands.placed import fitted, run_placed, spoken_by
 
     with spoken_by(place):
-        count = check_workers(place, workers)
+        chosen, count = fitted(chosen, place, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
     return run_placed(request, place, out, resume)
 

@@ -6,30 +6,24 @@ import os
 import sys
 from collections.abc import Mapping
 
+import typer
+
+from manyhands.hosts.specification import EVALUATOR, TF_CONFIG, ClusterSpec
 from manyhands.hosts.standing import stand_alone
 
-__all__ = ["ignored_variables", "start_own_workers", "tell_ignored_cluster", "tell_ignored_variables"]
+__all__ = ["ignored_variables", "leave_if_evaluator", "start_own_workers"]
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def ignored_variables(environment: Mapping[str, str]) -> list[str]:
     """One sentence for each launcher whose variables are set, with what to do instead."""
-    return ignored_cluster(environment) + ignored_torchrun(environment)
-
-
-def ignored_cluster(environment: Mapping[str, str]) -> list[str]:
-    """The sentence on TF_CONFIG, where it is set."""
-    if not environment.get("TF_CONFIG"):
-        return []
-    return [
-        "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says"
-    ]
-
-
-def ignored_torchrun(environment: Mapping[str, str]) -> list[str]:
-    """The sentence on torchrun's variables, where they are set."""
     told = []
+    if environment.get(TF_CONFIG):
+        told.append(
+            "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
+            "`manyhands train` with a task such as digits, or a script that calls mh.fit(), is the role that it names"
+        )
     found = [name for name in _TORCHRUN if environment.get(name)]
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
         told.append(
@@ -40,23 +34,16 @@ def ignored_torchrun(environment: Mapping[str, str]) -> list[str]:
     return told
 
 
-def tell_ignored_variables() -> None:
-    """Before a command that starts workers itself: say on stderr whose variables it does not read."""
-    _tell(ignored_cluster(os.environ))
-    start_own_workers()
-
-
-def tell_ignored_cluster() -> None:
-    """Before a command that is one worker under torchrun: say on stderr what it does not read."""
-    _tell(ignored_cluster(os.environ))
+def leave_if_evaluator() -> None:
+    """End a process that TF_CONFIG makes an evaluator, with a sentence and in peace: it takes no part in a run."""
+    text = os.environ.get(TF_CONFIG, "").strip()
+    if text and text != "{}" and ClusterSpec.from_tf_config(text)[1].type == "evaluator":
+        print(f"manyhands: {EVALUATOR}", file=sys.stderr)
+        raise typer.Exit
 
 
 def start_own_workers() -> None:
-    """From now on `fit` starts workers of its own, though torchrun may have started this process; say so on stderr."""
-    _tell(ignored_torchrun(os.environ))
-    stand_alone()
-
-
-def _tell(sentences: list[str]) -> None:
-    for sentence in sentences:
+    """From now on `fit` starts workers of its own, whoever started this process; say on stderr what is not read."""
+    for sentence in ignored_variables(os.environ):
         print(f"manyhands: {sentence}", file=sys.stderr)
+    stand_alone()

@@ -23,6 +23,7 @@ from manyhands.hosts.front import FrontEvent, Remarked, Turned
 from manyhands.hosts.line import Line
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
+from manyhands.hub.settings import Settings
 from manyhands.link.secure import Security
 
 __all__ = ["Company", "CompanyMember", "join_company", "lead_company"]
@@ -30,6 +31,7 @@ __all__ = ["Company", "CompanyMember", "join_company", "lead_company"]
 _TICK_S: Final = 0.1
 _SEE_OFF_S: Final = 30.0
 _BREAK_OFF_S: Final = 3.0
+_STARTING_S: Final = 5.0
 
 
 class Company:
@@ -53,7 +55,7 @@ class Company:
         while self.front.missing:
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
-                raise PeerTimeout(self.front.late("join", waited_s), self.front.missing[0])
+                raise PeerTimeout(self.front.late("join", waited_s, self._named), self.front.missing[0])
             for event in self.front.poll(_TICK_S):
                 match event:
                     case Started():
@@ -61,11 +63,26 @@ class Company:
                     case Remarked(_, sentence):
                         remark(sentence)
                     case Turned(sentence, field) if field != "rank":
+                        self._await_those_who_start()
                         raise UserError(sentence)
                     case Ended(failure=failure) if failure is not None:
                         raise failure.error()
                     case _:
                         self.early.append(event)
+
+    def _await_those_who_start(self) -> None:
+        """Before a run is given up: let those come who are about to, so that they are told why."""
+        deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
+        while self.front.missing and time.monotonic() < deadline:
+            self.front.poll(_TICK_S)
+
+    def _named(self, rank: int) -> str:
+        """What a rank is called that has not come."""
+        spec = self.place.cluster
+        if spec is None:
+            return f"rank {rank}"
+        role = spec.ranked[rank]
+        return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
         """Tell every other process the same."""
@@ -128,16 +145,28 @@ class CompanyMember:
 
 
 def lead_company(
-    place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    settings: Settings | None = None,
 ) -> Company:
     """Be the leader of the run `name`; nobody has come yet."""
-    leading = lead(place, terms, name, security=security, timeout_s=timeout_s)
+    leading = lead(place, terms, name, security=security, timeout_s=timeout_s, settings=settings)
     return Company(place, leading, security, timeout_s)
 
 
 def join_company(
-    place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    settings: Settings | None = None,
 ) -> CompanyMember:
     """Find the leader of the run `name`, and be one of its processes."""
-    following = follow(place, terms, name, security=security, timeout_s=timeout_s)
+    following = follow(place, terms, name, security=security, timeout_s=timeout_s, settings=settings)
     return CompanyMember(place, following, security, timeout_s)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
+from manyhands.hosts.specification import TF_CONFIG
+
 __all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "stand_alone", "standing", "stands_at"]
 
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
@@ -42,4 +44,5 @@ def stand_alone() -> None:
 
 def may_be_placed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `place.current` is worth asking: somebody has said where this process stands."""
-    return _standing is not None or (not _alone and ("RANK" in environment and "WORLD_SIZE" in environment))
+    by_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
+    return _standing is not None or (not _alone and (by_torchrun or bool(environment.get(TF_CONFIG))))
