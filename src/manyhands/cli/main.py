@@ -67,7 +67,7 @@ COMMANDS = {
     ),
     "export": Later(
         home="manyhands.cli.export:export_command",
-        help="Write a run's weights as one file to deploy, in fewer bits if wanted, and say what that costs.",
+        help="Write a run's newest weights as one safetensors file, and say what its precision costs.",
     ),
     "predict": Later(
         home="manyhands.cli.regression:predict_command",
