@@ -77,7 +77,7 @@ def _over_a_network() -> list[Situation]:
     return [
         (
             "Several hosts",
-            "`allreduce`, by [`mh.join` under torchrun](own-loop.md)",
+            "`allreduce`, [under torchrun](machines.md); a loop of your own by [`mh.join`](own-loop.md)",
             f"4 workers: in each step the busiest of a ring sends {sent(ring, 'busiest_bytes_per_step')}, of a master "
             f"with its workers {sent(master, 'busiest_bytes_per_step')}; in total both send "
             f"{sent(ring, 'bytes_per_step')}",
