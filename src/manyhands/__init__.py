@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.callbacks import Callback
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
+    from manyhands.data.own import Files, PerWorker
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
@@ -49,6 +50,7 @@ __all__ = [
     "Central",
     "CsvLogger",
     "EarlyStopping",
+    "Files",
     "History",
     "Hogwild",
     "KernelTask",
@@ -56,6 +58,7 @@ __all__ = [
     "Mirrored",
     "MlflowLogger",
     "Options",
+    "PerWorker",
     "Pipeline",
     "Ps",
     "Replayed",
@@ -81,11 +84,13 @@ _HOMES = {
     "Callback": "callbacks",
     "CsvLogger": "loggers",
     "EarlyStopping": "stopping",
+    "Files": "data.own",
     "History": "run",
     "KernelTask": "kernel",
     "ManyhandsError": "errors",
     "MlflowLogger": "loggers",
     "Options": "training.options",
+    "PerWorker": "data.own",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",

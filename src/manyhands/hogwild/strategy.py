@@ -30,6 +30,9 @@ class Hogwild(Strategy):
     about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
     truth: ClassVar[Truth] = Truth.ONE_MEMORY
     moves_rows: ClassVar[bool] = True
+    cannot_read_apart: ClassVar[str] = (
+        "a batch of hogwild is one worker's, whole, and which worker's is seen when it comes"
+    )
     when_evaluating: ClassVar[str] = "Workers of hogwild meet to evaluate, and wait for each other there."
 
     order: str = setting("free", str)
