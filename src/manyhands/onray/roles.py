@@ -1,0 +1,152 @@
+"""Actors that carry the roles of one run: started in their bundles, heard of when they end, and none left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from manyhands.errors import UserError
+from manyhands.onray.plan import Seats
+
+__all__ = ["Carrier", "RayRoles", "RoleEnded"]
+
+_PLACING_S = 60.0
+
+
+class Carrier:
+    """The actor: it does one thing, in a process of its own on some node."""
+
+    def carry(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do it; what it gives is small."""
+        return work(*arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleEnded:
+    """An actor has ended."""
+
+    role: str
+    index: int
+    died: bool = False
+    """Whether its process or its node is gone, instead of having returned or raised."""
+    sentence: str = ""
+    """What went wrong; empty where nothing did."""
+
+
+@dataclass(slots=True)
+class _Carried:
+    actor: Any
+    ending: Any
+
+
+class RayRoles:
+    """The actors of a run, by role and index; a context manager. All calls come from one thread."""
+
+    def __init__(self, ray: Any, seats: Sequence[Seats], placing_s: float = _PLACING_S) -> None:
+        self._ray = ray
+        self._seats = {one.role: one for one in seats}
+        self._placing_s = placing_s
+        self._groups: dict[str, Any] = {}
+        self._carried: dict[tuple[str, int], _Carried] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        with ExitStack() as stack:
+            for one in self._seats.values():
+                group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
+                stack.callback(remove_placement_group, group)
+                self._groups[one.role] = group
+            deadline = time.monotonic() + self._placing_s
+            for role, group in self._groups.items():
+                if not group.wait(max(0.1, deadline - time.monotonic())):
+                    raise UserError(self._no_room(role))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for role, index in list(self._carried):
+            self.kill(role, index)
+        self._stack.close()
+
+    def start(self, role: str, index: int, work: Callable[..., Any], *arguments: Any) -> None:
+        """Have a new actor do `work`; in the bundle of this number where there is one, else wherever there is room."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        seats = self._seats[role]
+        options: dict[str, Any] = {
+            "num_cpus": seats.bundle.get("CPU", 0),
+            "num_gpus": seats.bundle.get("GPU", 0),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if index < seats.count:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._groups[role], placement_group_bundle_index=index
+            )
+        actor = self._ray.remote(Carrier).options(**options).remote()
+        self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments))
+
+    def kill(self, role: str, index: int) -> None:
+        """Be rid of one now; nothing is told of it."""
+        carried = self._carried.pop((role, index), None)
+        if carried is not None:
+            self._ray.kill(carried.actor, no_restart=True)
+
+    def ended(self, timeout_s: float = 0.0) -> list[RoleEnded]:
+        """Who has ended since the last call, waiting up to so long for the first."""
+        if not self._carried:
+            return []
+        by_ending = {carried.ending: whose for whose, carried in self._carried.items()}
+        endings = list(by_ending)
+        done, _ = self._ray.wait(endings, num_returns=1, timeout=timeout_s)
+        if done:
+            done, _ = self._ray.wait(endings, num_returns=len(endings), timeout=0)
+        return [self._end(*by_ending[ending]) for ending in done]
+
+    def _end(self, role: str, index: int) -> RoleEnded:
+        carried = self._carried.pop((role, index))
+        try:
+            self._ray.get(carried.ending)
+        except self._ray.exceptions.RayTaskError as error:
+            return RoleEnded(role=role, index=index, sentence=_of_task(role, index, error))
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(carried.actor, no_restart=True)  # where its node is out of reach, it may live
+            sentence = f"{role} {index} on Ray: {_first_line(error)}"
+            return RoleEnded(role=role, index=index, died=True, sentence=sentence)
+        return RoleEnded(role=role, index=index)
+
+    def _no_room(self, role: str) -> str:
+        seats = self._seats[role]
+        wanted = " and ".join(f"{one.count} {one.role}" for one in self._seats.values())
+        needed = _resources({name: each * seats.count for name, each in seats.bundle.items()})
+        free = _resources({name: self._ray.available_resources().get(name, 0) for name in seats.bundle})
+        return (
+            f"cluster: Ray found no place for {wanted} within {self._placing_s:.0f} s: {role} alone needs {needed}, "
+            f"and {free} is free; ask for fewer, or wait until Ray has room"
+        )
+
+
+def _resources(amounts: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _of_task(role: str, index: int, error: Any) -> str:
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, ModuleNotFoundError):
+        return (
+            f"{role} {index} on Ray: a node cannot import {cause.name}; install it there, or name it in the "
+            "runtime_env of your ray.init"
+        )
+    return f"{role} {index} on Ray: {type(cause).__name__}: {_first_line(cause)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

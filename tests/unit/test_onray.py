@@ -1,0 +1,87 @@
+"""Ray's part that needs no Ray: which cluster, who is put where, how many workers, and the store."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from torch.distributed import HashStore
+
+from manyhands.errors import UserError
+from manyhands.onray.cluster import RayCluster
+from manyhands.onray.plan import Bounds, room_for, seats
+from manyhands.onray.store import Noticeboard
+
+
+def test_a_cluster_is_read_from_its_text() -> None:
+    assert RayCluster.parse("ray") == RayCluster()
+    auto = RayCluster.parse("auto workers=spread cpus=4")
+    assert (auto.address, auto.workers, auto.servers, auto.cpus) == ("auto", "spread", "spread", 4)
+    assert RayCluster.parse(auto) is auto
+    assert RayCluster.parse("ray://head:10001").is_remote
+    assert not RayCluster.parse("10.0.0.1:6379").is_remote
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "cluster='' is no Ray cluster; give ray, auto, ray://HOST:PORT or HOST:PORT"),
+        ("rayy", "cluster='rayy' is no Ray cluster"),
+        ("ray://head", "cluster='ray://head' is no Ray cluster"),
+        ("ray workers=near", "unknown workers 'near'"),
+        ("ray worker=pack", "cluster ray has no setting 'worker'; allowed: workers, servers, cpus"),
+        ("auto cpus=0", "cpus=0 must be a whole number of at least 1"),
+        ("auto cpus=x", "cluster auto cpus=x: 'x' is not a whole number"),
+    ],
+)
+def test_a_text_that_makes_no_sense_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
+        RayCluster.parse(text)
+
+
+def test_every_kind_of_role_has_bundles_of_its_own() -> None:
+    workers, servers = seats(
+        {"worker": 3, "ps": 2}, {"worker": "pack", "ps": "spread"}, cpus=2, gpus={"worker": 1}
+    )
+    assert (workers.strategy, workers.count, workers.bundle) == ("PACK", 3, {"CPU": 2, "GPU": 1})
+    assert (servers.strategy, servers.count, servers.bundle) == ("SPREAD", 2, {"CPU": 2})
+    assert seats({"worker": 0}, {"worker": "pack"}, 1, {}) == []
+    assert room_for({"CPU": 7.0, "GPU": 1.0}, workers.bundle) == 1
+    assert room_for({"CPU": 7.0}, workers.bundle) == 0
+    assert room_for({"CPU": 7.0}, servers.bundle) == 3
+
+
+def test_workers_follow_the_room_within_their_bounds() -> None:
+    assert Bounds.of(2, None, None) is None
+    bounds = Bounds.of(2, None, 4)
+    assert bounds == Bounds(1, 4)
+    assert [bounds.change(2, room) for room in (-5, -1, 0, 1, 2, 9)] == [-1, -1, 0, 1, 2, 2]
+    assert Bounds(2, 3).change(5, 0) == -2
+    for workers, least, most in ((2, 0, 4), (2, 3, 1)):
+        with pytest.raises(UserError, match="the first must be at least 1, and at most the second"):
+            Bounds.of(workers, least, most)
+    with pytest.raises(UserError, match="workers=5 must be between min_workers=1 and max_workers=4"):
+        Bounds.of(5, None, 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
+    ours, theirs, chance = Noticeboard(), HashStore(), random.Random(seed)
+    for _ in range(200):
+        key, value = chance.choice("abc"), chance.choice(["1", "2", ""])
+        match chance.choice(["set", "compare_set", "delete", "check"]):
+            case "set":
+                ours.set(key, value.encode())
+                theirs.set(key, value)
+            case "compare_set":
+                expected = chance.choice(["1", "2", ""])
+                found = ours.compare_set(key, expected.encode(), value.encode())
+                assert found == theirs.compare_set(key, expected, value)
+            case "delete":
+                assert ours.delete_key(key) == theirs.delete_key(key)
+            case "check":
+                assert (ours.get(key) is not None) == theirs.check([key])
+                assert ours.get(key) is None or ours.get(key) == theirs.get(key)
+    assert [ours.add("count", amount) for amount in (1, 5, -2)] == [
+        theirs.add("count", amount) for amount in (1, 5, -2)
+    ]
