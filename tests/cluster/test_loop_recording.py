@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import HashStore
 from manyhands.analyse.explain import explain
 from manyhands.analyse.timeline import build_timeline
 from manyhands.errors import Aborted, UserError
+from manyhands.hosts.place import Place
 from manyhands.loop.alignment import align
 from manyhands.loop.group import WorkerGroup
 from manyhands.loop.join import open_group
-from manyhands.loop.place import Place
 from manyhands.record.clocks import Bracket, Offset, offset_from
 from manyhands.record.events import RECORD, EventKind
 from manyhands.record.files import EventFileWriter

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from manyhands.cluster.board import NOBODY, Board, Line, State, pack_mark, unpack_mark
+from manyhands.cluster.board import NOBODY, Board, BoardLine, State, pack_mark, unpack_mark
 from manyhands.cluster.control import Failed, Finished, Note, RoleStarted, Stop
 from manyhands.cluster.failure import describe_exit, report
 from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
@@ -38,7 +38,7 @@ class Play:
 
     def __init__(self, num_roles: int, *, silent_after_s: float = 5.0) -> None:
         self.now_s = 1000.0
-        self.lines = [Line() for _ in range(num_roles)]
+        self.lines = [BoardLine() for _ in range(num_roles)]
         self.silent: set[int] = set()
         self.kills: set[KillProcess] = set()
         patience = Patience(silent_after_s=silent_after_s, grace_s=2.0, start_timeout_s=120.0)
@@ -56,7 +56,7 @@ class Play:
         return self
 
     def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        self.lines[rank] = Line(
+        self.lines[rank] = BoardLine(
             pid=100 + rank,
             heartbeat_ns=self.now_ns,
             marked_ns=self.now_ns,
@@ -76,7 +76,7 @@ class Play:
             self.now_s += tick_s
             for rank, line in enumerate(self.lines):
                 if rank not in self.silent and line.pid:
-                    self.lines[rank] = Line(
+                    self.lines[rank] = BoardLine(
                         pid=line.pid,
                         heartbeat_ns=self.now_ns,
                         marked_ns=line.marked_ns,
@@ -348,7 +348,7 @@ def test_the_board_shows_to_all_what_one_writes() -> None:
         assert other.read(1).doing() == "computing step 18, micro-batch 0 on stage 3"
         board.mark(1, 18, State.EXCHANGING)
         assert other.read(1).doing() == "exchanging step 18"
-        assert other.read(0) == other.read(2) == Line()
+        assert other.read(0) == other.read(2) == BoardLine()
         with pytest.raises(IndexError, match="no line 3"):
             board.read(3)
     board.close()

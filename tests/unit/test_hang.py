@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from manyhands.cluster.board import NOBODY, Line, State
+from manyhands.cluster.board import NOBODY, BoardLine, State
 from manyhands.cluster.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.cluster.patience import check_watchdog_s
 from manyhands.cluster.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
@@ -25,7 +25,7 @@ def role(
     state: State = State.EXCHANGING,
     stack: tuple[Frame, ...] = (),
 ) -> SeenRole:
-    line = Line(
+    line = BoardLine(
         pid=100 + number,
         marked_ns=NOW_NS - 70_000_000_000,
         step=6,

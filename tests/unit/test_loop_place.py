@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from manyhands.errors import UserError
+from manyhands.hosts.place import LAUNCHER_VARIABLE, find_place
 from manyhands.loop.connect import choose
 from manyhands.loop.launch import launch
-from manyhands.loop.place import LAUNCHER_VARIABLE, find_place
 from manyhands.strategy import Strategy
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -25,7 +25,16 @@ from types import TracebackType
 from manyhands.compiled.decorators import njit
 from manyhands.memory.atomics import clock_ns, load_i64, store_i64
 
-__all__ = ["HEARTBEAT_OFFSET", "NOBODY", "SIGN_OFFSET", "Board", "Line", "State", "pack_mark", "unpack_mark"]
+__all__ = [
+    "HEARTBEAT_OFFSET",
+    "NOBODY",
+    "SIGN_OFFSET",
+    "Board",
+    "BoardLine",
+    "State",
+    "pack_mark",
+    "unpack_mark",
+]
 
 NOBODY = -1
 HEARTBEAT_OFFSET = 8
@@ -52,7 +61,7 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class BoardLine:
     """What one role's line said at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
 
     pid: int = 0
@@ -140,11 +149,11 @@ class Board:
         """Make the line of a process that is gone as good as new."""
         ctypes.memset(self.line_address(line), 0, _LINE_BYTES)
 
-    def read(self, line: int) -> Line:
+    def read(self, line: int) -> BoardLine:
         """What the line says now."""
         pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(self.line_address(line))
         step, state, waiting_for = unpack_mark(mark)
-        return Line(
+        return BoardLine(
             pid=pid,
             heartbeat_ns=heartbeat_ns,
             marked_ns=marked_ns,

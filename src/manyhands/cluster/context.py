@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from manyhands.cluster.board import NOBODY, Board, State
 from manyhands.cluster.control import Channel, Message, Note, Stop
 from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import UserError, nearest
 
-__all__ = ["RoleContext"]
+__all__ = ["Context", "RoleContext"]
 
 _SEND_TIMEOUT_S = 60.0
+
+
+class Context(Protocol):
+    """What a role asks of its context, whoever started its process: `RoleContext` here, `hosts.line.Line` there."""
+
+    name: str
+    rank: int
+    world: int
+
+    def send(self, payload: Mapping[str, Any]) -> None:
+        """Tell the leader something, as JSON."""
+
+    def mark(
+        self,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        *,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Show what this role is doing."""
+
+    def stop_requested(self) -> bool:
+        """Whether the leader asked to leave."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a request to leave is among what was read so far."""
+
+    def told(self) -> list[Mapping[str, Any]]:
+        """What the leader told this role since the last call."""
 
 
 class RoleContext:

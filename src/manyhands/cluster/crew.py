@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from manyhands.cluster.board import Board, Line
+from manyhands.cluster.board import Board, BoardLine
 from manyhands.cluster.child import Child
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Channel, ControlError, Message
@@ -128,7 +128,7 @@ class Crew:
         events, self._untold = self._untold, []
         return events
 
-    def line(self, rank: int) -> Line:
+    def line(self, rank: int) -> BoardLine:
         """What the line of `rank` says; also after its end, until the line is given to another."""
         return self._board.read(self._lines[rank])
 

@@ -11,7 +11,7 @@ import signal
 import traceback
 from dataclasses import dataclass
 
-from manyhands.cluster.board import Line
+from manyhands.cluster.board import BoardLine
 from manyhands.cluster.control import Failed
 from manyhands.errors import (
     Aborted,
@@ -133,7 +133,7 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def describe_line(line: Line, now_ns: int) -> str:
+def describe_line(line: BoardLine, now_ns: int) -> str:
     """`last seen computing step 17, 5.2 s ago`."""
     if line.seen_ns == 0:
         return "never seen on the board"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import PurePath
 
-from manyhands.cluster.board import NOBODY, Line, State
+from manyhands.cluster.board import NOBODY, BoardLine, State
 from manyhands.cluster.member import watched_s
 from manyhands.cluster.stacks import Frame, call_of
 
@@ -58,7 +58,7 @@ class SeenRole:
 
     name: str
     pid: int
-    line: Line
+    line: BoardLine
     being: Being = Being.RUNNING
     stack: tuple[Frame, ...] = ()
     """Of its main thread, the innermost call first; empty where it could not be had."""
@@ -241,7 +241,7 @@ def _doing(role: SeenRole, roles: Mapping[int, SeenRole], now_ns: int) -> str:
     return f"{state:<20} {wait:<32} {call_of(role.stack)}"
 
 
-def _state(line: Line) -> str:
+def _state(line: BoardLine) -> str:
     if line.state is State.SERVING:
         return "serving"
     return f"{line.state.name.lower()} step {line.step}"

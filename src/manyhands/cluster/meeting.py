@@ -25,9 +25,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
-
-from torch._C._distributed_c10d import Store
+from typing import Final, Protocol, Self
 
 from manyhands.cluster import lifelines
 from manyhands.cluster.host import host_identity
@@ -35,7 +33,7 @@ from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.memory.sign import LongWait
 from manyhands.version import __version__
 
-__all__ = ["Meeting", "Seat", "hosts_of", "meet"]
+__all__ = ["Meeting", "MeetingStore", "Seat", "hosts_of", "meet"]
 
 _HELLO: Final = struct.Struct("!I32s")  # rank, proof
 _FRAME: Final = struct.Struct("!?I")  # whether the sharing succeeded, how many descriptors there are in all
@@ -48,6 +46,28 @@ _STRANGER_S: Final = 2.0  # how long someone who connected may take to say who i
 
 ShareMaker = Callable[[], Sequence[Sequence[int]]]
 """Called by the lowest rank of a host: descriptors for each rank of the host, in order; they stay the maker's."""
+
+
+class MeetingStore(Protocol):
+    """What a meeting asks of a store: torch's have it, and the one that a leader keeps."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key if it is as expected, or is not there and nothing is expected; what it is then."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is there."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Keep a value."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count; what it counts to."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +210,7 @@ class Meeting:
             raise
 
 
-def meet(store: Store, *, rank: int, world: int, name: str, timeout_s: float) -> Meeting:
+def meet(store: MeetingStore, *, rank: int, world: int, name: str, timeout_s: float) -> Meeting:
     """Collective over `world` ranks that have the same `store`: find out who is where, and connect those of a host.
 
     `name` is the group's, for errors; two groups that meet at the same time need stores (prefixes) of their own. Raises
@@ -221,7 +241,7 @@ def meet(store: Store, *, rank: int, world: int, name: str, timeout_s: float) ->
 class _Table:
     """The keys of one meeting in the store, each wait until `deadline`."""
 
-    def __init__(self, store: Store, rank: int, world: int, name: str, deadline: float) -> None:
+    def __init__(self, store: MeetingStore, rank: int, world: int, name: str, deadline: float) -> None:
         self.rank = rank
         self.name = name
         self.deadline = deadline
@@ -252,7 +272,7 @@ class _Table:
         """Leave the seat to others, after a failure."""
         try:
             self._store.delete_key(f"seat/{self.rank}")
-        except RuntimeError:  # the store is gone, and the seat with it
+        except (RuntimeError, ManyhandsError):  # the store is gone, and the seat with it
             pass
 
     def read_seats(self) -> list[Seat]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from manyhands.cluster.board import Line
+from manyhands.cluster.board import BoardLine
 from manyhands.cluster.control import Failed, Finished, Message
 from manyhands.cluster.failure import describe_exit, describe_line
 from manyhands.cluster.sentinel import BEAT_S
@@ -108,7 +108,7 @@ class Member:
     """When it entered its phase."""
 
     phase: ProcessPhase = ProcessPhase.STARTING
-    line: Line = field(default_factory=Line)
+    line: BoardLine = field(default_factory=BoardLine)
     finished: Finished | None = None
     kill_at_ns: int | None = None
     """When it is killed unless it has left; None while nobody asked it to leave."""
@@ -129,7 +129,7 @@ class Member:
         """Be in `phase` from now on."""
         self.phase, self.since_ns = phase, now_ns
 
-    def look(self, line: Line, seconds: float) -> None:
+    def look(self, line: BoardLine, seconds: float) -> None:
         """Take its line of the board as it is now, `seconds` of watching after the last look."""
         beats = line.heartbeat_ns != self.line.heartbeat_ns
         self.silent_s = 0.0 if beats or not line.heartbeat_ns else self.silent_s + seconds

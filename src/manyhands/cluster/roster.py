@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manyhands.cluster.board import Line
+from manyhands.cluster.board import BoardLine
 from manyhands.cluster.control import Failed, Finished, Message, Note, RoleStarted, Stop
 from manyhands.cluster.failure import Failure, describe_line
 from manyhands.cluster.member import (
@@ -129,7 +129,7 @@ class Roster:
         sentence = f"{entry.member} was killed by its launcher; {describe_line(entry.member.line, now_ns)}"
         return self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
 
-    def look(self, lines: Mapping[int, Line], now_ns: int) -> list[Event | KillProcess]:
+    def look(self, lines: Mapping[int, BoardLine], now_ns: int) -> list[Event | KillProcess]:
         """What follows from the board as it is now; called before the events of every turn."""
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from manyhands.cluster.board import Line
+from manyhands.cluster.board import BoardLine
 from manyhands.cluster.control import Note, Stop, Unread
 from manyhands.cluster.crew import Crew, Role
 from manyhands.cluster.job import pack
@@ -179,7 +179,7 @@ class Supervisor:
         if member in self._roster.members:
             self._do(self._roster.kill(member, time.monotonic_ns()))
 
-    def line(self, member: int) -> Line:
+    def line(self, member: int) -> BoardLine:
         """What the board says of a member that has not ended: where it is, and when it was last seen."""
         if member not in self._roster.members:
             raise UserError(f"{member=} is not among those who are there: {self._roster.members}")

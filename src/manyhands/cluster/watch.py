@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.cluster.board import Line
+from manyhands.cluster.board import BoardLine
 from manyhands.cluster.control import Failed, Finished, Message, Note, RoleStarted, Stop
 from manyhands.cluster.failure import Failure
 from manyhands.cluster.member import (
@@ -49,7 +49,7 @@ __all__ = [
 class Looked:
     """The board, as it is now; the first event of every turn."""
 
-    lines: Sequence[Line]
+    lines: Sequence[BoardLine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Watch:
             case WatchStopWanted():
                 return self._ask_to_stop()
 
-    def _look(self, lines: Sequence[Line], now_ns: int) -> list[Action]:
+    def _look(self, lines: Sequence[BoardLine], now_ns: int) -> list[Action]:
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         actions: list[Action] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.cluster.board import NOBODY, Line
+from manyhands.cluster.board import NOBODY, BoardLine
 from manyhands.cluster.crew import Crew
 from manyhands.cluster.hang import Being, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.cluster.member import Member, ProcessPhase
@@ -154,7 +154,7 @@ class Watchdog:
         )
 
 
-def _mark(line: Line) -> tuple[int, ...]:
+def _mark(line: BoardLine) -> tuple[int, ...]:
     """What is progress if it changes: neither a heartbeat nor a wait is."""
     return line.marked_ns, line.step, line.state
 

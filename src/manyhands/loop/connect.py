@@ -26,13 +26,13 @@ from manyhands.allreduce.collective import SharedCollective
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
+from manyhands.hosts.place import Place
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.link.mesh import mesh_kind
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.agreement import AloneCollective, Words
-from manyhands.loop.place import Place
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import exchange_for, exchanging

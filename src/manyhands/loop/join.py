@@ -15,10 +15,10 @@ import torch
 from manyhands.cluster.context import RoleContext
 from manyhands.device import check_device, device_of
 from manyhands.errors import UserError
+from manyhands.hosts.place import Launched, Place, find_place
 from manyhands.loop.buffers import check_mode
 from manyhands.loop.connect import connect
 from manyhands.loop.group import WorkerGroup
-from manyhands.loop.place import Launched, Place, find_place
 from manyhands.loop.recording import Recorded, Unwatched, keeping
 from manyhands.loop.rounds import Rounds
 from manyhands.record.events import EventKind

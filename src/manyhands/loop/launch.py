@@ -24,10 +24,10 @@ from manyhands.cluster.room import require_room
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.hosts.place import LAUNCHER_VARIABLE
 from manyhands.loop.connect import (
     choose,
 )  # which imports the compiled kernels: once here, and not in each worker
-from manyhands.loop.place import LAUNCHER_VARIABLE
 from manyhands.loop.recording import own_loop_config
 from manyhands.loop.script import Script, run_script
 from manyhands.record.blackbox import BlackBoxes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.context import RoleContext
-from manyhands.loop import place
+from manyhands.hosts import place
 from manyhands.strategy import Strategy
 
 __all__ = ["Script", "run_script"]

@@ -128,6 +128,22 @@ class EventRing:
         )
         return kept
 
+    def append(self, records: Records, lost: int = 0) -> None:
+        """Publish events that were recorded elsewhere, as they are but for their role; `lost` is counted as dropped.
+
+        What finds no room is dropped and counted. Only where nobody calls `record`.
+        """
+        head = self._word(_HEAD)
+        room = self.capacity - (head - self._word(_TAIL))
+        kept = records[: max(0, room)].copy()
+        kept["role"] = self.role
+        start = head % self.capacity
+        before_wrap = min(len(kept), self.capacity - start)
+        self._records[start : start + before_wrap] = kept[:before_wrap]
+        self._records[: len(kept) - before_wrap] = kept[before_wrap:]
+        _store(self._address + _DROPPED, self._word(_DROPPED) + lost + len(records) - len(kept))
+        _store(self._address + _HEAD, head + len(kept))
+
     def drain(self) -> Records:
         """Every event published and not yet drained, oldest first, as a copy; their slots are free again."""
         tail, head = self._word(_TAIL), self._word(_HEAD)

@@ -1,0 +1,404 @@
+"""The leader's end of all lines: who is there, what each says, and what it is told.
+
+    with Front(place, terms, token) as front:
+        address = front.listen("unix")                 # and "tcp:…", for those of other hosts
+        for event in front.poll(1.0):                  # Started, Said, Ended, Turned, Remarked
+            ...
+        front.tell(2, {"begin": True})
+
+What `cluster.supervisor.Supervisor` is for processes of this host, for processes that somebody else started: an end is
+an event, and what it means is the caller's to say. One thread polls, several times a second; any may tell, ask, give
+and break off.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import numpy as np
+
+from manyhands.cluster.board import BoardLine as Whereabouts
+from manyhands.cluster.board import State
+from manyhands.cluster.control import (
+    ControlError,
+    Decoder,
+    Failed,
+    Finished,
+    Message,
+    Note,
+    RoleStarted,
+    Stop,
+    encode,
+)
+from manyhands.cluster.failure import Failure, describe_line
+from manyhands.cluster.host import host_identity
+from manyhands.cluster.roster import Ended, Said, Started
+from manyhands.errors import UserError, printable
+from manyhands.hosts.mailbag import Bell, Mailbag, pieces
+from manyhands.hosts.messages import (
+    LINE,
+    LINE_FINGERPRINT,
+    LineControl,
+    LineEvents,
+    LineHello,
+    LineMarked,
+    LineOver,
+    LinePing,
+    LinePong,
+    LineWelcome,
+    StoreCall,
+    Term,
+)
+from manyhands.hosts.place import Place
+from manyhands.hosts.register import Register, clock_remark
+from manyhands.hosts.shelf import Shelf
+from manyhands.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, TurnedAway
+from manyhands.hub.handshake import Credentials
+from manyhands.hub.hub import Hub
+from manyhands.hub.settings import Settings
+from manyhands.link.message import ProtocolError
+from manyhands.record.clocks import clock_id
+from manyhands.record.events import NOBODY, RECORD
+from manyhands.record.ring import EventRing
+
+__all__ = ["Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
+
+_FLUSH_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A process that has the run's token was not let in; the sentence, which it was told too, says why."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remarked:
+    """Something about a member that its user should know, and that ends nothing."""
+
+    member: int
+    sentence: str
+
+
+FrontEvent = Started | Said | Ended | Turned | Remarked
+
+
+def hello_of(place: Place, terms: Sequence[Term]) -> LineHello:
+    """What a process says of itself."""
+    return LineHello(
+        rank=place.rank,
+        world=place.world,
+        role=place.role,
+        name=place.name,
+        host=host_identity(),
+        pid=os.getpid(),
+        unix_s=time.time(),
+        terms=tuple(terms),
+    )
+
+
+@dataclass(slots=True)
+class _Member:
+    """One process that was let in, by its rank."""
+
+    hello: LineHello
+    connection: int
+    """The hub's number for it."""
+
+    bag: Mailbag
+    decoder: Decoder
+    seen: Whereabouts
+    ended: bool = False
+    connected: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.name} (process {self.hello.pid})"
+
+
+class Front:
+    """All lines of one run, at its leader; a context manager, `close` is idempotent."""
+
+    def __init__(
+        self, place: Place, terms: Sequence[Term], token: bytes, *, settings: Settings | None = None
+    ) -> None:
+        """Nobody can come before `listen`; `terms` are what must be the same on every process."""
+        self.name = place.name
+        self.world = place.world
+        self.store = Shelf()
+        """What the members reach as `Line.store`."""
+
+        self._register = Register(hello_of(place, terms))
+        self._members: dict[int, _Member] = {}  # by rank, those who left included
+        self._ranks: dict[int, int] = {}  # by the hub's number
+        self._closed = False
+        with ExitStack() as stack:
+            self.rings: Mapping[int, EventRing] = {
+                rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
+            }
+            """What each other rank recorded, on this process's clock."""
+
+            mine = Credentials(member=0, role=place.name, token=token, fingerprint=LINE_FINGERPRINT)
+            self._hub = stack.enter_context(Hub(mine, LINE, settings=settings))
+            self._bell = Bell()
+            stack.callback(self._bell.close)
+            self._hub.register(self._bell.descriptor)
+            self._stack = stack.pop_all()
+
+    def listen(self, address: str = "unix") -> str:
+        """Let members come; the address to tell them."""
+        return self._hub.listen(address)
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that are there and have not ended."""
+        return tuple(rank for rank, member in self._members.items() if not member.ended)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not come."""
+        return self._register.missing
+
+    def late(self, deed: str, waited_s: float) -> str:
+        """The sentence on ranks that did not come in time."""
+        return self._register.late(deed, waited_s)
+
+    def name_of(self, rank: int) -> str:
+        """`worker 2 on hostB (process 4711)`; of one who never came, its rank."""
+        member = self._members.get(rank)
+        return member.name if member is not None else f"rank {rank}"
+
+    def host_of(self, rank: int) -> str:
+        """The identity of the host that a rank is on."""
+        return self._members[rank].hello.host
+
+    def line(self, rank: int) -> Whereabouts:
+        """What a member last said it was doing, on this process's clock."""
+        return self._members[rank].seen
+
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def poll(self, timeout_s: float) -> list[FrontEvent]:
+        """What happened, in order per member; waits at most `timeout_s` for the first of it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._send_letters()
+            left_s = max(0.0, deadline - time.monotonic())
+            told = [one for event in self._hub.poll(left_s) for one in self._hear(event)]
+            self._send_letters()
+            if told or left_s == 0.0:
+                return told
+
+    # ── what they are told, by any thread ─────────────────────────────────────────────────────────────────────────
+
+    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
+        """Send JSON that the member's `told` returns; in order, without waiting. Nothing happens if it has left."""
+        self._post(member, Note(payload=payload))
+
+    def ask_to_stop(self, member: int) -> None:
+        """Ask the member to leave; nothing happens if it has left."""
+        self._post(member, Stop())
+
+    def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
+        """Send something large, which the member's `take(name)` returns; chunks are buffers, made as they leave.
+
+        They are made in the thread that polls.
+        """
+        self._bag(member).put_all(pieces(name, chunks))
+
+    def break_off(self, rank: int, sentence: str) -> None:
+        """Tell everyone that the run has failed, by the fault of `rank`: their waits end with this sentence."""
+        for member in tuple(self._members.values()):
+            member.bag.put(LineOver(rank=rank, sentence=sentence))
+
+    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Wait until everything for everyone has left; in the place of a `poll`, whose events it drops."""
+        deadline = time.monotonic() + timeout_s
+        while not self._send_letters():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            for event in self._hub.poll(min(left_s, 0.05)):
+                self._hear(event)
+        return self._hub.flush(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Say goodbye to everyone and leave; what still waits is dropped (see `flush`)."""
+        if self._closed:
+            return
+        self._closed = True
+        for member in self._members.values():
+            member.bag.close()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bag(self, rank: int) -> Mailbag:
+        member = self._members.get(rank)
+        if member is None:
+            raise UserError(f"member={rank} never came")
+        return member.bag
+
+    def _post(self, rank: int, message: Message) -> None:
+        self._bag(rank).put(LineControl(), [encode(message)])
+
+    def _send_letters(self) -> bool:
+        """Whether all have left, as far as the hub's own queues."""
+        done = True
+        for member in self._members.values():
+            if member.connected:
+                connection = member.connection
+                done &= member.bag.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
+        return done
+
+    # ── what they say ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, event: HubEvent) -> list[FrontEvent]:
+        match event:
+            case Arrived():
+                try:
+                    return self._take(event)
+                finally:
+                    event.release()
+            case Lost(connection, reason, in_peace):
+                return self._lost(connection, reason, in_peace)
+            case TurnedAway(reason, claimed):
+                if claimed is None:
+                    return []  # a stranger, of whom nothing is known
+                return [Turned(f"a process that has this run's token was turned away: {printable(reason)}")]
+            case Ready():
+                self._bell.answer()
+            case Joined():
+                pass  # it has yet to say who it is
+            case _:
+                raise AssertionError(f"nobody shares memory over a line: {event}")
+        return []
+
+    def _take(self, arrived: Arrived) -> list[FrontEvent]:
+        connection, message = arrived.member, arrived.message
+        if isinstance(message, LineHello):
+            return self._greet(connection, message)
+        rank = self._ranks.get(connection)
+        if rank is None:
+            self._hub.disconnect(connection, "it says something before it says who it is")
+            return []
+        member = self._members[rank]
+        member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
+        try:
+            return self._said(rank, member, message, arrived.payload)
+        except (ProtocolError, ControlError) as error:
+            self._hub.disconnect(connection, str(error))
+            return self._lost(connection, f"it broke the rules of the line: {printable(str(error))}", False)
+
+    def _said(self, rank: int, member: _Member, message: object, payload: memoryview) -> list[FrontEvent]:
+        match message:
+            case LineControl():
+                return [
+                    one
+                    for frame in member.decoder.feed(bytes(payload))
+                    for one in self._control(rank, member, frame)
+                ]
+            case LinePing(sent_ns=sent_ns):
+                self._hub.send(member.connection, LinePong(sent_ns=sent_ns, leader_ns=time.monotonic_ns()))
+            case LineMarked():
+                member.seen = _whereabouts(member.hello.pid, message)
+            case LineEvents(lost=lost):
+                if len(payload) % RECORD.itemsize or lost < 0:
+                    raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
+                self.rings[rank].append(np.frombuffer(payload, RECORD), lost)
+            case StoreCall():
+                member.bag.put(self.store.answer(message))
+            case _:
+                raise ProtocolError("kind", f"a {type(message).__name__} is for members, not for the leader")
+        return []
+
+    def _greet(self, connection: int, hello: LineHello) -> list[FrontEvent]:
+        refused = self._register.arrive(hello)
+        if refused is not None:
+            self._hub.send(connection, refused)
+            return [Turned(refused.reason)]
+        self._ranks[connection] = hello.rank
+        self._members[hello.rank] = _Member(
+            hello, connection, Mailbag(self._bell.ring), Decoder(), Whereabouts(pid=hello.pid)
+        )
+        self._hub.send(connection, LineWelcome(leader=self.name, clock=str(clock_id())))
+        told: list[FrontEvent] = [Started(hello.rank, hello.pid)]
+        remark = clock_remark(hello.name, hello.unix_s, time.time())
+        return [*told, Remarked(hello.rank, remark)] if remark is not None else told
+
+    def _control(self, rank: int, member: _Member, message: Message) -> list[FrontEvent]:
+        if member.ended:
+            return []
+        match message:
+            case Note(payload=payload):
+                return [Said(rank, payload)]
+            case Finished(payload=payload):
+                return [self._end(rank, member, payload=payload)]
+            case Failed():
+                sentence = f"{member.name} raised {message.error} at step {message.step}: {printable(message.message)}"
+                return [self._end(rank, member, Failure(rank=rank, sentence=sentence, reported=message))]
+            case RoleStarted():
+                return []
+            case Stop():
+                raise ControlError("a member may not ask its leader to stop")
+
+    def _lost(self, connection: int, reason: str, in_peace: bool) -> list[FrontEvent]:
+        rank = self._ranks.pop(connection, None)
+        if rank is None:
+            return []
+        member = self._members[rank]
+        member.connected = False
+        member.bag.close()
+        if member.ended:
+            return []
+        how = "left before it had a result" if in_peace else f"is lost: {reason}"
+        sentence = f"{member.name} {how}; {describe_line(member.seen, time.monotonic_ns())}"
+        return [self._end(rank, member, Failure(rank=rank, sentence=sentence))]
+
+    def _end(
+        self,
+        rank: int,
+        member: _Member,
+        failure: Failure | None = None,
+        payload: Mapping[str, Any] | None = None,
+    ) -> Ended:
+        member.ended = True
+        self._register.leave(rank)
+        name = member.hello.name
+        return Ended(
+            member=rank,
+            name=name,
+            status=None,
+            last_words="",
+            payload=payload,
+            failure=replace(failure, name=name) if failure is not None else None,
+        )
+
+
+def _whereabouts(pid: int, marked: LineMarked) -> Whereabouts:
+    try:
+        state = State(marked.state)
+    except ValueError as error:
+        raise ProtocolError("state", str(error)) from error
+    now_ns = time.monotonic_ns()
+    return Whereabouts(
+        pid=pid,
+        heartbeat_ns=now_ns,
+        marked_ns=now_ns,
+        step=marked.step,
+        state=state,
+        waiting_for=marked.waiting_for,
+        place=(marked.stage, marked.microbatch) if marked.stage != NOBODY else None,
+    )

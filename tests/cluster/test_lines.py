@@ -1,0 +1,274 @@
+"""Lines of members to their leader, over real sockets in one process: who is let in, what is said, who is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hubs import FAST, dial
+from manyhands.cluster.board import State
+from manyhands.cluster.meeting import meet
+from manyhands.cluster.roster import Ended, Said, Started
+from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
+from manyhands.hosts.front import Front, FrontEvent, Remarked, Turned, hello_of
+from manyhands.hosts.line import Contact, Line, open_line
+from manyhands.hosts.place import Place
+from manyhands.hosts.register import terms_of
+from manyhands.record.events import EventKind
+
+TOKEN = b"the secret of this run, 32 bytes"
+TERMS = terms_of({"task": "digits", "steps": 10})
+
+
+class Party:
+    """A leader that polls in a thread, and lines to it."""
+
+    def __init__(self, world: int, how: str = "unix") -> None:
+        self.world = world
+        self.front = Front(Place(rank=0, world=world, kind="torchrun"), TERMS, TOKEN, settings=FAST)
+        self.address = self.front.listen(how)
+        self.events: list[FrontEvent] = []
+        self._stop = threading.Event()
+        self._stack = ExitStack()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._stop.is_set():
+            self.events += self.front.poll(0.02)
+
+    def join(self, rank: int, *, terms: Any = TERMS, token: bytes = TOKEN, world: int = 0) -> Line:
+        place = Place(rank=rank, world=world or self.world, kind="torchrun", host=f"host{rank}")
+        contact = Contact(name="worker 0 on hostA", address=self.address, token=token)
+        return self._stack.enter_context(open_line(place, contact, terms, timeout_s=5.0, settings=FAST))
+
+    def until(self, done: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 10.0
+        while not done():
+            assert time.monotonic() < deadline, self.events
+            time.sleep(0.005)
+
+    def one(self, kind: type) -> Any:
+        self.until(lambda: any(isinstance(event, kind) for event in self.events))
+        event = next(event for event in self.events if isinstance(event, kind))
+        self.events.remove(event)
+        return event
+
+    def close(self) -> None:
+        self._stack.close()
+        self._stop.set()
+        self._thread.join()
+        self.front.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Party]]:
+    with ExitStack() as stack:
+
+        def made(world: int = 3, how: str = "unix") -> Party:
+            party = Party(world, how)
+            stack.callback(party.close)
+            return party
+
+        yield made
+
+
+@pytest.mark.parametrize("how", ["unix", "tcp"])
+def test_what_is_said_arrives_in_order_with_events_marks_and_result(
+    make: Callable[..., Party], how: str
+) -> None:
+    party = make(2, how)
+    line = party.join(1)
+    assert party.one(Started) == Started(1, os.getpid())
+    assert party.front.members == (1,)
+    for number in range(3):
+        line.send({"number": number})
+    began = time.monotonic_ns()
+    line.ring.record(EventKind.COMPUTE, began, 5, step=7)
+    line.mark(7, State.COMPUTING)
+    party.until(lambda: party.front.line(1).step == 7)
+    assert party.front.line(1).doing() == "computing step 7"
+    party.until(lambda: party.front.rings[1].written == 1)
+    (record,) = party.front.rings[1].drain()
+    assert (record["start_ns"], record["step"], record["role"]) == (began, 7, 1)
+    party.front.tell(1, {"go": "on"})
+    party.until(lambda: line._told)
+    assert line.told() == [{"go": "on"}]
+    assert not line.stop_requested()
+    party.front.ask_to_stop(1)
+    party.until(line.stop_requested)
+    line.end({"steps": 7})
+    assert [party.one(Said).payload["number"] for _ in range(3)] == [0, 1, 2]
+    ended = party.one(Ended)
+    assert (ended.member, ended.payload, ended.failure) == (1, {"steps": 7}, None)
+    data = np.random.default_rng(0).bytes(5 << 20)
+    party.front.give(1, "weights", [data[:100], data[100:]])
+    assert line.take("weights", 5.0) == data
+    assert line.over is None
+    line.close()
+    assert not [event for event in party.events if isinstance(event, Ended)]
+
+
+def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_the_end(
+    make: Callable[..., Party],
+) -> None:
+    party = make(3)
+    first, second = party.join(1), party.join(2)
+    over: list[str] = []
+    second.on_over(lambda broken: over.append(broken.sentence))
+    first.mark(4, State.COMPUTING)
+    try:
+        raise ZeroDivisionError("of nothing")
+    except ZeroDivisionError as error:
+        first.fail(error)
+    ended = party.one(Ended)
+    error = ended.failure.error()
+    assert f"worker 1 on host1 (process {os.getpid()}) raised ZeroDivisionError at step 4: of nothing" in str(
+        error
+    )
+    assert "test_lines.py" in str(error)
+    assert error.worker_rank == 1
+    party.front.break_off(1, ended.failure.sentence)
+    party.until(lambda: over)
+    assert over == [ended.failure.sentence]
+    assert second.stop_requested()
+    with pytest.raises(Aborted, match="of nothing"):
+        second.store.get("x")
+    with pytest.raises(Aborted, match="of nothing"):
+        second.take("weights", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "told"),
+    [
+        ({"terms": terms_of({"task": "words", "steps": 10})}, UserError, "worker 1 on host1 has task=words"),
+        ({"world": 4}, UserError, "is one of 4 processes"),
+        ({"token": b"another secret of another run"}, ManyhandsError, "field 'token'"),
+    ],
+)
+def test_a_process_that_does_not_belong_is_refused_by_name_on_both_sides(
+    make: Callable[..., Party], asked: dict[str, Any], kind: type[Exception], told: str
+) -> None:
+    party = make()
+    with pytest.raises(kind) as raised:
+        party.join(1, **asked)
+    assert told in str(raised.value)
+    if "token" not in asked:  # of strangers the leader says nothing
+        assert party.one(Turned).sentence == str(raised.value)
+    party.join(1)  # who does belong is let in afterwards
+    assert party.one(Started).member == 1
+
+
+def test_of_two_processes_with_one_rank_the_second_is_refused_and_the_first_stays(
+    make: Callable[..., Party],
+) -> None:
+    party = make()
+    first = party.join(1)
+    with pytest.raises(UserError, match="two processes are rank 1"):
+        party.join(1)
+    assert "two processes are rank 1" in party.front.late("join", 1.0)
+    first.send({"still": "here"})
+    assert party.one(Said).payload == {"still": "here"}
+
+
+def test_a_member_that_dies_or_leaves_is_told_once_and_may_come_again(make: Callable[..., Party]) -> None:
+    party = make(2, "tcp")
+    line = party.join(1)
+    line.mark(3, State.EXCHANGING)
+    party.until(lambda: party.front.line(1).step == 3)
+    line._hub._members[0].end.shutdown(2)  # as if its process were gone
+    ended = party.one(Ended)
+    assert "worker 1 on host1" in ended.failure.sentence
+    assert "last seen exchanging step 3" in ended.failure.sentence
+    assert party.front.members == ()
+    party.until(lambda: line.over is not None)
+    assert "the leader of the run, " in line.over.sentence
+    again = party.join(1)
+    party.until(lambda: party.front.members == (1,))
+    again.close()
+    assert "left before it had a result" in party.one(Ended).failure.sentence
+
+
+def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
+    party = make(2, "tcp")
+    line = party.join(1)
+    party.one(Started)
+    for hub in (line._hub, party.front._hub):
+        hub._heart.end()  # nothing is sent any more, though both connections stand
+    began = time.monotonic()
+    ended = party.one(Ended)
+    assert "nothing heard for 0.5 s" in ended.failure.sentence
+    party.until(lambda: line.over is not None)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_leader_that_does_not_answer_is_named(make: Callable[..., Party]) -> None:
+    party = make(2, "tcp")
+    address = party.address
+    party.close()
+    place = Place(rank=1, world=2, kind="torchrun", host="hostB")
+    contact = Contact(name="worker 0 on hostA", address=address, token=TOKEN)
+    with pytest.raises((PeerTimeout, ManyhandsError), match="worker 0 on hostA"):
+        open_line(place, contact, TERMS, timeout_s=0.3, settings=FAST)
+
+
+def test_a_stranger_tells_the_leader_nothing(make: Callable[..., Party]) -> None:
+    party = make(2, "tcp")
+    with dial(party.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
+        party.join(1)
+    party.one(Started)
+    assert party.events == []
+
+
+def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Callable[..., Party]) -> None:
+    party = make(3)
+    first, second = party.join(1), party.join(2)
+    with pytest.raises(Aborted):
+        first.ask_store("fly", ["a"])
+    assert "call: fly" in party.one(Ended).failure.sentence.replace("'", "")
+    second.store.set("k", "v")
+    assert party.front.store.get("k") == b"v"
+
+
+def test_processes_meet_in_the_store_that_the_leader_keeps(make: Callable[..., Party]) -> None:
+    party = make(3)
+    stores = [party.front.store, *(party.join(rank).store for rank in (1, 2))]
+    with ThreadPoolExecutor(3) as pool:
+        meetings = list(
+            pool.map(
+                lambda rank: meet(stores[rank], rank=rank, world=3, name="fit", timeout_s=10.0), range(3)
+            )
+        )
+    assert [meeting.hosts for meeting in meetings] == [((0, 1, 2),)] * 3
+    for meeting in meetings:
+        meeting.close()
+    party.until(lambda: not party.front.store._values)
+
+
+def test_events_of_another_clock_are_put_on_the_leaders(make: Callable[..., Party]) -> None:
+    party = make(2)
+    line = party.join(1)
+    line._same_clock = False  # as if the host had been started at another time: the truth is an offset of 0
+    line._ping()
+    party.until(lambda: line._brackets)
+    assert abs(line.offset().ns) <= line.offset().error_ns
+    assert 0 < line.offset().error_ns < 1_000_000_000
+
+
+def test_a_wall_clock_hours_off_is_told_and_ends_nothing(make: Callable[..., Party]) -> None:
+    party = make(2)
+    hello = hello_of(Place(rank=1, world=2, kind="torchrun", host="hostB"), TERMS)
+    started, remarked = party.front._greet(77, replace(hello, unix_s=time.time() - 7200))
+    assert isinstance(started, Started)
+    assert isinstance(remarked, Remarked)
+    assert "the clock of worker 1 on hostB is 2.0 h behind the leader's" in remarked.sentence
