@@ -53,7 +53,7 @@ def test_actors_carry_roles_and_their_ends_are_told(nodes: Any) -> None:
     from manyhands.onray.plan import seats
     from manyhands.onray.roles import RayRoles
 
-    planned = seats({"worker": 2, "ps": 2}, {"worker": "pack", "ps": "spread"}, 1, {})
+    planned = seats({"worker": range(2), "ps": range(2)}, {"worker": "pack", "ps": "spread"}, 1, {})
     with RayRoles(ray, planned) as roles:
         roles.start("worker", 0, whose, 0.0)
         roles.start("worker", 1, die)
@@ -72,7 +72,7 @@ def test_actors_carry_roles_and_their_ends_are_told(nodes: Any) -> None:
     while ray.available_resources().get("CPU") != 8 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert ray.available_resources()["CPU"] == 8, "nothing is left"
-    too_many = seats({"worker": 9}, {"worker": "pack"}, 1, {})
+    too_many = seats({"worker": range(9)}, {"worker": "pack"}, 1, {})
     with (
         pytest.raises(UserError, match="worker alone needs 9 CPU, and 8 CPU is free"),
         RayRoles(ray, too_many, 3),

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from manyhands.errors import UserError
 from manyhands.onray.cluster import RayCluster
-from manyhands.onray.plan import Bounds, room_for, seats
+from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
 from manyhands.onray.store import Noticeboard
 
 
@@ -41,11 +41,15 @@ def test_a_text_that_makes_no_sense_is_refused(text: str, sentence: str) -> None
 
 def test_every_kind_of_role_has_bundles_of_its_own() -> None:
     workers, servers = seats(
-        {"worker": 3, "ps": 2}, {"worker": "pack", "ps": "spread"}, cpus=2, gpus={"worker": 1}
+        {"worker": range(1, 4), "ps": range(2)},
+        {"worker": "pack", "ps": "spread"},
+        cpus=2,
+        gpus={"worker": 1},
     )
-    assert (workers.strategy, workers.count, workers.bundle) == ("PACK", 3, {"CPU": 2, "GPU": 1})
+    assert (workers.strategy, workers.first, workers.count) == ("PACK", 1, 3)
+    assert workers.bundle == {"CPU": 2, "GPU": 1}
     assert (servers.strategy, servers.count, servers.bundle) == ("SPREAD", 2, {"CPU": 2})
-    assert seats({"worker": 0}, {"worker": "pack"}, 1, {}) == []
+    assert seats({"worker": range(1, 1)}, {"worker": "pack"}, 1, {}) == []
     assert room_for({"CPU": 7.0, "GPU": 1.0}, workers.bundle) == 1
     assert room_for({"CPU": 7.0}, workers.bundle) == 0
     assert room_for({"CPU": 7.0}, servers.bundle) == 3
@@ -85,3 +89,21 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
     assert [ours.add("count", amount) for amount in (1, 5, -2)] == [
         theirs.add("count", amount) for amount in (1, 5, -2)
     ]
+
+
+def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
+    staff = Staff(survives=True)
+    delays, now_s = [], 100.0
+    for _ in range(5):
+        again = staff.ended("ps", 1, "ps 1: died", now_s)
+        assert isinstance(again, Again)
+        assert (again.role, again.index) == ("ps", 1)
+        delays.append(again.at_s - now_s)
+        now_s = again.at_s + 1
+    assert delays == [0.5, 1, 2, 4, 8]
+    given_up = staff.ended("ps", 1, "ps 1: died", now_s)
+    assert given_up == GivenUp("ps 1: died (6 times within 60 s, so it is not started again)")
+    assert staff.ended("ps", 0, "ps 0: died", now_s) == Again(role="ps", index=0, at_s=now_s + 0.5)
+    assert staff.ended("ps", 1, "ps 1: died", now_s + 100) == Again(role="ps", index=1, at_s=now_s + 100.5)
+    assert staff.ended("ps", 0, "", now_s) is None, "its part was done"
+    assert Staff(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp("worker 1: died")

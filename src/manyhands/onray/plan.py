@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from manyhands.errors import UserError
 
-__all__ = ["Bounds", "Seats", "room_for", "seats"]
+__all__ = ["Again", "Bounds", "GivenUp", "Seats", "Staff", "room_for", "seats"]
+
+_MOST_IN_A_ROW = 5
+_IN_A_ROW_S = 60.0
+_FIRST_DELAY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +23,24 @@ class Seats:
     strategy: str
     """Ray's word: PACK or SPREAD."""
     bundle: Mapping[str, float]
+    first: int = 0
+    """The index of the role that has the first bundle."""
 
 
 def seats(
-    roles: Mapping[str, int], ways: Mapping[str, str], cpus: int, gpus: Mapping[str, int]
+    roles: Mapping[str, range], ways: Mapping[str, str], cpus: int, gpus: Mapping[str, int]
 ) -> list[Seats]:
-    """The placement groups of a run: one for each kind of role, in which each role of the kind has a bundle."""
+    """The placement groups of a run: one for each kind of role, in which each of its indices has a bundle."""
     return [
         Seats(
             role=role,
-            count=count,
+            count=len(indices),
+            first=indices.start,
             strategy=ways[role].upper(),
             bundle={"CPU": cpus, **({"GPU": gpus[role]} if gpus.get(role) else {})},
         )
-        for role, count in roles.items()
-        if count
+        for role, indices in roles.items()
+        if indices
     ]
 
 
@@ -69,3 +76,45 @@ class Bounds:
         Room below 0 says how many have lost theirs.
         """
         return min(self.most, max(self.least, now + room)) - now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Start the role once more, at this time."""
+
+    role: str
+    index: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A role will not come back, for this reason."""
+
+    sentence: str
+
+
+class Staff:
+    """Which roles are started again: what survives a death has each role again, but not for ever.
+
+    The first successor comes almost at once, so that its predecessor's end is noticed before; those that follow in a
+    row, twice as late each.
+    """
+
+    def __init__(self, *, survives: bool) -> None:
+        self._survives = survives
+        self._ends: dict[tuple[str, int], list[float]] = {}
+
+    def ended(self, role: str, index: int, sentence: str, now_s: float) -> Again | GivenUp | None:
+        """What to do about a role that has ended; None where its part was done (no `sentence`)."""
+        if not sentence:
+            return None
+        if not self._survives:
+            return GivenUp(sentence)
+        ends = [at_s for at_s in self._ends.get((role, index), []) if now_s - at_s < _IN_A_ROW_S]
+        self._ends[role, index] = [*ends, now_s]
+        if len(ends) >= _MOST_IN_A_ROW:
+            return GivenUp(
+                f"{sentence} ({len(ends) + 1} times within {_IN_A_ROW_S:.0f} s, so it is not started again)"
+            )
+        return Again(role=role, index=index, at_s=now_s + _FIRST_DELAY_S * 2 ** len(ends))

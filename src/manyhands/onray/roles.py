@@ -87,9 +87,9 @@ class RayRoles:
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        if index < seats.count:
+        if seats.first <= index < seats.first + seats.count:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._groups[role], placement_group_bundle_index=index
+                self._groups[role], placement_group_bundle_index=index - seats.first
             )
         actor = self._ray.remote(Carrier).options(**options).remote()
         self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments))
