@@ -6,9 +6,10 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from certificates import HOSTS, run_security
 from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.frames import HEADER_BYTES, encode_header
 from manyhands.hub.handshake import CONTROL, Claim, Credentials, Handshake
@@ -99,9 +100,12 @@ class Party:
     def pair(
         self, how: str, first: dict[str, Any] | None = None, second: dict[str, Any] | None = None
     ) -> tuple[Hub, Hub]:
-        """Members 1 and 2, of which 2 connected."""
-        one, two = self.add(1, **(first or {})), self.add(2, **(second or {}))
-        two.connect(1, one.listen(how))
+        """Members 1 and 2, of which 2 connected; over `tls` as two hosts of a run."""
+        ours, theirs = first or {}, second or {}
+        if how == "tls":
+            ours, theirs = _secured(ours, HOSTS[0]), _secured(theirs, HOSTS[1])
+        one, two = self.add(1, **ours), self.add(2, **theirs)
+        two.connect(1, one.listen("tcp" if how == "tls" else how))
         assert self.one(1, Joined) == Joined(2, "role 2")
         assert self.one(2, Joined) == Joined(1, "role 1")
         return one, two
@@ -109,6 +113,11 @@ class Party:
     def close(self) -> None:
         self._stack.close()
         self.events.clear()
+
+
+def _secured(options: dict[str, Any], host: str) -> dict[str, Any]:
+    settings = options.get("settings", Settings())
+    return {**options, "settings": replace(settings, security=run_security(host))}
 
 
 def dial(address: str) -> socket.socket:

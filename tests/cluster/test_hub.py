@@ -55,12 +55,13 @@ def party() -> Iterator[Party]:
 
 
 both = pytest.mark.parametrize("how", ["unix", "tcp"])
+all_three = pytest.mark.parametrize("how", ["unix", "tcp", "tls"])
 
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@both
+@all_three
 def test_messages_arrive_in_order_with_their_payloads(party: Party, how: str) -> None:
     one, two = party.pair(how)
     sizes = [0, 1, 100, 5000, 70_000, 300_000, 3, 900_000, 2_000_000, 64]
@@ -101,7 +102,7 @@ def test_payloads_go_by_the_stream_when_the_arena_is_full_or_too_small(party: Pa
     assert bytes(second.payload) == b"\1" * 40_000
 
 
-@both
+@all_three
 def test_payloads_land_where_the_application_wants_them(party: Party, how: str) -> None:
     wanted = np.zeros(125_000)
 
@@ -118,7 +119,7 @@ def test_payloads_land_where_the_application_wants_them(party: Party, how: str) 
         event.release()
 
 
-@both
+@all_three
 def test_an_application_that_refuses_a_payload_ends_that_connection(party: Party, how: str) -> None:
     def destination(member: int, message: Any, num_bytes: int) -> memoryview | None:
         if message == Number(value=1):
@@ -192,7 +193,7 @@ def test_messages_that_are_held_back_leave_together(
     assert [len(event.payload) for event in received] == [10, 100_000, 0]
 
 
-@both
+@all_three
 def test_a_message_that_is_not_held_back_does_not_overtake(party: Party, how: str) -> None:
     _, two = party.pair(how)
     two.hold_back()
@@ -228,7 +229,7 @@ def test_many_members_at_one_hub(party: Party) -> None:
 # ── a peer that reads nothing ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@both
+@all_three
 def test_what_waits_for_a_peer_that_reads_nothing_is_bounded(party: Party, how: str) -> None:
     one, two = party.pair(how, second={"settings": Settings(queue_bytes=1 << 20, arena_bytes=0)})
     content = bytes(100_000)
@@ -267,7 +268,7 @@ def test_what_a_unix_socket_has_taken_has_arrived(party: Party) -> None:
         assert two.arrives(1) == two.sent(1)
 
 
-@both
+@all_three
 def test_an_empty_queue_takes_a_message_of_any_size_and_two_may_flush_to_each_other(
     party: Party, how: str
 ) -> None:
@@ -395,7 +396,7 @@ def test_nobody_there_is_told_as_lost(party: Party) -> None:
     assert "refused" in lost.reason
 
 
-@pytest.mark.parametrize("address", ["tcp:0.0.0.0:0", "tcp:192.168.1.7:80", "tcp:8.8.8.8:53"])
+@pytest.mark.parametrize("address", ["tcp:0.0.0.0:0", "tcp:192.168.1.7:80", "tcp:example.org:80"])
 def test_addresses_off_loopback_are_refused_with_a_sentence(party: Party, address: str) -> None:
     hub = party.add(1)
     with pytest.raises(UserError, match="not on loopback"):
@@ -404,9 +405,7 @@ def test_addresses_off_loopback_are_refused_with_a_sentence(party: Party, addres
         hub.connect(2, address)
 
 
-@pytest.mark.parametrize(
-    "address", ["", "http:x", "tcp:127.0.0.1", "tcp:127.0.0.1:99999", "tcp:example.org:80"]
-)
+@pytest.mark.parametrize("address", ["", "http:x", "tcp:127.0.0.1", "tcp:127.0.0.1:99999", "tcp:127.0.0:80"])
 def test_what_is_no_address_is_refused(party: Party, address: str) -> None:
     with pytest.raises(UserError, match="must be unix:NAME or tcp"):
         party.add(1).connect(2, address)
@@ -568,7 +567,7 @@ def test_a_stranger_that_says_nothing_is_turned_away(party: Party) -> None:
         assert "did not say who it is" in party.one(1, TurnedAway).reason
 
 
-@both
+@all_three
 def test_a_member_that_computes_is_kept_alive_by_its_heart_and_shows_its_progress(
     party: Party, how: str
 ) -> None:
@@ -582,7 +581,7 @@ def test_a_member_that_computes_is_kept_alive_by_its_heart_and_shows_its_progres
     assert party.one(1, Arrived).message == Number(value=1)
 
 
-@both
+@all_three
 def test_leaving_is_told_as_peace(party: Party, how: str) -> None:
     one, two = party.pair(how)
     two.send(1, Number(value=1))
@@ -594,7 +593,7 @@ def test_leaving_is_told_as_peace(party: Party, how: str) -> None:
     assert not one.send(2, Number(value=1))
 
 
-@both
+@all_three
 def test_disconnecting_tells_the_other_why(party: Party, how: str) -> None:
     one, _ = party.pair(how)
     one.disconnect(2, "its slot belongs to member 7")

@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from certificates import run_security
 from manyhands.errors import UserError
-from manyhands.link import ring
+from manyhands.link import ring, tcp
 from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
 from manyhands.link.mesh import SharedMesh, TcpMesh
 from manyhands.link.message import Header, Message, ProtocolError
@@ -84,6 +85,17 @@ class TcpRig(Rig):
         self.run(self.first.close, self.second.close)  # each waits a second for the other's goodbye
 
 
+class TlsRig(TcpRig):
+    def __init__(self) -> None:
+        accepted, connected = tcp.connected()
+        security = run_security()
+        ends = self.run(
+            lambda: security.wrap_server(accepted, "bob"), lambda: security.wrap_client(connected, "alice")
+        )
+        self.first = TcpLink(ends[0], peer="bob", queue_bytes=QUEUE_BYTES)
+        self.second = TcpLink(ends[1], peer="alice", queue_bytes=QUEUE_BYTES)
+
+
 class TorchRig(Rig):
     def __init__(self) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -142,8 +154,8 @@ def open_files() -> set[str]:
 
 
 @pytest.fixture(
-    params=[SharedRig, TcpRig, pytest.param(TorchRig, marks=pytest.mark.gloo), SimulatedRig],
-    ids=["shared", "tcp", "torch", "simulated"],
+    params=[SharedRig, TcpRig, TlsRig, pytest.param(TorchRig, marks=pytest.mark.gloo), SimulatedRig],
+    ids=["shared", "tcp", "tls", "torch", "simulated"],
 )
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     files, threads = open_files(), set(threading.enumerate())

@@ -1,30 +1,36 @@
-"""Addresses of one host, as text: `unix:NAME`, an abstract Unix socket, and `tcp:127.0.0.1:PORT`, loopback only.
+"""Addresses as text: `unix:NAME`, an abstract Unix socket, and `tcp:HOST:PORT`, with an IPv4 address or a name.
 
-TCP off the host would carry gradients and tokens' proofs in the clear, so it is refused here until it is encrypted.
+TCP off loopback would carry weights and gradients in the clear, so it is refused here unless it is encrypted or the
+user said that it need not be (`link.secure.Security`).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import struct
 from typing import Final
 
 from manyhands.errors import UserError
+from manyhands.link.secure import Security, is_loopback
 
-__all__ = ["HOW", "check", "dial", "listen", "same_user", "tune"]
+__all__ = ["HOW", "check", "dial", "listen", "origin", "same_user", "tune"]
 
 HOW: Final = ("unix", "tcp")
+_LOOPBACK: Final = "127.0.0.1"
+_NAME: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 _BACKLOG: Final = 4096  # the kernel may allow less
 _TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
-def listen(address: str) -> tuple[socket.socket, str]:
+def listen(address: str, security: Security) -> tuple[socket.socket, str]:
     """A listening socket, and the address at which others reach it.
 
-    `unix` and `tcp` alone choose a free name or port; so does port 0.
+    `unix` and `tcp` alone choose a free name or port, the latter on loopback; so does port 0. Where it listens on every
+    address of this host (0.0.0.0), the caller knows which one others use.
     """
     how, _, place = address.partition(":")
     if how == "unix":
@@ -32,7 +38,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         target: str | tuple[str, int] = f"\0{name}"
     elif how == "tcp":
-        host, port = _loopback(place or "127.0.0.1:0", address)
+        host, port = _place(place or f"{_LOOPBACK}:0", address, security)
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         target = (host, port)
     else:
@@ -50,9 +56,9 @@ def listen(address: str) -> tuple[socket.socket, str]:
     return listening, f"tcp:{host}:{port}"
 
 
-def dial(address: str) -> socket.socket:
+def dial(address: str, security: Security) -> socket.socket:
     """A socket that is connected or about to be; OSError if nobody listens, UserError for what is no address."""
-    target = check(address)
+    target = check(address, security)
     is_unix = isinstance(target, str)
     end = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -68,13 +74,13 @@ def dial(address: str) -> socket.socket:
     return end
 
 
-def check(address: str) -> str | tuple[str, int]:
-    """Where to connect to; UserError for what is no address of this host."""
+def check(address: str, security: Security) -> str | tuple[str, int]:
+    """Where to connect to; UserError for what is no address, or must not be reached as `security` is."""
     how, _, place = address.partition(":")
     if how == "unix" and place:
         return f"\0{place}"
     if how == "tcp" and place:
-        return _loopback(place, address)
+        return _place(place, address, security)
     raise _no_address(address)
 
 
@@ -83,6 +89,17 @@ def tune(end: socket.socket, patience_s: float) -> None:
     if end.family == socket.AF_INET:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(patience_s * 1000))
+
+
+def origin(end: socket.socket) -> str:
+    """Who connected, as the beginning of a sentence about it; empty for a process of this host."""
+    if end.family == socket.AF_UNIX:
+        return ""
+    try:
+        host, _ = end.getpeername()
+    except OSError:
+        return ""  # it went at once
+    return "" if is_loopback(host) else f"{host}: "
 
 
 def same_user(end: socket.socket) -> bool:
@@ -94,22 +111,22 @@ def same_user(end: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _loopback(place: str, address: str) -> tuple[str, int]:
+def _place(place: str, address: str, security: Security) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
-    try:
-        found = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host)
-        number = int(port)
-    except ValueError:
-        raise _no_address(address) from None
-    if not 0 <= number < 1 << 16:
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or not _is_host(host):
         raise _no_address(address)
-    if not found.is_loopback:
-        raise UserError(
-            f"address {address!r}: {found} is not on loopback (127.0.0.0/8); connections between hosts are refused "
-            "as long as they are not encrypted"
-        )
-    return str(found), number
+    security.check_address(host)
+    return (_LOOPBACK if host == "localhost" else host), int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Whether it is an IPv4 address, or can be a name (RFC 1123): the last word of a name is no number."""
+    try:
+        ipaddress.IPv4Address(host)
+        return True
+    except ValueError:
+        return _NAME.fullmatch(host) is not None and not host.rpartition(".")[2].isdigit()
 
 
 def _no_address(address: str) -> UserError:
-    return UserError(f"address {address!r}: must be unix:NAME or tcp:127.0.0.1:PORT")
+    return UserError(f"address {address!r}: must be unix:NAME or tcp:HOST:PORT, as in tcp:127.0.0.1:0")

@@ -27,6 +27,7 @@ from manyhands.hub.frames import (
 from manyhands.hub.handshake import CONTROL, Handshake
 from manyhands.hub.outbox import Outbox
 from manyhands.link.message import ProtocolError
+from manyhands.link.tls import End, SecureSocket
 from manyhands.memory.segment import Segment
 
 __all__ = ["BEFORE_HANDSHAKE", "Connection"]
@@ -36,6 +37,7 @@ _READ_PER_TURN_BYTES: Final = 4 << 20  # then the other connections have theirs
 _DESCRIPTORS_AT_ONCE: Final = 4
 _ARENA_FROM_BYTES: Final = 4096  # less is copied faster by the kernel, along with its header
 _SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h: how much of what was written has never been sent
+_TLS_ALERT: Final = b"\x15\x03"
 _INT_BYTES: Final = array("i").itemsize
 # As plain numbers: these are looked at with every message, and enumerations are slow.
 _SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
@@ -48,7 +50,7 @@ class Connection:
 
     def __init__(
         self,
-        end: socket.socket,
+        end: End,
         handshake: Handshake,
         *,
         interpret: Callable[[FrameHeader, memoryview], Any],
@@ -66,10 +68,15 @@ class Connection:
         self.in_peace = False
         self.farewell = ""
         """Why the peer said that it leaves."""
+        self.origin = ""
+        """Who is there as far as the network tells, until it has proved more."""
         self.outbox = Outbox(end, queue_bytes, on_pending)
         self.limits = BEFORE_HANDSHAKE
         self._decoder: FrameDecoder[Any] = FrameDecoder(BEFORE_HANDSHAKE, interpret, place)
         self._local = end.family == socket.AF_UNIX
+        self._secure = end if isinstance(end, SecureSocket) else None
+        self.shaking = self._secure is not None
+        """Whether the TLS handshake is still to be done, before which nothing is sent or received."""
         self._passed: deque[int] = deque()
         self._arenas: Arenas | None = None
 
@@ -91,6 +98,13 @@ class Connection:
     def is_call_to(self, member: int) -> bool:
         """Whether this is a connection to `member` that is not made yet."""
         return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
+
+    def shake(self) -> int:
+        """Go on with the TLS handshake; 0 once it is done, else the event of the socket to wait for."""
+        assert self._secure is not None, "only while `shaking`"
+        wanted = self._secure.shake()
+        self.shaking = wanted != 0
+        return wanted
 
     def admit(self, member: int, role: str, limits: Limits) -> None:
         """The peer has proved who it is: from now on it may send messages and payloads."""
@@ -129,10 +143,11 @@ class Connection:
     def receive(self, take: Callable[[Connection, WholeFrame[Any]], None]) -> bool:
         """Read what has arrived, up to a share that is fair to others, and `take` each frame; False at the end.
 
-        Raises ProtocolError for what the peer must not send, OSError when the connection broke.
+        What TLS has decrypted is read to the end: the kernel would not wake us for it. Raises ProtocolError and
+        TlsRefused for what the peer must not send, OSError when the connection broke.
         """
         read, decoder, local = 0, self._decoder, self._local
-        while read < _READ_PER_TURN_BYTES:
+        while read < _READ_PER_TURN_BYTES or (self._secure is not None and self._secure.pending()):
             room = decoder.room()
             try:
                 num_bytes = self._receive_with_descriptors(room) if local else self.end.recv_into(room)
@@ -171,10 +186,17 @@ class Connection:
             raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
         return self._arenas.reader.take(header.position, header.payload_bytes), self._arenas.reader
 
+    @property
+    def met_tls(self) -> bool:
+        """Whether the last that came, to an end without TLS, was the alert with which TLS refuses what is none."""
+        return self._secure is None and self._decoder.unfinished(len(_TLS_ALERT)) == _TLS_ALERT
+
     def why_ended(self) -> str:
         """A sentence for a stream that is at its end."""
         if self.farewell:
             return self.farewell
+        if self.met_tls:
+            return "it speaks TLS; give this process --tls DIR as well"
         if self._decoder.between_frames:
             return "the connection ended without a goodbye"
         return "the connection was cut in the middle of a message"
@@ -190,6 +212,7 @@ class Connection:
             self._arenas = None
 
     def _receive_with_descriptors(self, room: memoryview) -> int:
+        assert isinstance(self.end, socket.socket), "descriptors travel over Unix sockets"
         num_bytes, ancillary, flags, _ = self.end.recvmsg_into([room], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
         for level, kind, data in ancillary:
             if level == _SOL_SOCKET and kind == _SCM_RIGHTS:

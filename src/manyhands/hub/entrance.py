@@ -10,6 +10,7 @@ from typing import Final, Generic
 
 from manyhands.hub import addresses
 from manyhands.hub.strangers import K, Newcomers, Tally
+from manyhands.link.secure import Security
 
 __all__ = ["Entrance"]
 
@@ -20,8 +21,9 @@ _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 class Entrance(Generic[K]):
     """Listening sockets of an epoll object; `newcomers` are those who came in, `away` counts those who had to go."""
 
-    def __init__(self, epoll: select.epoll) -> None:
+    def __init__(self, epoll: select.epoll, security: Security) -> None:
         self._epoll = epoll
+        self._security = security
         self._listening: dict[int, socket.socket] = {}
         self._rests = self._lacks_descriptors = False
         self.newcomers: Newcomers[K] = Newcomers()
@@ -32,7 +34,7 @@ class Entrance(Generic[K]):
 
     def listen(self, address: str) -> str:
         """Listen; the address where others reach it."""
-        listening, reached_at = addresses.listen(address)
+        listening, reached_at = addresses.listen(address, self._security)
         self._listening[listening.fileno()] = listening
         self._epoll.register(listening, select.EPOLLIN)
         return reached_at

@@ -50,6 +50,7 @@ IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")
 
 _MAGIC: Final = int.from_bytes(b"MHUB", "little")
+_TLS_HANDSHAKE: Final = int.from_bytes(b"\x16\x03", "little")
 _LAYOUT: Final = struct.Struct("<IHHHHIQQ")
 HEADER_BYTES: Final = _LAYOUT.size
 _FLAGS: Final = OF_TRANSPORT | IN_ARENA
@@ -103,6 +104,8 @@ def encode_header(kind: int, flags: int, body_bytes: int, payload_bytes: int, po
 def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> FrameHeader:
     """Read a header; ProtocolError names the first field that is not allowed."""
     magic, version, kind, flags, reserved, body, payload, position = _LAYOUT.unpack_from(data, offset)
+    if magic & 0xFFFF == _TLS_HANDSHAKE:
+        raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
     if magic != _MAGIC:
         raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is no hub of ours")
     if version != VERSION:
@@ -152,6 +155,10 @@ class FrameDecoder(Generic[T]):
     def between_frames(self) -> bool:
         """Whether the stream could end here without cutting a frame."""
         return self._header is None and self._begin == self._end
+
+    def unfinished(self, num_bytes: int) -> bytes:
+        """The first bytes of a header that is not whole."""
+        return bytes(self._view[self._begin : min(self._end, self._begin + num_bytes)])
 
     def room(self) -> memoryview:
         """Where to receive the next bytes; never empty."""

@@ -53,6 +53,7 @@ from manyhands.hub.settings import Settings
 from manyhands.link.forks import forget_in_children
 from manyhands.link.message import ProtocolError
 from manyhands.link.silence import Vigil
+from manyhands.link.tls import TlsRefused
 from manyhands.memory.segment import Segment
 
 __all__ = [
@@ -101,7 +102,7 @@ class Hub:
         self._vigil: Vigil[int] = Vigil(self.settings.silence, clock())
         self._epoll = select.epoll()
         self._calls = Calls(self.settings.connect_s, random.Random())
-        self._entrance: Entrance[Connection] = Entrance(self._epoll)
+        self._entrance: Entrance[Connection] = Entrance(self._epoll, self.settings.security)
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._members: dict[int, Connection] = {}
         self._registered: set[int] = set()
@@ -115,7 +116,7 @@ class Hub:
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def listen(self, address: str = "unix") -> str:
-        """Let others connect; the address to tell them. UserError for an address off this host's loopback."""
+        """Let others connect; the address to tell them. UserError off loopback, unless `security` allows it."""
         return self._entrance.listen(address)
 
     def connect(self, member: int, address: str) -> None:
@@ -123,7 +124,7 @@ class Hub:
 
         Lost means that it refused this end by name, or could not be reached for `connect_s`.
         """
-        addresses.check(address)
+        addresses.check(address, self.settings.security)
         if member in self._members or member in self._calls:
             raise UserError(f"member {member} is connected, or about to be")
         self._calls.begin(member, address, self._clock())
@@ -324,7 +325,7 @@ class Hub:
         now_s = self._clock()
         for member, address in self._calls.due(now_s):
             try:
-                end = addresses.dial(address)
+                end = addresses.dial(address, self.settings.security)
             except OSError as error:
                 self._failed(member, f"nobody can be reached at {address}: {error}")
                 continue
@@ -345,20 +346,25 @@ class Hub:
                 self._drop(connection, os.strerror(failed))
                 return
             self._epoll.modify(connection.end, _IN)
-            connection.send_control(connection.handshake.knock())
-        elif mask & _OUT:
+            if not connection.shaking:
+                connection.send_control(connection.handshake.knock())
+        elif not connection.shaking and mask & _OUT:
             connection.outbox.pump()
-        if not mask & ~_OUT:
+        if not mask & ~_OUT and not connection.shaking:
             return
         if connection.member is not None:
             self._vigil.heard(connection.descriptor, now_s)
         try:
+            if connection.shaking and not self._secured(connection):
+                return
             if not connection.receive(self._take):
-                self._drop(connection, connection.why_ended())
+                self._drop(connection, connection.why_ended(), final=connection.met_tls)
         except ProtocolError as error:
             trusted = connection.handshake.trusted
             connection.send_control(Refusal(field=error.field, reason=str(error)) if trusted else NO_PROOF)
             self._drop(connection, str(error), final=trusted or error.field == "token")
+        except TlsRefused as refused:
+            self._drop(connection, str(refused), final=True)
         except HandshakeRefused as refused:
             self._drop(
                 connection, str(refused) if connection.handshake.outgoing else "it refused", final=True
@@ -371,10 +377,19 @@ class Hub:
             # Nobody who has proved nothing may end a run, not even by a mistake of ours, which is named here.
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
+    def _secured(self, connection: Connection) -> bool:
+        """Go on with the TLS handshake of a connection; whether it is done, so that the token can be proved."""
+        wanted = connection.shake()
+        self._epoll.modify(connection.end, wanted or _IN)
+        if not wanted and connection.handshake.outgoing:
+            connection.send_control(connection.handshake.knock())
+        return not wanted
+
     def _open(self, listener: int, now_s: float) -> None:
         """Let in those who wait at a listening socket, as far as the handshake."""
         for end in self._entrance.accept(listener, now_s):
             connection = self._new(end, expected=None)
+            connection.origin = addresses.origin(end)
             self._show_out(self._entrance.newcomers.arrived(connection, now_s))
             self._serve(connection, _IN, now_s)  # a member's knock is here already, as a rule
 
@@ -386,7 +401,7 @@ class Hub:
         addresses.tune(end, _PATIENCE * self.settings.silence.silence_s)
         epoll, descriptor = self._epoll, end.fileno()
         connection = Connection(
-            end,
+            self.settings.security.begin(end, server_side=expected is None),
             Handshake(self.credentials, expected),
             interpret=self._interpret,
             place=lambda message, num_bytes: self._place(connection, message, num_bytes),
@@ -410,7 +425,7 @@ class Hub:
                 self._calls.end(claimed)
             self._failed(claimed, reason)
         else:
-            self._entrance.away.add(reason, claimed)
+            self._entrance.away.add(f"{connection.origin}{reason}", claimed)
 
     def _forget(self, connection: Connection) -> None:
         self._vigil.left(connection.descriptor)

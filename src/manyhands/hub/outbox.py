@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
+from manyhands.link.tls import End
+
 __all__ = ["Outbox"]
 
 _PARTS_PER_CALL: Final = 512  # the kernel takes 1024
@@ -30,7 +32,7 @@ class _Passed(bytes):
 class Outbox:
     """The sending side of one socket; `on_pending` is told when there begins and ceases to be something queued."""
 
-    def __init__(self, end: socket.socket, capacity_bytes: int, on_pending: Callable[[bool], None]) -> None:
+    def __init__(self, end: End, capacity_bytes: int, on_pending: Callable[[bool], None]) -> None:
         self._end = end
         self._capacity_bytes = capacity_bytes
         self._on_pending = on_pending
@@ -132,6 +134,7 @@ class Outbox:
     def _pass(self, first: _Passed) -> int:
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [first.descriptor]))]
         try:
+            assert isinstance(self._end, socket.socket), "descriptors travel over Unix sockets"
             sent = self._end.sendmsg([first], passed)
         except (BlockingIOError, InterruptedError):
             return 0

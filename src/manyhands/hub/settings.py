@@ -8,6 +8,7 @@ from typing import Final
 
 from manyhands.errors import UserError
 from manyhands.hub.frames import Limits
+from manyhands.link.secure import Security
 from manyhands.link.silence import Silence
 
 __all__ = ["Settings", "spin_for"]
@@ -21,7 +22,8 @@ class Settings:
 
     `queue_bytes` bounds what waits for one peer; `arena_bytes` is the room for payloads in shared memory, per direction
     of a Unix connection (0: none); `spin_s` is how long `poll` looks before it sleeps; `connect_s` is for how long a
-    member is dialled again that does not answer.
+    member is dialled again that does not answer; `security` says how TCP connections are protected, and whether they
+    may leave this host.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -30,6 +32,7 @@ class Settings:
     arena_bytes: int = 1 << 20
     spin_s: float = 0.0
     connect_s: float = 60.0
+    security: Security = field(default_factory=Security.loopback)
 
     def __post_init__(self) -> None:
         for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s"):

@@ -2,7 +2,8 @@
 
 A message is its header and then its payload in the stream; a header of its own says goodbye before an end closes, which
 tells a close from a death. On one host the process that starts the roles connects them over loopback and hands each its
-end (`mesh.TcpMesh`): no port stays open, and nobody else can be at the other end.
+end (`mesh.TcpMesh`): no port stays open, and nobody else can be at the other end. Between hosts the connection is under
+TLS (`secure.Security`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from manyhands.link.incoming import Incoming
 from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header
 from manyhands.link.outgoing import Outgoing
 from manyhands.link.queued import QueuedLink
+from manyhands.link.tls import End, TlsRefused
 from manyhands.link.wire import Wire
 
 __all__ = ["TcpLink", "connected"]
@@ -49,7 +51,7 @@ class TcpLink(QueuedLink):
 
     def __init__(
         self,
-        end: socket.socket,
+        end: End,
         *,
         peer: str,
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
@@ -134,7 +136,7 @@ class TcpLink(QueuedLink):
                 if not _wait(self._descriptor, select.POLLOUT, until_ns):
                     return done
             except OSError as error:
-                self._gone = self._gone or self._broken(error)
+                self._gone = self._gone or self._broken(error.strerror or str(error))
                 return done
         return done
 
@@ -148,22 +150,21 @@ class TcpLink(QueuedLink):
                     return done
                 continue
             except OSError as error:
-                self._gone = self._broken(error)
+                self._gone = self._broken(error.strerror or str(error))
+                return done
+            except TlsRefused as refused:
+                self._gone = self._broken(str(refused))
                 return done
             if came == 0:
-                self._gone = self._broken(None)
+                self._gone = self._broken("")
                 return done
             done += came
             if not until_ns:  # one look, however fast the peer writes
                 return done
         return done
 
-    def _broken(self, error: OSError | None) -> PeerDied:
-        why = (
-            "its connection ended without a goodbye"
-            if error is None
-            else f"its connection broke ({error.strerror})"
-        )
+    def _broken(self, error: str) -> PeerDied:
+        why = f"its connection broke ({error})" if error else "its connection ended without a goodbye"
         return PeerDied(f"{self.peer} is gone: {why}")
 
     def _peer_end(self) -> Closed | PeerDied | None:

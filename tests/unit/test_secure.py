@@ -1,0 +1,278 @@
+"""What protects connections between hosts: which files are good, which addresses are allowed, and what is sent how."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+from hypothesis import given
+from hypothesis import strategies as st
+
+from certificates import HOSTS, folders, run_security
+from manyhands.errors import UserError
+from manyhands.hub import addresses
+from manyhands.link.authority import AUTHORITY_KEY, make_certificates
+from manyhands.link.certificate import validity
+from manyhands.link.secure import FILES, Security, is_loopback
+from manyhands.link.tls import _pieces
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A host's good folder, to be spoiled."""
+    shutil.copytree(folders() / HOSTS[0], tmp_path / "host")
+    return tmp_path / "host"
+
+
+# ── certificates ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_host_has_a_folder_that_nobody_else_can_read(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "run", ["node1", "10.0.0.7"], days=2)
+    assert made.folders == (tmp_path / "run" / "node1", tmp_path / "run" / "10.0.0.7")
+    assert made.end - NOW == pytest.approx(timedelta(days=2), abs=timedelta(minutes=5))
+    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == [
+        "10.0.0.7",
+        "node1",
+    ]  # no authority's key
+    tokens = set()
+    for folder in made.folders:
+        assert sorted(one.name for one in folder.iterdir()) == sorted(FILES)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "key.pem").stat().st_mode) == 0o600
+        assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+        tokens.add(Security.from_directory(folder).token)
+    assert len(tokens) == 1
+    [names] = [
+        one.value
+        for one in x509.load_pem_x509_certificate((made.folders[1] / "cert.pem").read_bytes()).extensions
+        if isinstance(one.value, x509.SubjectAlternativeName)
+    ]
+    assert [str(name) for name in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7"]
+
+
+def test_an_authority_that_was_kept_signs_for_more_hosts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_certificates(run, ["a"], keep_authority=True)
+    assert stat.S_IMODE((run / AUTHORITY_KEY).stat().st_mode) == 0o600
+    make_certificates(run, ["b"])
+    assert (run / "a" / "ca.pem").read_bytes() == (run / "b" / "ca.pem").read_bytes()
+    assert Security.from_directory(run / "a").token == Security.from_directory(run / "b").token
+    with pytest.raises(UserError, match=r"run/a: is there already"):
+        make_certificates(run, ["c", "a"])
+    assert not (run / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "sentence"),
+    [
+        ([], {}, "--hosts: name at least one"),
+        (["a", "../b"], {}, r"'\.\./b' is neither a host name nor an address"),
+        (["a", "a"], {}, "a is named twice"),
+        (["a"], {"days": 0}, "--days 0: must be above 0"),
+        (["a"], {"days": float("nan")}, "--days nan: must be above 0"),
+    ],
+)
+def test_what_no_certificates_can_be_made_for(
+    tmp_path: Path, hosts: list[str], options: dict[str, float], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make_certificates(tmp_path / "run", hosts, days=options.get("days", 7.0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        make_certificates(tmp_path, ["a"])
+    assert [one.name for one in tmp_path.iterdir()] == ["mine"]
+
+
+def test_dates_are_those_that_cryptography_reads(tmp_path: Path) -> None:
+    for years in (0, 30):  # beyond 2049 a date has four digits of the year
+        folder = make_certificates(
+            tmp_path / str(years), ["a"], now=NOW + timedelta(days=365 * years), days=300
+        ).folders[0]
+        pem = (folder / "cert.pem").read_text()
+        known = x509.load_pem_x509_certificate(pem.encode())
+        found = validity("a line before it\n" + pem)
+        assert (found.begin, found.end) == (known.not_valid_before_utc, known.not_valid_after_utc)
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_certificate_is_a_value_error(content: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        validity(ssl.DER_cert_to_PEM_cert(content))
+
+
+# ── folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _other(folder: Path, *names: str) -> None:
+    for name in names:
+        shutil.copy(folders("other") / HOSTS[0] / name, folder / name)
+
+
+def _encrypt(folder: Path) -> None:
+    key = serialization.load_pem_private_key((folder / "key.pem").read_bytes(), None)
+    encrypted = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+    (folder / "key.pem").write_bytes(encrypted)
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no key": (lambda f: (f / "key.pem").unlink(), r"host/key\.pem: is missing; copy this host's folder"),
+    "no token": (lambda f: (f / "token").unlink(), r"host/token: is missing; every host needs the same one"),
+    "no authority": (lambda f: (f / "ca.pem").unlink(), r"host/ca\.pem: is missing"),
+    "a folder": (lambda f: ((f / "key.pem").unlink(), (f / "key.pem").mkdir()), r"key\.pem: must be a file"),
+    "everybody's key": (
+        lambda f: (f / "key.pem").chmod(0o644),
+        r"host/key\.pem: every user of this host can read or change it \(mode 0644\); chmod 600",
+    ),
+    "everybody's token": (lambda f: (f / "token").chmod(0o606), r"host/token: every user .*0606"),
+    "another key": (lambda f: _other(f, "key.pem"), r"host/key\.pem: is not the key of cert\.pem; copy both"),
+    "another authority": (
+        lambda f: _other(f, "ca.pem"),
+        r"host/cert\.pem: does not hold under ca\.pem: .*; copy both from the same folder",
+    ),
+    "no PEM": (lambda f: (f / "cert.pem").write_text("hello"), r"cert\.pem: it has no PEM certificate"),
+    "no PEM key": (lambda f: (f / "key.pem").write_text("hello"), r"host/key\.pem: .*must be PEM"),
+    "a cut certificate": (
+        lambda f: (f / "ca.pem").write_text((f / "ca.pem").read_text()[:200]),
+        r"ca\.pem: it has no PEM certificate",
+    ),
+    "an encrypted key": (_encrypt, r"host/key\.pem: is encrypted; write it without a password"),
+    "a short token": (lambda f: (f / "token").write_text("12345"), r"host/token: has 5 characters"),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_each_bad_file_is_named_with_what_to_do(folder: Path, spoiled: str) -> None:
+    Security.from_directory(folder)
+    spoil, sentence = SPOILED[spoiled]
+    spoil(folder)
+    with pytest.raises(UserError, match=sentence) as error:
+        Security.from_directory(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_certificates_of_another_time_are_told_with_the_clock(tmp_path: Path) -> None:
+    old = make_certificates(tmp_path / "old", ["a"], now=NOW - timedelta(days=9), days=7).folders[0]
+    with pytest.raises(
+        UserError, match=r"ca\.pem: expired on .*UTC, 2 days ago by this host's clock; make new ones"
+    ):
+        Security.from_directory(old)
+    early = make_certificates(tmp_path / "early", ["a"], now=NOW + timedelta(hours=5)).folders[0]
+    with pytest.raises(UserError, match=r"this host's clock says .*UTC, 4\.8 h earlier; set the clock"):
+        Security.from_directory(early)
+    near = make_certificates(tmp_path / "near", ["a"], now=NOW + timedelta(minutes=5)).folders[0]
+    assert Security.from_directory(near).tls  # clocks differ a little
+
+
+def test_a_directory_of_all_hosts_is_searched_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-b.example.org")
+    assert Security.from_directory(folders()).directory == folders() / "host-b"
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-c")
+    with pytest.raises(UserError, match="has folders for host-a, host-b and none for this host, host-c"):
+        Security.from_directory(folders())
+    with pytest.raises(UserError, match=r"nowhere: there is no such folder; make it with `manyhands cert"):
+        Security.from_directory(tmp_path / "nowhere")
+
+
+def test_it_travels_as_the_way_to_make_it_and_shows_no_secret() -> None:
+    security = run_security()
+    sent = pickle.dumps(security)
+    again = pickle.loads(sent)
+    assert (again.token, again.directory, again.tls) == (security.token, security.directory, True)
+    assert security.token not in sent
+    assert security.token.decode() not in repr(security)
+    assert pickle.loads(pickle.dumps(Security.insecure())) is Security.insecure()
+    assert pickle.loads(pickle.dumps(Security.loopback())) is Security.loopback()
+
+
+# ── addresses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_address_off_loopback_needs_tls_or_the_users_word() -> None:
+    for host in ("127.0.0.1", "127.3.2.1", "localhost", "::1"):
+        assert is_loopback(host)
+        Security.loopback().check_address(host)
+    for host in ("0.0.0.0", "10.1.2.3", "node1", "::", "localhost.evil.org"):
+        assert not is_loopback(host)
+        with pytest.raises(UserError, match=r"--tls DIR.*`manyhands certificates`.*--insecure"):
+            Security.loopback().check_address(host)
+        Security.insecure().check_address(host)
+        run_security().check_address(host)
+
+
+def test_a_hub_listens_and_dials_off_loopback_only_so() -> None:
+    for address in ("tcp:0.0.0.0:0", "tcp:10.1.2.3:99", "tcp:node1:99"):
+        with pytest.raises(UserError, match="--insecure"):
+            addresses.check(address, Security.loopback())
+        with pytest.raises(UserError, match="--insecure"):
+            addresses.listen(address, Security.loopback())
+        addresses.check(address, run_security())
+    for security in (Security.insecure(), run_security()):
+        listening, address = addresses.listen("tcp:0.0.0.0:0", security)
+        with listening:
+            assert address == f"tcp:0.0.0.0:{listening.getsockname()[1]}"
+    for address in (
+        "tcp:node1",
+        "tcp::5",
+        "tcp:10.1.2:5",
+        "tcp:1.2.3.4.5:6",
+        "tcp:a b:5",
+        "tcp:node1:70000",
+        "udp:a:1",
+    ):
+        with pytest.raises(UserError, match=r"must be unix:NAME or tcp:HOST:PORT"):
+            addresses.check(address, Security.insecure())
+
+
+# ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.integers(0, 50_000), max_size=12), st.data())
+def test_what_is_tried_again_begins_with_what_was_tried(sizes: list[int], data: st.DataObject) -> None:
+    """OpenSSL's rule, for any parts, any number of pieces that left, and anything queued behind since."""
+    content = os.urandom(sum(sizes))
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(content[at : at + size])
+        at += size
+    pieces = [bytes(piece) for piece in _pieces(parts)]
+    assert b"".join(pieces) == content
+    assert all(pieces)
+    if not pieces:
+        return
+    left = data.draw(st.integers(0, len(pieces) - 1))
+    sent = sum(map(len, pieces[:left]))
+    again: list[bytes | memoryview] = []
+    for part in parts:  # as an outbox drops what was sent
+        again.append(memoryview(part)[min(sent, len(part)) :])
+        sent = max(0, sent - len(part))
+    again.append(bytes(data.draw(st.integers(0, 40_000))))
+    tried = next(piece for piece in _pieces(again))
+    assert bytes(tried).startswith(pieces[left])
+
+
+def test_large_parts_are_not_copied() -> None:
+    payload = memoryview(bytearray(1 << 20))
+    copied = [len(piece) for piece in _pieces([bytes(64), payload]) if isinstance(piece, bytes)]
+    assert sum(copied) <= 2 * (16 << 10)
