@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
+    from manyhands.onray.cluster import RayCluster
     from manyhands.pipeline.strategy import Pipeline
     from manyhands.placement.placed import place
     from manyhands.registry import Home
@@ -61,6 +62,7 @@ __all__ = [
     "PerWorker",
     "Pipeline",
     "Ps",
+    "RayCluster",
     "Replayed",
     "Run",
     "Running",
@@ -91,6 +93,7 @@ _HOMES = {
     "MlflowLogger": "loggers",
     "Options": "training.options",
     "PerWorker": "data.own",
+    "RayCluster": "onray.cluster",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",

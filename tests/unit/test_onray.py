@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
-from manyhands.onray.store import Noticeboard
+from manyhands.onray.store import Noticeboard, RayStore
 
 
 def test_a_cluster_is_read_from_its_text() -> None:
@@ -70,25 +70,39 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
-    ours, theirs, chance = Noticeboard(), HashStore(), random.Random(seed)
+    board, chance = Noticeboard(), random.Random(seed)
+    kept = RayStore(lambda call, *given: getattr(board, call)(*given), 1.0)
+    ours = PrefixStore("run", kept)
+    theirs = PrefixStore("run", HashStore())
     for _ in range(200):
         key, value = chance.choice("abc"), chance.choice(["1", "2", ""])
         match chance.choice(["set", "compare_set", "delete", "check"]):
             case "set":
-                ours.set(key, value.encode())
+                ours.set(key, value)
                 theirs.set(key, value)
             case "compare_set":
                 expected = chance.choice(["1", "2", ""])
-                found = ours.compare_set(key, expected.encode(), value.encode())
-                assert found == theirs.compare_set(key, expected, value)
+                assert ours.compare_set(key, expected, value) == theirs.compare_set(key, expected, value)
             case "delete":
                 assert ours.delete_key(key) == theirs.delete_key(key)
             case "check":
-                assert (ours.get(key) is not None) == theirs.check([key])
-                assert ours.get(key) is None or ours.get(key) == theirs.get(key)
-    assert [ours.add("count", amount) for amount in (1, 5, -2)] == [
-        theirs.add("count", amount) for amount in (1, 5, -2)
-    ]
+                assert ours.check([key]) == theirs.check([key])
+                assert not ours.check([key]) or ours.get(key) == theirs.get(key)
+    amounts = (1, 5, -2)
+    assert [ours.add("count", amount) for amount in amounts] == [theirs.add("count", one) for one in amounts]
+
+
+def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
+    board, troubles = Noticeboard(), [None, None, "worker 1 on Ray: died"]
+    ask = lambda call, *given: getattr(board, call)(*given)  # noqa: E731
+    kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
+    store = PrefixStore("run", kept)
+    store.set("here/0", "a")
+    assert not store.check(["here/1"])
+    with pytest.raises(ManyhandsError, match="worker 1 on Ray: died"):
+        store.check(["here/1"])
+    with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
+        PrefixStore("run", impatient).get("leader")
 
 
 def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:

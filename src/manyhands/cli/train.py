@@ -52,6 +52,15 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         "mirrored",
     ),
     "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
+    "cluster": (
+        Annotated[
+            str | None,
+            typer.Option(
+                help="Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
+            ),
+        ],
+        None,
+    ),
     "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
     "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
     "seed": (Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")], 0),
@@ -103,6 +112,7 @@ class _Common:
 
     strategy: str
     workers: int
+    cluster: str | None
     steps: int | None
     epochs: int | None
     seed: int
@@ -153,6 +163,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         device=common.device,
         out=out,
         resume=common.resume,
+        cluster=common.cluster,
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,

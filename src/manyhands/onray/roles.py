@@ -12,12 +12,12 @@ from typing import Any, Self
 from manyhands.errors import UserError
 from manyhands.onray.plan import Seats
 
-__all__ = ["Carrier", "RayRoles", "RoleEnded"]
+__all__ = ["RayRoles", "RoleActor", "RoleEnded"]
 
 _PLACING_S = 60.0
 
 
-class Carrier:
+class RoleActor:
     """The actor: it does one thing, in a process of its own on some node."""
 
     def carry(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ class RayRoles:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._groups[role], placement_group_bundle_index=index - seats.first
             )
-        actor = self._ray.remote(Carrier).options(**options).remote()
+        actor = self._ray.remote(RoleActor).options(**options).remote()
         self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments))
 
     def kill(self, role: str, index: int) -> None:

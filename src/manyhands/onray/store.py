@@ -1,17 +1,22 @@
-"""The few calls of torch's Store by which the processes of a run find their leader, kept by a Ray actor."""
+"""The store in which the processes of a run find their leader, kept by a Ray actor."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
-from manyhands.errors import PeerTimeout
+from torch._C._distributed_c10d import Store
 
-__all__ = ["Noticeboard", "RayStore"]
+from manyhands.errors import ManyhandsError, PeerTimeout
+
+__all__ = ["Ask", "Noticeboard", "RayStore", "asking"]
 
 _LOOK_S = 0.05
+
+Ask: TypeAlias = Callable[..., Any]
+"""Calls a method of the noticeboard, by its name."""
 
 
 class Noticeboard:
@@ -47,12 +52,27 @@ class Noticeboard:
         return self._held.pop(key, None) is not None
 
 
-class RayStore:
-    """A process's access to the noticeboard of its run."""
+def asking(board: Any, timeout_s: float) -> Ask:
+    """Asks the actor."""
+    import ray
 
-    def __init__(self, board: Any, timeout_s: float) -> None:
-        self._board = board
+    def ask(call: str, *arguments: Any) -> Any:
+        return ray.get(getattr(board, call).remote(*arguments), timeout=timeout_s)
+
+    return ask
+
+
+class RayStore(Store):
+    """A process's access to the noticeboard of its run, as torch's stores are used.
+
+    Every call raises ManyhandsError once `trouble` has a sentence: who waits for somebody who will not come hears why.
+    """
+
+    def __init__(self, ask: Ask, timeout_s: float, trouble: Callable[[], str | None] = lambda: None) -> None:
+        super().__init__()
+        self._call = ask
         self._timeout_s = timeout_s
+        self._trouble = trouble
 
     def set(self, key: str, value: str | bytes) -> None:
         """As torch's."""
@@ -89,10 +109,13 @@ class RayStore:
         """As torch's."""
         return bool(self._ask("delete_key", key))
 
-    def _ask(self, call: str, *arguments: Any) -> Any:
-        import ray
+    deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it
 
-        return ray.get(getattr(self._board, call).remote(*arguments), timeout=self._timeout_s)
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        sentence = self._trouble()
+        if sentence is not None:
+            raise ManyhandsError(sentence)
+        return self._call(call, *arguments)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -1,0 +1,207 @@
+"""A run whose processes Ray starts: this process leads it, and actors take the other parts.
+
+    fit(cluster="ray") ── connects ──►  Ray
+        ── placement groups, actors ─►  each stands in its place (kind "ray") and takes part as under torchrun
+        ── stands in rank 0 ─────────►  session, run directory and terminal are this process's
+
+What an actor is given is the request; tensors move on links between the processes. Through Ray go the address of the
+leader and the run's secret (`RayStore`), and word of who died. Where the strategy survives that, the role is started
+again, on another node if need be, and comes back in the place of the one that died.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch._C._distributed_c10d import Store
+
+from manyhands.hosts.place import Place, standing
+from manyhands.onray.cluster import RayCluster
+from manyhands.onray.connection import connected
+from manyhands.onray.plan import Again, GivenUp, Staff, seats
+from manyhands.onray.roles import RayRoles, RoleEnded
+from manyhands.onray.store import Noticeboard, RayStore, asking
+from manyhands.run import Run
+from manyhands.session import run_session
+from manyhands.strategy import Strategy
+from manyhands.training.request import Request
+
+__all__ = ["fit_on_ray"]
+
+_LOOK_S = 0.2
+_log = logging.getLogger("manyhands")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSeat:
+    """What an actor is told of its place."""
+
+    rank: int
+    world: int
+    role: str
+    index: int
+    master: str
+    """The address of the leader's node."""
+
+    def place(self, board: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
+        """The place itself, made where its process is."""
+        kept: list[RayStore] = []  # torch's own reference does not keep what is written in Python
+
+        def open_store(timeout_s: float) -> Store:
+            kept.append(RayStore(asking(board, timeout_s), timeout_s, trouble))
+            return kept[-1]
+
+        return Place(
+            rank=self.rank,
+            world=self.world,
+            kind="ray",
+            role=self.role,
+            index=self.index,
+            host=_node_name(),
+            open_store=open_store,
+            master=self.master,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Casting:
+    """Who takes which part: ranks by role, the leader's own first."""
+
+    leader: tuple[str, int]
+    """The role of this process, and its index."""
+    actors: Mapping[str, range]
+    """The indices of each role that actors carry."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, workers: int) -> Casting:
+        """Where there are servers this process leads only; else it is worker 0."""
+        servers = strategy.processes(workers).get("server", 0)
+        if servers:
+            return cls(leader=("chief", 0), actors={"worker": range(workers), "ps": range(servers)})
+        return cls(leader=("worker", 0), actors={"worker": range(1, workers)})
+
+    @property
+    def world(self) -> int:
+        """How many processes there are."""
+        return 1 + sum(len(indices) for indices in self.actors.values())
+
+    def lead(self, master: str) -> ActorSeat:
+        """The leader's own seat."""
+        role, index = self.leader
+        return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master)
+
+    def seat(self, role: str, index: int, master: str) -> ActorSeat:
+        """An actor's: ranks follow the roles, in their order."""
+        kinds = list(self.actors)
+        before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
+        rank = 1 + before + index - self.actors[role].start
+        return ActorSeat(rank=rank, world=self.world, role=role, index=index, master=master)
+
+
+def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
+    """What an actor does: its part of the run, to its end."""
+    request: Request = pickle.loads(packed)  # Ray brings it, from the process that leads
+    with standing(seat.place(board)):
+        run_session(request, None, False)
+
+
+def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, resume: bool) -> Run:
+    """Train what is asked for on a Ray cluster; see `fit`."""
+    casting = Casting.of(request.strategy, request.workers)
+    with connected(cluster, cpus=casting.world * cluster.cpus) as ray:
+        board = ray.remote(Noticeboard).options(num_cpus=0).remote()
+        packed = ray.put(ray.cloudpickle.dumps(_for_actors(request)))
+        gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
+        ways = {"worker": cluster.workers, "ps": cluster.servers}
+        with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus)) as roles:
+            survives = request.strategy.can_change_workers
+            master = ray.util.get_node_ip_address()
+            with (
+                ActorKeeper(roles, casting, master, (packed, board), survives=survives) as keeping,
+                standing(casting.lead(master).place(board, keeping.trouble)),
+            ):
+                return run_session(request, out, resume)
+
+
+def _for_actors(request: Request) -> Request:
+    """Without what is the leader's alone."""
+    options = replace(
+        request.options,
+        callbacks=(),
+        on_rows=None,
+        view=None,
+        commands=None,
+        progress="none",
+        resume_command="",
+    )
+    return replace(request, options=options)
+
+
+def _node_name() -> str:
+    import ray
+
+    return f"{socket.gethostname()} (Ray node {ray.get_runtime_context().get_node_id()[:8]})"
+
+
+class ActorKeeper:
+    """Starts the actors of a run and, in a thread, those again that end too early; a context manager."""
+
+    def __init__(
+        self, roles: RayRoles, casting: Casting, master: str, given: tuple[Any, Any], *, survives: bool
+    ) -> None:
+        self._roles, self._casting, self._master, self._given = roles, casting, master, given
+        self._staff = Staff(survives=survives)
+        self._due: list[Again] = []
+        self._given_up: list[str] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manyhands-ray", daemon=True)
+
+    def trouble(self) -> str | None:
+        """Why some role will not come, if that is so."""
+        return self._given_up[0] if self._given_up else None
+
+    def __enter__(self) -> Self:
+        for role, indices in self._casting.actors.items():
+            for index in indices:
+                self._start(role, index)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _start(self, role: str, index: int) -> None:
+        packed, board = self._given
+        self._roles.start(
+            role, index, take_part, packed, self._casting.seat(role, index, self._master), board
+        )
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            for end in self._roles.ended(_LOOK_S):
+                self._hear(end)
+            now_s = time.monotonic()
+            for again in [one for one in self._due if one.at_s <= now_s]:
+                self._due.remove(again)
+                self._start(again.role, again.index)
+            self._over.wait(_LOOK_S)
+
+    def _hear(self, end: RoleEnded) -> None:
+        match self._staff.ended(end.role, end.index, end.sentence, time.monotonic()):
+            case Again() as again:
+                _log.warning("%s; it is started again", end.sentence)
+                self._due.append(again)
+            case GivenUp(sentence=sentence):
+                self._given_up.append(sentence)
