@@ -5,22 +5,27 @@ from __future__ import annotations
 import ssl
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from manyhands.link.authority import make_certificates
 from manyhands.link.secure import Security
 
-__all__ = ["HOSTS", "careless", "folders", "run_security"]
+__all__ = ["HOSTS", "careless", "careless_security", "folders", "run_security"]
 
 HOSTS = ("host-a", "host-b")
 
 
 @cache
 def folders(authority: str = "run") -> Path:
-    """The folders of `HOSTS`, of one authority for each name; they stay until the machine's temporary files go."""
-    path = Path(mkdtemp(prefix="manyhands-test-")) / authority
+    """The folders of `HOSTS`, of one authority for each name; gone with this process."""
+    path = Path(_kept().name) / authority
     make_certificates(path, HOSTS)
     return path
+
+
+@cache
+def _kept() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="manyhands-test-")
 
 
 @cache
@@ -37,3 +42,10 @@ def careless(folder: Path | None, *, server_side: bool = False) -> ssl.SSLContex
     if folder is not None:
         context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     return context
+
+
+def careless_security(folder: Path) -> Security:
+    """What a host has that does not look at its own certificate before others do."""
+    security = Security(anywhere=True)
+    security._contexts = careless(folder), careless(folder, server_side=True)
+    return security

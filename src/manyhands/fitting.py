@@ -51,6 +51,8 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
+    options = options or Options()
+    options.security()  # a bad certificate is told before anything starts
     ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
     if ray_cluster is None and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
@@ -59,7 +61,7 @@ def fit(
     from manyhands.training.request import Request
 
     length = (steps, epochs)
-    request = Request.make(task, chosen, workers, length, seed, options or Options(), check_device(device))
+    request = Request.make(task, chosen, workers, length, seed, options, check_device(device))
     if ray_cluster is not None:
         from manyhands.onray.lead import fit_on_ray
 

@@ -71,8 +71,8 @@ class Strategy(ABC):
     logs_updates: ClassVar[bool] = False
     """Whether each update that was applied is in a log, for `audit` and `replay`."""
 
-    crosses_hosts: ClassVar[bool] = False
-    """Whether workers of a loop of one's own may be on several hosts."""
+    cannot_cross_hosts: ClassVar[str] = "its workers share the memory of one host"
+    """A sentence on why its workers cannot be on several hosts; empty where they can."""
 
     when_evaluating: ClassVar[str] = ""
     """A sentence on what an evaluation costs, where that is special."""
@@ -162,6 +162,19 @@ class Strategy(ABC):
     def instead_of_own_loop(self) -> str:
         """What to do instead, where it is not for a loop of one's own; empty where it is."""
         return ""
+
+    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
+        """What it is when its workers are on these hosts, more than one, given the ranks of each.
+
+        UserError says why that cannot be.
+        """
+        if self.cannot_cross_hosts:
+            ranks = ", ".join(str(list(host)) for host in hosts)
+            raise UserError(
+                f"strategy={self} is for the workers of one host, but there are {len(hosts)} hosts (with the ranks "
+                f"{ranks}): {self.cannot_cross_hosts}; use allreduce there"
+            )
+        return self
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...] | None:
         """The stage that each layer of a chain is in, whose layers cost so much; None where no model is cut in layers.

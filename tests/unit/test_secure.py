@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import stat
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,14 +19,19 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from certificates import HOSTS, folders, run_security
+from manyhands.cli.main import app
 from manyhands.errors import UserError
+from manyhands.fitting import fit
 from manyhands.hub import addresses
 from manyhands.link.authority import AUTHORITY_KEY, make_certificates
 from manyhands.link.certificate import validity
 from manyhands.link.secure import FILES, Security, is_loopback
 from manyhands.link.tls import _pieces
+from manyhands.tasks.digits import digits
+from manyhands.training.options import TLS_VARIABLE, Options
 
 NOW = datetime.now(UTC)
 
@@ -276,3 +282,45 @@ def test_large_parts_are_not_copied() -> None:
     payload = memoryview(bytearray(1 << 20))
     copied = [len(piece) for piece in _pieces([bytes(64), payload]) if isinstance(piece, bytes)]
     assert sum(copied) <= 2 * (16 << 10)
+
+
+# ── what the user says ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_options_say_how_connections_are_protected() -> None:
+    folder = folders() / HOSTS[0]
+    assert Options().security({}) is Security.loopback()
+    assert Options(insecure=True).security({}) is Security.insecure()
+    assert Options(tls=folder).security({}).directory == folder
+    assert Options().security({TLS_VARIABLE: str(folder)}).directory == folder
+    other = folders() / HOSTS[1]
+    assert Options(tls=other).security({TLS_VARIABLE: str(folder)}).directory == other
+    with pytest.raises(UserError, match="tls and insecure were both given"):
+        Options(tls=folder, insecure=True)
+    with pytest.raises(UserError, match=r"--insecure was given, and MANYHANDS_TLS=.* is set"):
+        Options(insecure=True).security({TLS_VARIABLE: str(folder)})
+
+
+def test_a_bad_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--tls .*: there is no such folder"):
+        fit(digits(), steps=1, options=Options(tls=tmp_path / "none"))
+
+
+def test_the_command_makes_folders_and_says_what_to_do_with_them(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = CliRunner().invoke(app, ["certificates", str(run), "--hosts", "node1, node2", "--days", "1"])
+    assert done.exit_code == 0, done.output
+    assert [Security.from_directory(run / host).tls for host in ("node1", "node2")] == [True, True]
+    assert "the authority's key was not kept" in done.output
+    assert f"{run}/node2  for node2 and nobody else" in done.output
+    again = CliRunner().invoke(app, ["certificates", str(run), "--hosts", "node3"])
+    assert isinstance(again.exception, UserError)
+    assert "is not empty" in str(again.exception)
+
+
+def test_without_the_package_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(UserError, match=r"pip install 'manyhands\[tls\]', or bring your own"):
+        make_certificates(tmp_path / "run", ["a"])

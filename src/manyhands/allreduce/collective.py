@@ -25,7 +25,15 @@ from manyhands.wire.layout import side_by_side
 from manyhands.wire.names import RAW
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Collective", "ScheduleCollective", "SharedCollective", "broadcast", "over_links", "total"]
+__all__ = [
+    "Collective",
+    "ScheduleCollective",
+    "SharedCollective",
+    "across_hosts",
+    "broadcast",
+    "over_links",
+    "total",
+]
 
 
 class Collective(ABC):
@@ -256,3 +264,20 @@ def over_links(algorithm: Algorithm, resources: Resources, codec: str = RAW) -> 
         algorithm, group.rank, group.world, links, resources.timeout_s, codec=codec_named(codec)
     )
     return ScheduleCollective(executor, links, arrive, codec)
+
+
+def across_hosts(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW
+) -> tuple[ScheduleCollective, ScheduleCollective]:
+    """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
+    links = resources.links()
+    executor = ScheduleExecutor(
+        algorithm,
+        resources.rank,
+        resources.world,
+        links,
+        resources.timeout_s,
+        resources.alarm,
+        codec_named(codec),
+    )
+    return ScheduleCollective(executor, links, codec=codec), ScheduleCollective(executor, links)

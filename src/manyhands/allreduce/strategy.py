@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -30,11 +31,16 @@ class Mirrored(Strategy):
     word: ClassVar[str] = "mirrored"
     about: ClassVar[str] = "all-reduce in the shared memory of one host"
     truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
 
     buckets: int = buckets_setting()
 
     def __post_init__(self) -> None:
         check_buckets(self.buckets)
+
+    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
+        """An all-reduce that suits the hosts."""
+        return AllReduce(buckets=self.buckets).across_hosts(hosts)
 
     @property
     def promises(self) -> Promises:
@@ -55,7 +61,7 @@ class AllReduce(Strategy):
     word: ClassVar[str] = "allreduce"
     about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
     truth: ClassVar[Truth] = Truth.EVERYONE
-    crosses_hosts: ClassVar[bool] = True
+    cannot_cross_hosts: ClassVar[str] = ""
 
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
@@ -82,7 +88,27 @@ class AllReduce(Strategy):
         """Every algorithm but `direct` in shared memory, which sums in place."""
         return self.algorithm != "direct" or self.uses_network
 
+    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
+        """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.
+
+        Elsewhere, where neither algorithm nor group is named, a ring; what is named stays.
+        """
+        if self.algorithm not in ("direct", "hierarchical") or self.group:
+            return self
+        if not in_order(hosts):
+            return replace(self, algorithm="ring")
+        return replace(self, algorithm="hierarchical", group=len(hosts[0]))
+
     @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
         return IN_STEP if self.codec == RAW else replace(IN_STEP, same_numbers=ROUNDED)
+
+
+def in_order(hosts: Sequence[Sequence[int]]) -> bool:
+    """Whether hosts hold equally many ranks one after the other, the last one perhaps fewer."""
+    size = len(hosts[0])
+    world = sum(map(len, hosts))
+    return [list(ranks) for ranks in hosts] == [
+        list(range(begin, min(begin + size, world))) for begin in range(0, world, size)
+    ]

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, ScheduleCollective, SharedCollective, over_links
+from manyhands.allreduce.collective import Collective, SharedCollective, across_hosts, over_links
 from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
-from manyhands.link.alarm import Alarm
-from manyhands.link.base import Link
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
-from manyhands.wire.codec import codec_named
 
 __all__ = ["AllReduceTraining"]
 
@@ -31,15 +25,11 @@ class AllReduceTraining(ExchangeTraining):
         return AllReduceExchange(_collective(strategy, resources), strategy.buckets)
 
     @classmethod
-    def exchange_across_hosts(
-        cls, strategy: AllReduce, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm
-    ) -> tuple[Exchange, Collective]:
+    def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        codec = codec_named(strategy.codec)
-        executor = ScheduleExecutor(algorithm, rank, len(links) + 1, links, timeout_s, alarm, codec)
-        gradients = ScheduleCollective(executor, links, codec=strategy.codec)
-        return AllReduceExchange(gradients, strategy.buckets), ScheduleCollective(executor, links)
+        gradients, words = across_hosts(algorithm, resources, strategy.codec)
+        return AllReduceExchange(gradients, strategy.buckets), words
 
 
 def _collective(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:

@@ -20,6 +20,7 @@ class Central(Strategy):
     word: ClassVar[str] = "central"
     about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
     truth: ClassVar[Truth] = Truth.ONE_COPY
+    cannot_cross_hosts: ClassVar[str] = "its one copy of the parameters lies in the memory of one host"
 
     buckets: int = buckets_setting()
 

@@ -75,6 +75,10 @@ COMMANDS = {
         settings={"ignore_unknown_options": True},
         trains=True,
     ),
+    "certificates": Later(
+        home="manyhands.cli.certificates:certificates_command",
+        help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
+    ),
     "doctor": Later(
         home="manyhands.cli.doctor:doctor_command",
         help="What this machine has for training, what is missing, and how to get it.",

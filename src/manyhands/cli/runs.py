@@ -13,8 +13,10 @@ __all__ = [
     "CheckpointEvery",
     "Dashboard",
     "DashboardPort",
+    "Insecure",
     "Resume",
     "Tensorboard",
+    "Tls",
     "Watchdog",
     "leave_report",
     "live_page",
@@ -28,6 +30,17 @@ Watchdog = Annotated[
     typer.Option(
         help="Seconds without progress after which the worker that holds up the run is named; 0: never."
     ),
+]
+Tls = Annotated[
+    Path | None,
+    typer.Option(
+        help="Between hosts: folder of this host's certificate (`manyhands certificates`); or MANYHANDS_TLS.",
+        metavar="DIR",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Between hosts: send everything in the clear, on a network you trust."),
 ]
 Dashboard = Annotated[bool, typer.Option("--dashboard", help="Show the run as a live page while it goes on.")]
 DashboardPort = Annotated[int, typer.Option(help="Port of the live page on 127.0.0.1; 0 takes a free one.")]

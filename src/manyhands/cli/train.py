@@ -26,8 +26,10 @@ from manyhands.cli.runs import (
     CheckpointEvery,
     Dashboard,
     DashboardPort,
+    Insecure,
     Resume,
     Tensorboard,
+    Tls,
     Watchdog,
     leave_report,
     live_page,
@@ -92,6 +94,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         "auto",
     ),
+    "tls": (Tls, None),
+    "insecure": (Insecure, False),
     "dashboard": (Dashboard, False),
     "dashboard_port": (DashboardPort, 0),
     "json_file": (
@@ -127,6 +131,8 @@ class _Common:
     watchdog: float
     slow: str | None
     progress: str
+    tls: Path | None
+    insecure: bool
     dashboard: bool
     dashboard_port: int
     json_file: Path | None
@@ -174,6 +180,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             autocast=common.autocast,
             compile=common.compile_model,
             progress=common.progress,
+            tls=common.tls,
+            insecure=common.insecure,
             callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None else [],
         ),
     )

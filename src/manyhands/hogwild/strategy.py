@@ -29,6 +29,9 @@ class Hogwild(Strategy):
     word: ClassVar[str] = "hogwild"
     about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
     truth: ClassVar[Truth] = Truth.ONE_MEMORY
+    cannot_cross_hosts: ClassVar[str] = (
+        "its workers write to one memory without locks, and hosts have no memory in common"
+    )
     moves_rows: ClassVar[bool] = True
     cannot_read_apart: ClassVar[str] = (
         "a batch of hogwild is one worker's, whole, and which worker's is seen when it comes"

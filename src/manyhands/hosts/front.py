@@ -76,6 +76,8 @@ class Turned:
     """A process that has the run's token was not let in; the sentence, which it was told too, says why."""
 
     sentence: str
+    field: str = ""
+    """What did not fit: `rank` where another process has it, or the name of a term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,13 @@ class Front:
         for member in tuple(self._members.values()):
             member.bag.put(LineOver(rank=rank, sentence=sentence))
 
+    def see_off(self, timeout_s: float) -> tuple[int, ...]:
+        """Send everything, and wait until every member has left; the ranks that have not. In the place of a `poll`."""
+        deadline = time.monotonic() + timeout_s
+        while (left := self._connected()) and time.monotonic() < deadline:
+            self.poll(0.05)
+        return left
+
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait until everything for everyone has left; in the place of a `poll`, whose events it drops."""
         deadline = time.monotonic() + timeout_s
@@ -244,6 +253,9 @@ class Front:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _connected(self) -> tuple[int, ...]:
+        return tuple(rank for rank, member in self._members.items() if member.connected)
 
     def _bag(self, rank: int) -> Mailbag:
         member = self._members.get(rank)
@@ -328,7 +340,7 @@ class Front:
         refused = self._register.arrive(hello)
         if refused is not None:
             self._hub.send(connection, refused)
-            return [Turned(refused.reason)]
+            return [Turned(refused.reason, refused.field)]
         self._ranks[connection] = hello.rank
         self._members[hello.rank] = _Member(
             hello, connection, Mailbag(self._bell.ring), Decoder(), Whereabouts(pid=hello.pid)

@@ -204,8 +204,11 @@ class Line:
             step=step, state=int(state), waiting_for=waiting_for, stage=stage, microbatch=microbatch
         )
 
-    def told(self) -> list[Mapping[str, Any]]:
-        """What the leader told this process since the last call, in order; does not wait."""
+    def told(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
+        """What the leader told this process since the last call, in order; waits for it at most `timeout_s`."""
+        if timeout_s > 0:
+            with self._heard:
+                self._heard.wait_for(lambda: self._told or self._over is not None, timeout_s)
         told = []
         while self._told:
             told.append(self._told.popleft())
@@ -236,6 +239,12 @@ class Line:
     def over(self) -> Broken | None:
         """Why the run is over before its end, if it is."""
         return self._over
+
+    def wait_over(self, timeout_s: float) -> Broken | None:
+        """As `over`, waiting so long for it."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._over is not None, timeout_s)
+            return self._over
 
     def on_over(self, act: Callable[[Broken], None]) -> None:
         """Call `act` in the line's thread when the run is over before its end; at once if it is. To end waits."""
@@ -392,7 +401,9 @@ class Line:
             case LineControl():
                 for message in self._decoder.feed(bytes(arrived.payload)):
                     if isinstance(message, Note):
-                        self._told.append(message.payload)
+                        with self._heard:
+                            self._told.append(message.payload)
+                            self._heard.notify_all()
                     elif isinstance(message, Stop):
                         self._stop_requested = True
             case StoreAnswer() as answer:

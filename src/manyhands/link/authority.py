@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate, CertificateBuilder, GeneralName
 
-__all__ = ["AUTHORITY_KEY", "Made", "make_certificates"]
+__all__ = ["AUTHORITY_KEY", "HostFolders", "make_certificates"]
 
 AUTHORITY_KEY: Final = "authority.key"
 """Where the authority's own key is kept, if it is."""
@@ -36,7 +36,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class HostFolders:
     """What was made: a folder for each host."""
 
     folders: tuple[Path, ...]
@@ -60,7 +60,7 @@ def make_certificates(
     days: float = 7.0,
     keep_authority: bool = False,
     now: datetime | None = None,
-) -> Made:
+) -> HostFolders:
     """Make `directory` with a folder for each host: ca.pem, cert.pem, key.pem, token.
 
     The authority's key is not kept unless asked for, so nobody can join later; where it was kept, folders for more
@@ -101,7 +101,7 @@ def make_certificates(
             made.rename(directory)  # takes the place of an empty folder
     finally:
         shutil.rmtree(made, ignore_errors=True)  # gone already where all went well
-    return Made(tuple(directory / host for host in hosts), end)
+    return HostFolders(tuple(directory / host for host in hosts), end)
 
 
 def _check(hosts: Sequence[str], days: float) -> None:

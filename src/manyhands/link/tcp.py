@@ -84,6 +84,10 @@ class TcpLink(QueuedLink):
             self._gone = outcome  # it said goodbye
         return outcome
 
+    def interrupt(self) -> None:
+        """From any thread: end every wait here as if the peer were gone; the link is then of no further use."""
+        self._wake()
+
     def _say_goodbye(self, complete: bool) -> None:
         """Let the peer know that this was all, and see that it gets there: what is unread here must not cut it off."""
         if not complete:

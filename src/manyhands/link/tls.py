@@ -30,13 +30,17 @@ _PER_CALL_BYTES: Final = (
 _DRAINED_CALLS: Final = 16
 _CONTENT: Final = b"\x01"  # what the accepting end says first
 
+_ALERT_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])  # RFC 8446: a fatal alert, protocol_version
+
 # Numbers of OpenSSL's verification errors, x509_vfy.h.
 _NOT_YET_VALID, _EXPIRED = 9, 10
 _OTHER_AUTHORITY: Final = frozenset({2, 7, 18, 19, 20, 21, 24, 27})
 
 _SAME_FOLDERS: Final = "give both hosts folders that the same `manyhands certificates` made"
 _MUST_SPEAK_TLS: Final = "it does not speak TLS 1.3; start it with --tls DIR as well"
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL")
 _REASONS: Final = {
+    **dict.fromkeys(_NO_TLS, _MUST_SPEAK_TLS),
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": f"it showed no certificate; {_SAME_FOLDERS}",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it refused this end, which showed no certificate",
     "TLSV1_ALERT_UNKNOWN_CA": f"it refused this end's certificate, which is of another authority; {_SAME_FOLDERS}",
@@ -49,10 +53,6 @@ _REASONS: Final = {
     "TLSV1_ALERT_DECRYPT_ERROR": f"it could not check this end's certificate; {_SAME_FOLDERS}",
     "TLSV1_ALERT_PROTOCOL_VERSION": _MUST_SPEAK_TLS,
     "UNSUPPORTED_PROTOCOL": _MUST_SPEAK_TLS,
-    "WRONG_VERSION_NUMBER": _MUST_SPEAK_TLS,
-    "HTTP_REQUEST": _MUST_SPEAK_TLS,
-    "HTTPS_PROXY_REQUEST": _MUST_SPEAK_TLS,
-    "UNKNOWN_PROTOCOL": _MUST_SPEAK_TLS,
     "DECRYPTION_FAILED_OR_BAD_RECORD_MAC": "what came was changed on its way",
 }
 
@@ -119,7 +119,16 @@ class SecureSocket:
             raise ConnectionResetError("it ended the connection in the middle of the TLS handshake") from None
         except ssl.SSLError as error:
             self._failed = TlsRefused(why_refused(error))
+            if self._server_side and error.reason in _NO_TLS:
+                self._refuse_in_the_clear()
             raise self._failed from error
+
+    def _refuse_in_the_clear(self) -> None:
+        """Say, as TLS does, that nothing else is spoken here; OpenSSL says nothing where it sees no TLS at all."""
+        try:
+            socket.socket.send(self._end, _ALERT_VERSION)
+        except OSError:
+            pass  # it is gone, or never reads
 
     def _shake(self) -> int:
         if self._tls is None:

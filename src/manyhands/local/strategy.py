@@ -46,6 +46,7 @@ class Local(Strategy):
     word: ClassVar[str] = "local"
     about: ClassVar[str] = "each worker takes its own steps; parameters are averaged every few of them"
     truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
     when_evaluating: ClassVar[str] = "Under local, evaluations wait for the next average."
 
     steps: float = setting(8, _read_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import SharedCollective, over_links
+from manyhands.allreduce.collective import Collective, SharedCollective, across_hosts, over_links
 from manyhands.local.exchange import LocalExchange
 from manyhands.local.strategy import Local
 from manyhands.training.exchange import Exchange, SingleExchange
@@ -24,3 +24,9 @@ class LocalTraining(ExchangeTraining):
         if strategy.uses_links:
             return LocalExchange(over_links(ALGORITHMS["ring"], resources, strategy.codec), strategy.steps)
         return LocalExchange(SharedCollective(resources.group()), strategy.steps)
+
+    @classmethod
+    def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:
+        """In a ring of links."""
+        replicas, words = across_hosts(ALGORITHMS["ring"], resources, strategy.codec)
+        return LocalExchange(replicas, strategy.steps), words

@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.group.shared import SharedGroup, SharedGroupFiles
+from manyhands.hosts.links import address_towards
 from manyhands.hosts.place import Place
+from manyhands.hosts.sharing import no_group, share_group, share_links
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
-from manyhands.link.mesh import mesh_kind
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.agreement import AloneCollective, Words
 from manyhands.strategy import Strategy
@@ -63,9 +63,7 @@ class GroupConnection:
 
 
 _ALONE = "single"
-_ON_ONE_HOST = "mirrored"
-_IN_GROUPS = "allreduce algorithm=hierarchical"
-_OVER_HOSTS = "allreduce algorithm=ring"
+_BY_DEFAULT = "mirrored"
 
 
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
@@ -78,17 +76,8 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
         )
     if asked is not None and asked.most_workers is not None and world > asked.most_workers:
         raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
-    if len(hosts) == 1:
-        return asked or Strategy.parse(_ON_ONE_HOST)
-    own = Strategy.parse(f"{_IN_GROUPS} group={len(hosts[0])}" if _in_order(hosts) else _OVER_HOSTS)
-    if asked is None or asked == Strategy.parse(_IN_GROUPS):
-        return own
-    if not asked.crosses_hosts:
-        raise UserError(
-            f"strategy={asked} is for the workers of one host, but there are {len(hosts)} hosts (with the ranks "
-            f"{', '.join(map(str, map(list, hosts)))}); leave it out for {own}"
-        )
-    return asked
+    asked = asked or Strategy.parse(_BY_DEFAULT)
+    return asked if len(hosts) == 1 else asked.across_hosts(hosts)
 
 
 def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
@@ -117,7 +106,7 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
         else:
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
             address = address_of_interface(interface) if interface else None
-            address = address or _address_towards(place.master)
+            address = address or address_towards(place.master or "", socket.AF_UNSPEC)
             gloo = _open_gloo(PrefixStore("gloo", store), place, interface, address, timeout_s)
             beats = exchange_places(PrefixStore("beats", store), place.rank, place.world, address)
             connection = _on_several_hosts(meeting, strategy, gloo, beats, timeout_s, stack)
@@ -126,10 +115,10 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
 
 def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: ExitStack) -> GroupConnection:
     groups = [
-        stack.enter_context(_share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
+        stack.enter_context(share_group(meeting, purpose, timeout_s)) for purpose in ("words", "gradients")
     ]
     words, gradients = groups
-    links = _share_links(meeting, strategy, timeout_s) if strategy.uses_links else {}
+    links = share_links(meeting, timeout_s, network=strategy.uses_network) if strategy.uses_links else {}
     resources = Resources(
         rank=meeting.local_rank,
         world=len(meeting.here),
@@ -163,7 +152,7 @@ def _on_several_hosts(
 ) -> GroupConnection:
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     far = {rank: TorchLink(group, rank) for rank in range(meeting.world) if rank not in meeting.here}
-    links: dict[int, Link] = {**_share_links(meeting, strategy, timeout_s), **far}
+    links: dict[int, Link] = {**share_links(meeting, timeout_s, network=strategy.uses_network), **far}
     alarm = Alarm()
 
     def lose(rank: int, sentence: str) -> None:
@@ -182,44 +171,17 @@ def _on_several_hosts(
     )
     stack.callback(heartbeats.close)
     alarm.mark = heartbeats.mark
-    exchange, collective = exchanging(strategy).exchange_across_hosts(
-        strategy, meeting.rank, links, timeout_s, alarm
+    resources = Resources(
+        rank=meeting.rank,
+        world=meeting.world,
+        timeout_s=timeout_s,
+        group=no_group,
+        links=lambda: links,
+        hosts=meeting.hosts,
+        alarm=alarm,
     )
+    exchange, collective = exchanging(strategy).exchange_across_hosts(strategy, resources)
     return GroupConnection(strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False)
-
-
-def _share_group(meeting: Meeting, purpose: str, timeout_s: float) -> SharedGroup:
-    """Collective: memory that the workers of this host share."""
-    world = len(meeting.here)
-    with ExitStack() as made:
-
-        def make() -> list[tuple[int, int]]:
-            return [made.enter_context(SharedGroupFiles.create(world)).descriptors] * world
-
-        control, arena = meeting.share(purpose, make, timeout_s)
-    return SharedGroup(
-        control=control, arena=arena, rank=meeting.local_rank, world=world, timeout_s=timeout_s
-    )
-
-
-def _share_links(meeting: Meeting, strategy: Strategy, timeout_s: float) -> Mapping[int, Link]:
-    """Collective: a link to every other worker of this host, by rank."""
-    places = range(len(meeting.here))
-    kind = mesh_kind(network=strategy.uses_network)
-    with ExitStack() as made:
-
-        def make() -> list[list[int]]:
-            mesh = made.enter_context(kind(len(meeting.here)))
-            return [
-                [one for _, link in sorted(mesh.descriptors(place).items()) for one in link]
-                for place in places
-            ]
-
-        descriptors = meeting.share("links", make, timeout_s)
-    peers = [rank for rank in meeting.here if rank != meeting.rank]
-    width = len(kind.parts)
-    ends = [descriptors[begin : begin + width] for begin in range(0, len(descriptors), width)]
-    return kind.attach(meeting.rank, dict(zip(peers, ends, strict=True)))
 
 
 def _open_gloo(
@@ -237,24 +199,3 @@ def _open_gloo(
             f"rank {place.rank} could not connect to the workers of other hosts from {', '.join(where.values())}: "
             f"{error}; set GLOO_SOCKET_IFNAME to the interface that leads to them"
         ) from error
-
-
-def _address_towards(master: str | None) -> str:
-    """This host's own address on the way to the master; nothing is sent."""
-    assert master is not None, "workers on several hosts were started by torchrun"
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ManyhandsError(f"MASTER_ADDR={master} cannot be reached from here: {error}") from error
-
-
-def _in_order(hosts: Hosts) -> bool:
-    """Whether hosts hold equally many ranks one after the other, the last one perhaps fewer."""
-    size = len(hosts[0])
-    world = sum(map(len, hosts))
-    return [list(ranks) for ranks in hosts] == [
-        list(range(begin, min(begin + size, world))) for begin in range(0, world, size)
-    ]

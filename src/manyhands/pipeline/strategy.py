@@ -52,6 +52,7 @@ class Pipeline(Strategy):
     )
     split: ClassVar[Split] = Split.LAYERS
     truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"

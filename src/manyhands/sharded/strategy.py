@@ -26,6 +26,7 @@ class Sharded(Strategy):
         "parameters, gradients and optimizer state split over the workers, gathered by layer"
     )
     truth: ClassVar[Truth] = Truth.SHARES
+    cannot_cross_hosts: ClassVar[str] = ""
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
         "device_memory": ONE_DEVICE,

@@ -23,6 +23,7 @@ class Tensor(Strategy):
     about: ClassVar[str] = "every layer is sliced over the workers, who all see every sample"
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
 
     slices: int = setting(0, whole_number)
     """How many workers share each layer; 0: all of them, or as many as `data` leaves."""

@@ -8,8 +8,6 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from manyhands.errors import UserError
-from manyhands.link.alarm import Alarm
-from manyhands.link.base import Link
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, Traffic
@@ -31,15 +29,13 @@ class ExchangeTraining(ProcessTraining):
         """One worker's end of `strategy`, which is of the training's own kind."""
 
     @classmethod
-    def exchange_across_hosts(
-        cls, strategy: Any, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm
-    ) -> tuple[Exchange, Any]:
+    def exchange_across_hosts(cls, strategy: Any, resources: Resources) -> tuple[Exchange, Any]:
         """One worker's end among workers of several hosts, and a collective for small words over the same links.
 
-        Only where the strategy `crosses_hosts`.
+        `strategy` is what `Strategy.across_hosts` made it. Here it is for those that ask for nothing but links, and
+        for no loop of one's own, so that there are no words.
         """
-        del rank, links, timeout_s, alarm
-        raise UserError(f"strategy={strategy} is for the workers of one host")
+        return cls.exchange(strategy, resources), None
 
     @classmethod
     @contextmanager
@@ -51,13 +47,21 @@ class ExchangeTraining(ProcessTraining):
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
         """The common loop."""
-        with closing(cls.exchange(job.strategy, resources)) as exchange:
+        with closing(_end(cls, job.strategy, resources)) as exchange:
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
                 return trained, {**told(exchange.traffic()), **exchange.told()}
 
             yield train
+
+
+def _end(training: type[ExchangeTraining], strategy: Strategy, resources: Resources) -> Exchange:
+    """One worker's end, wherever the others are."""
+    if not resources.several_hosts:
+        return training.exchange(strategy, resources)
+    exchange, _ = training.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)
+    return exchange
 
 
 def told(traffic: Traffic) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from manyhands.callbacks import Callback
@@ -17,9 +19,13 @@ from manyhands.stopping import EarlyStopping
 
 if TYPE_CHECKING:
     from manyhands.analyse.totals import TotalsSnapshot
+    from manyhands.link.secure import Security
     from manyhands.training.commands import Command
 
-__all__ = ["Options", "View"]
+__all__ = ["TLS_VARIABLE", "Options", "View"]
+
+TLS_VARIABLE = "MANYHANDS_TLS"
+"""Where the environment names the folder of this host's certificate."""
 
 View: TypeAlias = "Callable[[int, Callable[[], TotalsSnapshot]], AbstractContextManager[object]]"
 """Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
@@ -89,6 +95,14 @@ class Options:
     terminal or a notebook, lines where stderr is redirected, nothing in a test or beside the main thread; a run of a
     second shows nothing."""
 
+    tls: str | Path | None = None
+    """The folder with this host's certificate, key and the run's token (`manyhands certificates`), with which every TCP
+    connection between hosts is encrypted and both ends known; None: what the environment's MANYHANDS_TLS says."""
+
+    insecure: bool = False
+    """Let connections between hosts go in the clear, where everybody on the network may read and change what is
+    trained."""
+
     view: View | None = None
     """Shows the run while it goes on, in the place of `progress`."""
 
@@ -105,9 +119,25 @@ class Options:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
         if self.progress not in PROGRESS:
             raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
+        if self.insecure and self.tls is not None:
+            raise UserError("tls and insecure were both given; leave out one")
         check_watchdog_s(self.watchdog_s)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
                     f"callbacks has {callback!r}; each must be an instance of a subclass of manyhands.Callback"
                 )
+
+    def security(self, environment: Mapping[str, str] = os.environ) -> Security:
+        """How connections of this run are protected; UserError names a file of `tls` that is missing or wrong.
+
+        Without `tls`, MANYHANDS_TLS or `insecure` nothing may leave this host.
+        """
+        from manyhands.link.secure import Security
+
+        folder = self.tls if self.tls is not None else environment.get(TLS_VARIABLE) or None
+        if self.insecure and folder is not None:
+            raise UserError(f"--insecure was given, and {TLS_VARIABLE}={folder} is set; leave out one")
+        if folder is not None:
+            return Security.from_directory(folder)
+        return Security.insecure() if self.insecure else Security.loopback()

@@ -21,15 +21,18 @@ import torch
 
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.meeting import MeetingStore
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import device_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
+from manyhands.hosts.company import Company, Membership
 from manyhands.link.base import Link
 from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.record.blackbox import BlackBoxes
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
 from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.store.portable import pack_tree, unpack_tree
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.strategy import Strategy
@@ -37,6 +40,16 @@ from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.rows import RowsInOrder
+from manyhands.training.together import (
+    ORDERS,
+    BeginTraining,
+    Hearing,
+    LeadingWorker,
+    MemberWorker,
+    PlacedWorker,
+    tied,
+    wait_for_orders,
+)
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trained
 
@@ -61,7 +74,12 @@ class WorkerJob:
 
 
 class ProcessTraining(Training):
-    """Trains in worker processes of this host; a strategy says what one worker does."""
+    """Trains in worker processes; a strategy says what one worker does.
+
+    They are started on this host, or somebody else started them: then each process of the run is one.
+    """
+
+    can_take_part = True
 
     @classmethod
     @abstractmethod
@@ -80,6 +98,8 @@ class ProcessTraining(Training):
 
     def run(self, stage: Stage) -> Result:
         """Start the workers, listen to them, and read what worker 0 left."""
+        if stage.company is not None:
+            return self._lead(stage, stage.company)
         request = self._request
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
@@ -101,6 +121,10 @@ class ProcessTraining(Training):
                 collector.flush()
                 observed = collector.summary()
             self._model.load_state_dict(files.read_weights())
+        return self._result(finished, observed)
+
+    def _result(self, finished: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> Result:
+        """From what each worker told at the end, worker 0 first."""
         samples, besides = self.gather(finished)
         return Result(
             model=self._model,
@@ -113,17 +137,84 @@ class ProcessTraining(Training):
             observed={**observed, **besides},
         )
 
-    def _roles(self, files: WorkerFiles, stage: Stage) -> list[Role]:
+    def _lead(self, stage: Stage, company: Company) -> Result:
+        """Train as worker 0 in this process, and hear the others, who run the same."""
+        rows = RowsInOrder(self._start.step if self._start is not None else 0)
+        with ExitStack() as stack:
+            ring = stack.enter_context(EventRing.create(role=0))
+            rings = {"worker-0": ring}
+            rings |= {f"worker-{rank}": theirs for rank, theirs in company.front.rings.items()}
+            collector = stack.enter_context(stage.collector(rings))
+            hearing = stack.enter_context(Hearing(company))
+            around = LeadingWorker(stage, company, hearing, ring, rows)
+            try:
+                with stage.view(collector), around:
+                    company.tell_all(ORDERS.write(self._orders(stage)))
+                    if self._start is not None:
+                        company.give("start", partial(pack_tree, _portable(self._start)))
+                    own = self._part(company, company.front.store, around, stage.checkpoints(), self._start)
+                    hearing.wait_for_all(company.timeout_s)
+            finally:
+                around.hear_others()
+                stage.take_rows(rows.rest())
+            collector.flush()
+            observed = collector.summary()
+        others = [hearing.finished[rank] for rank in range(1, company.place.world)]
+        return self._result([own, *others], observed)
+
+    def _orders(self, stage: Stage) -> BeginTraining:
+        return BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
+
+    def take_part(self, member: Membership) -> None:
+        """Train as one worker of a run that another process leads, from its first word to the last step."""
+        line = member.line
+        with MemberWorker(line) as around:
+            orders = wait_for_orders(member)
+            start = None
+            if orders.resumes:
+                start = _loaded(unpack_tree(line.take("start", member.timeout_s)))
+            # All take part in saving where one does, though worker 0 alone writes.
+            checkpoints = CheckpointStore(Path(os.devnull)) if orders.keeps else None
+            line.end(self._part(member, line.store, around, checkpoints, start))
+
+    def _part(
+        self,
+        party: Company | Membership,
+        store: MeetingStore,
+        around: PlacedWorker,
+        checkpoints: CheckpointStore | None,
+        start: Loaded | None,
+    ) -> dict[str, Any]:
+        """One worker's part, in this process; what it tells at its end. Worker 0's weights become the model's."""
+        joined = time.monotonic_ns()
+        job = self._job(None)
+        with ExitStack() as stack:
+            ties = stack.enter_context(tied(party, store, job.strategy, job.plan.device, job.timeout_s))
+            around.on_failure(ties.abort)
+            train = stack.enter_context(self.worker(job, ties.resources, around, checkpoints))
+            around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+            trained, told = train(start)
+            if party.place.leads:
+                weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+                self._model.load_state_dict(weights)
+            around.record(EventKind.LEAVE, time.monotonic_ns())
+        return _report(trained, told)
+
+    def _job(self, run_path: Path | None) -> WorkerJob:
         request = self._request
-        job = WorkerJob(
+        return WorkerJob(
             plan=request.plan,
             strategy=request.strategy,
             timeout_s=request.options.timeout_s,
             threads=threads_per_role(request.workers),
-            run_path=stage.run_path,
+            run_path=run_path,
             keep_checkpoints=request.options.keep_checkpoints,
             resume_step=self._start.step if self._start is not None else None,
         )
+
+    def _roles(self, files: WorkerFiles, stage: Stage) -> list[Role]:
+        request = self._request
+        job = self._job(stage.run_path)
         return [
             Role(
                 name=f"worker {rank}",
@@ -216,6 +307,11 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
             weights = trained.weights if trained.weights is not None else trained.model.state_dict()
             _leave_weights(context.descriptor("weights"), weights)
         around.record(EventKind.LEAVE, time.monotonic_ns())
+    return _report(trained, told)
+
+
+def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker tells at its end."""
     return {
         "steps_done": trained.steps_done,
         "samples": trained.samples,
@@ -223,6 +319,21 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
         "stopped_early": trained.stopped_early,
         **told,
     }
+
+
+def _portable(start: Loaded) -> dict[str, Any]:
+    return {"step": start.step, "model": start.model, "optimizer": start.optimizer, "extra": start.extra}
+
+
+def _loaded(tree: Mapping[str, Any]) -> Loaded:
+    return Loaded(
+        step=tree["step"],
+        model=tree["model"],
+        optimizer=tree["optimizer"],
+        extra=tree["extra"],
+        score=None,
+        path=Path(os.devnull),
+    )
 
 
 class _Process:

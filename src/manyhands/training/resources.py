@@ -1,13 +1,14 @@
-"""What a worker may ask for to exchange with the others of its host, whoever started it: by name, when it is needed."""
+"""What a worker may ask for to exchange with the others, whoever started it: by name, when it is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from manyhands.group.shared import SharedGroup
+from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 
 __all__ = ["Resources"]
@@ -15,16 +16,27 @@ __all__ = ["Resources"]
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """One worker's among those of one host; whoever asks for the group closes it."""
+    """One worker's among those of one host or several; whoever asks for the group closes it."""
 
     rank: int
     world: int
     timeout_s: float
     group: Callable[[], SharedGroup]
-    """Memory that all of them share, with barriers."""
+    """Memory that all of them share, with barriers; UserError where they are on several hosts."""
 
     links: Callable[[], Mapping[int, Link]]
-    """A link to each of the others; only where the strategy `uses_links`."""
+    """A link to each of the others; only where the strategy `uses_links`, or there are several hosts."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, never changed
     """Where this worker computes."""
+
+    hosts: Sequence[Sequence[int]] = ()
+    """The ranks of each host, where there are several; empty: all are on this one."""
+
+    alarm: Alarm | None = None
+    """Ends waits for what comes over links, where somebody watches over the others."""
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether some of the others are elsewhere, so that there is no memory that all share."""
+        return len(self.hosts) > 1

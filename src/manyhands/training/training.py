@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
 from manyhands.analyse.collect import Collector
 from manyhands.draw.showing import showing
 from manyhands.errors import UserError
+from manyhands.hosts.company import Company, Membership
 from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
@@ -79,6 +80,9 @@ class Stage:
     stop_wanted: Callable[[], bool]
     """Whether the run is to end at the next step that it can end at."""
 
+    company: Company | None = None
+    """The processes of the run, where somebody else started them; this one leads."""
+
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
         """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
         rows = [dict(row) for row in note.rows]
@@ -118,7 +122,13 @@ class Stage:
 
 
 class Training(ABC):
-    """One strategy's way through a run; `resume` at most once, then `run` once."""
+    """One strategy's way through a run; `resume` at most once, then `run` once.
+
+    In a process that another one leads, `take_part` once instead.
+    """
+
+    can_take_part: ClassVar[bool] = False
+    """Whether processes that somebody else started can be its roles: it minds `Stage.company`, and can `take_part`."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         self._request = request
@@ -180,6 +190,10 @@ class Training(ABC):
     def notes(self) -> tuple[str, ...]:
         """What resuming found worth telling."""
         return tuple(f"{damage}" for damage in self._start.skipped) if self._start is not None else ()
+
+    def take_part(self, member: Membership) -> None:
+        """Be one role of a run that another process leads, to its end; only where it `can_take_part`."""
+        raise UserError(f"strategy={self._request.strategy} has no part for {member.line.name}")
 
     @abstractmethod
     def run(self, stage: Stage) -> Result:

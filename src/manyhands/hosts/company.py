@@ -1,0 +1,143 @@
+"""The processes of a run that somebody else started, as its leader and as each of the others has them.
+
+    leader                                            another process
+      with lead_company(…) as company:                  with join_company(…) as member:
+          company.gather()              all are there        member.line
+          company.front                                      …
+          company.give(run)             what came out        member.take("run")
+
+Whatever ends the leader's block ends the others: they are told why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from manyhands.cluster.roster import Ended, Started
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.hosts.finding import Following, Leading, follow, lead
+from manyhands.hosts.front import FrontEvent, Remarked, Turned
+from manyhands.hosts.line import Line
+from manyhands.hosts.messages import Term
+from manyhands.hosts.place import Place
+from manyhands.link.secure import Security
+
+__all__ = ["Company", "Membership", "join_company", "lead_company"]
+
+_TICK_S: Final = 0.1
+_SEE_OFF_S: Final = 30.0
+_BREAK_OFF_S: Final = 3.0
+
+
+class Company:
+    """All processes of a run, at its leader; a context manager. All calls come from one thread at a time."""
+
+    def __init__(self, place: Place, leading: Leading, security: Security, timeout_s: float) -> None:
+        self.place = place
+        self.front = leading.front
+        self.token = leading.token
+        self.address = leading.address
+        """Where links of this process listen for those of other hosts; empty where there are none."""
+
+        self.security = security
+        self.timeout_s = timeout_s
+        self.early: list[FrontEvent] = []
+        """What members said before everybody was there."""
+
+    def gather(self, remark: Callable[[str], None] = lambda _sentence: None) -> None:
+        """Wait until every rank is there; UserError where one does not belong, PeerTimeout naming who is late."""
+        began = time.monotonic()
+        while self.front.missing:
+            waited_s = time.monotonic() - began
+            if waited_s >= self.timeout_s:
+                raise PeerTimeout(self.front.late("join", waited_s), self.front.missing[0])
+            for event in self.front.poll(_TICK_S):
+                match event:
+                    case Started():
+                        pass
+                    case Remarked(_, sentence):
+                        remark(sentence)
+                    case Turned(sentence, field) if field != "rank":
+                        raise UserError(sentence)
+                    case Ended(failure=failure) if failure is not None:
+                        raise failure.error()
+                    case _:
+                        self.early.append(event)
+
+    def tell_all(self, payload: Mapping[str, Any]) -> None:
+        """Tell every other process the same."""
+        for rank in range(1, self.place.world):
+            self.front.tell(rank, payload)
+
+    def give(self, name: str, chunks: Callable[[], Iterable[Any]]) -> None:
+        """Have everyone take something large; `chunks` makes its buffers, for each member anew."""
+        for rank in range(1, self.place.world):
+            self.front.give(rank, name, chunks())
+
+    def see_off(self) -> None:
+        """Wait until everyone has taken what was given and has left; ManyhandsError names who has not."""
+        left = self.front.see_off(max(_SEE_OFF_S, self.timeout_s))
+        if left:
+            raise ManyhandsError(f"{self.front.name_of(left[0])} has not taken the result of the run in time")
+
+    def break_off(self, rank: int, sentence: str) -> None:
+        """Tell everyone that the run has failed, and see them off, for a moment."""
+        self.front.break_off(rank, sentence)
+        self.front.see_off(_BREAK_OFF_S)
+
+    def close(self) -> None:
+        """Let go of all lines; idempotent."""
+        self.front.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                rank = error.worker_rank if isinstance(error, WorkerFailed) else 0
+                sentence = str(error).partition("\n")[0] or type(error).__name__
+                if not isinstance(error, ManyhandsError):
+                    sentence = f"{self.place.name} ended with {type(error).__name__}: {sentence}"
+                self.break_off(rank, sentence)
+        finally:
+            self.close()
+
+
+class Membership:
+    """One process's part in a run that another leads; a context manager."""
+
+    def __init__(self, place: Place, following: Following, security: Security, timeout_s: float) -> None:
+        self.place = place
+        self.line: Line = following.line
+        self.token = following.token
+        self.address = following.address
+        self.security = security
+        self.timeout_s = timeout_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.close()
+
+
+def lead_company(
+    place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
+) -> Company:
+    """Be the leader of the run `name`; nobody has come yet."""
+    leading = lead(place, terms, name, security=security, timeout_s=timeout_s)
+    return Company(place, leading, security, timeout_s)
+
+
+def join_company(
+    place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
+) -> Membership:
+    """Find the leader of the run `name`, and be one of its processes."""
+    following = follow(place, terms, name, security=security, timeout_s=timeout_s)
+    return Membership(place, following, security, timeout_s)

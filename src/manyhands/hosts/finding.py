@@ -1,0 +1,221 @@
+"""How the processes of a run find their leader: in the store that a launcher gives them, or at an address all know.
+
+    store    here/0 … here/3    who each process is, and on which host     every rank
+             leader             where it is reached, or why it is not      rank 0
+
+Once the leader knows who is where, it listens: on a Unix socket for its own host, and by TCP only if there are others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from manyhands.cluster.host import host_identity
+from manyhands.cluster.meeting import hosts_of
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.hosts.front import Front
+from manyhands.hosts.line import Contact, Line, open_line
+from manyhands.hosts.links import address_towards
+from manyhands.hosts.messages import Term
+from manyhands.hosts.place import Place
+from manyhands.hub.settings import Settings
+from manyhands.link.secure import Security, is_loopback
+from manyhands.version import __version__
+
+__all__ = ["Following", "Leading", "follow", "lead"]
+
+_FIRST_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.1
+_TOKEN_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leading:
+    """What a leader has once it can be reached: the front of all lines, and the secret of the run."""
+
+    front: Front
+    token: bytes
+    address: str
+    """Where links of this process may listen for those of other hosts; empty where there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """What every other process has: its line, and the secret of the run."""
+
+    line: Line
+    token: bytes
+    address: str
+
+
+def lead(
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    settings: Settings | None = None,
+) -> Leading:
+    """Be the leader of the run `name`, and let the others know where; nobody has come yet.
+
+    What makes that impossible is told to those who wait for it, too.
+    """
+    settings = replace(settings or Settings(), security=security)
+    if place.leader is not None:
+        token = security.token or _open_token(place.leader)
+        with ExitStack() as stack:
+            front = stack.enter_context(Front(place, terms, token, settings=settings))
+            front.listen(f"tcp:{place.leader}")
+            stack.pop_all()
+        return Leading(front=front, token=token, address=place.leader.rpartition(":")[0])
+    store = _store(place, name, timeout_s)
+    _sit_down(store, place)
+    try:
+        hosts = _wait_for_all(store, place, timeout_s)
+        address = _own_address(place, security) if len(hosts) > 1 else ""
+        token = security.token or secrets.token_bytes(_TOKEN_BYTES)
+        with ExitStack() as stack:
+            front = stack.enter_context(Front(place, terms, token, settings=settings))
+            told = {"unix": front.listen("unix")}
+            if address:
+                told["tcp"] = front.listen(f"tcp:{address}:0")
+            if not security.token:
+                told["token"] = token.hex()
+            store.set("leader", json.dumps({**_mine(place), **told}))
+            stack.pop_all()
+        return Leading(front=front, token=token, address=address)
+    except ManyhandsError as error:
+        store.set("leader", json.dumps({**_mine(place), "refused": str(error)}))
+        raise
+
+
+def follow(
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    settings: Settings | None = None,
+) -> Following:
+    """Find the leader of the run `name`, and open the line to it."""
+    settings = replace(settings or Settings(), security=security)
+    if place.leader is not None:
+        token = security.token or _open_token(place.leader)
+        contact = Contact(name=f"the leader at {place.leader}", address=f"tcp:{place.leader}", token=token)
+        line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
+        return Following(line=line, token=token, address=address_towards(place.leader.rpartition(":")[0]))
+    store = _store(place, name, timeout_s)
+    _sit_down(store, place)
+    told = _read_leader(store, place, timeout_s)
+    token = security.token or bytes.fromhex(str(told.get("token", "")))
+    if not token:
+        raise UserError(
+            f"{place.name} has no certificate, and the leader, {told['name']}, has one: give every process --tls DIR, "
+            "with the folder that `manyhands certificates` made for its host"
+        )
+    near = told["host"] == host_identity()
+    contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
+    line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
+    address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
+    return Following(line=line, token=token, address=address)
+
+
+def _store(place: Place, name: str, timeout_s: float) -> Store:
+    return PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
+
+
+def _mine(place: Place) -> dict[str, str]:
+    return {
+        "name": place.name,
+        "host": host_identity(),
+        "version": __version__,
+        "process": f"process {os.getpid()} ({place.name})",
+    }
+
+
+def _sit_down(store: Store, place: Place) -> None:
+    mine = json.dumps({**_mine(place), "nonce": secrets.token_hex(8)})
+    there = store.compare_set(f"here/{place.rank}", "", mine).decode()
+    if there != mine:
+        raise UserError(
+            f"two processes are rank {place.rank}: {json.loads(there)['process']} and {_mine(place)['process']}; give "
+            "each a rank, or each job a port, of its own"
+        )
+
+
+def _own_address(place: Place, security: Security) -> str:
+    """Where other hosts reach this one."""
+    assert place.master is not None, "who has a store is told where it is"
+    address = address_towards(place.master)
+    if is_loopback(address):
+        raise UserError(
+            f"MASTER_ADDR={place.master} means {address} on {place.host}, the host of rank 0, which no other host can "
+            "reach; give an address that all hosts know it by"
+        )
+    security.check_address(address)
+    return address
+
+
+def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+    keys = [f"here/{rank}" for rank in range(place.world)]
+    began, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while not store.check(keys):
+        waited_s = time.monotonic() - began
+        if waited_s >= timeout_s:
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+            raise PeerTimeout(
+                f"{who} of {place.world} did not come within {waited_s:.0f} s; see whether it was started, with the "
+                f"same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
+                late[0],
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    seats = [json.loads(store.get(key).decode()) for key in keys]
+    for seat in seats:
+        _require_version(seat, place)
+    return hosts_of([seat["host"] for seat in seats])
+
+
+def _require_version(other: Mapping[str, str], place: Place) -> None:
+    if other["version"] != __version__:
+        raise UserError(
+            f"{other['name']} is manyhands {other['version']}, and {place.name} is manyhands {__version__}: install "
+            "one release on all hosts"
+        )
+
+
+def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]:
+    # A moment longer than the leader waits for everyone: it says who is missing, and that is worth hearing.
+    began, pause_s, patience_s = time.monotonic(), _FIRST_PAUSE_S, timeout_s + 5.0
+    while not store.check(["leader"]):
+        if time.monotonic() - began >= patience_s:
+            raise PeerTimeout(
+                f"{place.name} (rank {place.rank}): rank 0, which leads, did not come within {patience_s:.0f} s; see "
+                "whether it was started, and whether it failed before it called fit",
+                0,
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    told: dict[str, str] = json.loads(store.get("leader").decode())
+    _require_version(told, place)
+    if "refused" in told:
+        raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
+    return told
+
+
+def _open_token(leader: str) -> bytes:
+    """No secret: of a run without certificates whose processes know nothing in common but the leader's address."""
+    return hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()

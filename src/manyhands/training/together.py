@@ -1,0 +1,468 @@
+"""Workers that are processes somebody else started: how each is tied to the others, and what its leader hears.
+
+Every process runs the common loop itself, in its own main thread. What ties it to the others is shared memory on its
+host and links to other hosts (`tied`). The leader is worker 0, with a thread that hears the others (`Hearing`): the
+first failure ends everybody's waits, and is what everybody tells.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+
+from manyhands.cluster.board import State
+from manyhands.cluster.failure import Failure, report
+from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.meeting import Meeting, MeetingStore, meet
+from manyhands.cluster.notes import TypedNotes
+from manyhands.cluster.roster import Ended, Said
+from manyhands.cluster.signals import as_exception, counted_signals
+from manyhands.device import device_of
+from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, printable
+from manyhands.group.shared import SharedGroupFiles
+from manyhands.hosts.company import Company, Membership
+from manyhands.hosts.front import FrontEvent, Remarked
+from manyhands.hosts.line import Line
+from manyhands.hosts.links import open_links
+from manyhands.hosts.sharing import attach_group, no_group, share_group_files, share_links
+from manyhands.link.alarm import Alarm
+from manyhands.link.base import Link
+from manyhands.link.tcp import TcpLink
+from manyhands.record.ring import EventRing
+from manyhands.strategy import Strategy
+from manyhands.training.reporting import NOTES, WorkerNote
+from manyhands.training.resources import Resources
+from manyhands.training.rows import RowsInOrder
+from manyhands.training.training import Stage
+
+__all__ = [
+    "ORDERS",
+    "BeginTraining",
+    "Hearing",
+    "LeadingWorker",
+    "MemberWorker",
+    "PlacedWorker",
+    "Ties",
+    "tied",
+    "wait_for_orders",
+]
+
+_TICK_S: Final = 0.1
+_CAUSE_S: Final = 1.0
+_TOLD_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginTraining:
+    """What the leader tells the others before the first step."""
+
+    resumes: bool
+    """The state to go on from comes behind this."""
+
+    keeps: bool
+    """The run has a directory, on the leader's host: all take part in saving."""
+
+
+ORDERS: Final = TypedNotes(BeginTraining)
+
+
+def wait_for_orders(member: Membership) -> BeginTraining:
+    """What to begin with; PeerTimeout naming the leader if it says nothing, Aborted if the run is over."""
+    line = member.line
+    deadline = time.monotonic() + member.timeout_s
+    while True:
+        for payload in line.told(min(1.0, member.timeout_s)):
+            order = ORDERS.read(payload)
+            assert isinstance(order, BeginTraining)
+            return order
+        if line.over is not None:
+            raise Aborted(line.over.sentence)
+        if time.monotonic() >= deadline:
+            raise PeerTimeout(
+                f"{line.name}: the leader, {line.leader}, did not begin within {member.timeout_s:.0f} s", 0
+            )
+
+
+class Ties:
+    """What ties one worker to the others; made by `tied`."""
+
+    def __init__(
+        self, resources: Resources, meeting: Meeting, files: SharedGroupFiles | None, alarm: Alarm
+    ) -> None:
+        self.resources = resources
+        self._meeting = meeting
+        self._files = files
+        self._alarm = alarm
+        self._far: list[TcpLink] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def abort(self, rank: int, sentence: str) -> None:
+        """From any thread: end this host's waits, for `rank` has failed; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._alarm.ring(rank, sentence)
+            if self._files is not None:
+                here = self._meeting.here
+                self._files.abort(here.index(rank) if rank in here else None)
+            for link in self._far:
+                link.interrupt()
+
+    def watch(self, link: TcpLink) -> None:
+        """Have `abort` end waits for this link, too."""
+        self._far.append(link)
+
+    def close(self) -> None:
+        """Nobody waits here any more; idempotent."""
+        with self._lock:
+            self._closed = True
+
+
+@contextmanager
+def tied(
+    party: Company | Membership, store: MeetingStore, strategy: Strategy, device: str, timeout_s: float
+) -> Iterator[Ties]:
+    """Collective: meet the others, and share memory on this host, links with all others as `strategy` needs them.
+
+    UserError on all alike where the strategy cannot be on so many hosts.
+    """
+    place = party.place
+    with ExitStack() as stack:
+        meeting = stack.enter_context(
+            meet(store, rank=place.rank, world=place.world, name="fit", timeout_s=timeout_s)
+        )
+        alarm, several = Alarm(), len(meeting.hosts) > 1
+        links: dict[int, Link] = {}
+        stack.push(partial(_let_go, links))
+        files = None
+        if several:
+            strategy.across_hosts(meeting.hosts)  # refused before anything is opened
+            links.update(share_links(meeting, timeout_s))
+            far = _open_far(party, store, meeting, timeout_s)
+            links.update(far)
+        else:
+            files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
+            if strategy.uses_links:
+                links.update(share_links(meeting, timeout_s, network=strategy.uses_network))
+        resources = Resources(
+            rank=place.rank,
+            world=place.world,
+            timeout_s=timeout_s,
+            group=partial(attach_group, files, meeting, timeout_s) if files is not None else no_group,
+            links=lambda: links,
+            device=device_of(device, meeting.local_rank),
+            hosts=meeting.hosts if several else (),
+            alarm=alarm if several else None,
+        )
+        ties = Ties(resources, meeting, files, alarm)
+        stack.callback(ties.close)
+        for link in far.values() if several else ():
+            ties.watch(link)
+        with _own_share_of_cores(len(meeting.here)):
+            yield ties
+
+
+def _open_far(
+    party: Company | Membership, store: MeetingStore, meeting: Meeting, timeout_s: float
+) -> dict[int, TcpLink]:
+    return open_links(
+        meeting.rank,
+        [rank for rank in range(meeting.world) if rank not in meeting.here],
+        store,
+        address=party.address,
+        token=party.token,
+        security=party.security,
+        timeout_s=timeout_s,
+    )
+
+
+def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: object) -> None:
+    """Close what an exchange has not; without a goodbye where this worker failed, so that nobody waits for more."""
+    for link in links.values():
+        if kind is not None and isinstance(link, TcpLink):
+            link.abandon()
+        link.close()
+
+
+@contextmanager
+def _own_share_of_cores(workers_here: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_role(workers_here))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Hearing:
+    """The leader's thread that hears the others, from entering to leaving; the first failure ends all waits.
+
+    `on_failure` is called in that thread, once.
+    """
+
+    def __init__(self, company: Company) -> None:
+        self._company = company
+        self._on_failure: list[Callable[[int, str], None]] = []
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._suspect: tuple[Failure, float] | None = None
+        self.failure: Failure | None = None
+        """What ended the run, once that is known."""
+
+        self.finished: dict[int, Mapping[str, Any]] = {}
+        """What each other worker told at its end."""
+
+        self.said: queue.SimpleQueue[Mapping[str, Any] | str] = queue.SimpleQueue()
+        """Notes of others, and remarks about them, for the thread of `fit`."""
+
+        self._thread = threading.Thread(target=self._run, name="manyhands hearing", daemon=True)
+
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """Call `act(rank, sentence)` at the first failure; at once if there was one."""
+        with self._changed:
+            failure = self.failure
+            if failure is None:
+                self._on_failure.append(act)
+        if failure is not None:
+            act(failure.rank, failure.sentence)
+
+    def wait_for_failure(self, timeout_s: float) -> Failure | None:
+        """The failure that ended the run, waiting so long for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout_s)
+            return self.failure
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Wait until all others have finished; WorkerFailed or PeerTimeout where one does not."""
+        others = self._company.place.world - 1
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self.failure is not None or len(self.finished) == others, timeout_s
+            )
+            if self.failure is not None:
+                raise self.failure.error()
+            if not done:
+                late = min(rank for rank in range(1, others + 1) if rank not in self.finished)
+                name = self._company.front.name_of(late)
+                raise PeerTimeout(f"{name} did not finish within {timeout_s:.0f} s of worker 0", late)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for event in self._company.early:
+            self._take(event)
+        while not self._stop.is_set():
+            for event in self._company.front.poll(_TICK_S):
+                self._take(event)
+            if self._suspect is not None and time.monotonic() >= self._suspect[1]:
+                self._settle(self._suspect[0])
+
+    def _take(self, event: FrontEvent) -> None:
+        match event:
+            case Said(payload=payload):
+                self.said.put(payload)
+            case Remarked(sentence=sentence):
+                self.said.put(sentence)
+            case Ended(member=rank, payload=payload, failure=None):
+                with self._changed:
+                    self.finished[rank] = payload or {}
+                    self._changed.notify_all()
+            case Ended(failure=Failure() as failure):
+                self._suspected(failure)
+
+    def _suspected(self, failure: Failure) -> None:
+        """One that failed only because another did is believed if no cause follows."""
+        if failure.is_consequence and self._suspect is None:
+            self._suspect = failure, time.monotonic() + _CAUSE_S
+        elif not failure.is_consequence:
+            self._settle(failure)
+
+    def _settle(self, failure: Failure) -> None:
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure = failure
+            acts, self._on_failure = self._on_failure, []
+            self._changed.notify_all()
+        for act in acts:
+            act(failure.rank, failure.sentence)
+        self._company.front.break_off(failure.rank, failure.sentence)
+
+
+class PlacedWorker(ABC):
+    """The surroundings of a worker that is a process of somebody else's; a context manager around its part.
+
+    Signals are looked at between steps and not raised anywhere: the others must hear of it.
+    """
+
+    def __init__(self, ring: EventRing) -> None:
+        self.record = ring.record
+        self._stack = ExitStack()
+        self._signals: list[int] = []
+
+    @abstractmethod
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """See `reporting.Surroundings`."""
+
+    @abstractmethod
+    def note(self, note: WorkerNote) -> None:
+        """See `reporting.Surroundings`."""
+
+    @abstractmethod
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """Have `act(rank, sentence)` end this worker's waits when another has failed."""
+
+    @abstractmethod
+    def stop_requested(self) -> bool:
+        """See `reporting.Surroundings`."""
+
+    @abstractmethod
+    def _end(self, error: BaseException) -> BaseException:
+        """What to raise instead of what ended this worker's part."""
+
+    def _raise_signals(self) -> None:
+        if self._signals:
+            raise as_exception(self._signals[0])
+
+    def __enter__(self) -> Self:
+        self._signals = self._stack.enter_context(counted_signals())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if error is None:
+            self._raise_signals()
+            return
+        told = self._end(error)
+        if told is not error:
+            raise told from error
+
+
+class LeadingWorker(PlacedWorker):
+    """Worker 0, in the process that leads: what it tells goes straight to `fit`."""
+
+    def __init__(
+        self, stage: Stage, company: Company, hearing: Hearing, ring: EventRing, rows: RowsInOrder
+    ) -> None:
+        super().__init__(ring)
+        self._stage = stage
+        self._company = company
+        self._hearing = hearing
+        self._rows = rows
+        self._step = 0
+        self._asked_to_stop = False
+
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """From the thread that hears the others."""
+        self._hearing.on_failure(act)
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Nobody waits for it to be told: it is here."""
+        del state, place
+        self._step = step
+
+    def note(self, note: WorkerNote) -> None:
+        """In the thread of `fit`, as everything that its callbacks hear."""
+        self._stage.hear(note, self._rows)
+
+    def hear_others(self) -> None:
+        """What others told meanwhile, in this thread."""
+        said = self._hearing.said
+        while not said.empty():
+            told = said.get()
+            if isinstance(told, str):
+                self._stage.say(told)
+            else:
+                self._stage.hear(NOTES.read(told), self._rows)
+
+    def stop_requested(self) -> bool:
+        """Whether `fit` wants to stop; then the others are asked, too."""
+        self._raise_signals()
+        self.hear_others()
+        wanted = self._stage.stop_wanted()
+        if wanted and not self._asked_to_stop:
+            self._asked_to_stop = True
+            for rank in self._company.front.members:
+                self._company.front.ask_to_stop(rank)
+        return wanted
+
+    def _end(self, error: BaseException) -> BaseException:
+        follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed) or _is_signal(error)
+        failure = self._hearing.wait_for_failure(_TOLD_S if follows and not _is_signal(error) else 0.0)
+        if failure is None and self._signals:
+            failure = self._hearing.wait_for_failure(_CAUSE_S)  # torchrun ends the others when one has failed
+        if failure is not None:
+            return failure.error()
+        return _as_failure(error, self._company.place.name, self._step)
+
+
+class MemberWorker(PlacedWorker):
+    """Another worker: what it tells goes over its line."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__(line.ring)
+        self._line = line
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Over the line, a few times a second."""
+        self._line.mark(step, state, place=place)
+
+    def note(self, note: WorkerNote) -> None:
+        """Over the line, in order."""
+        self._line.send(NOTES.write(note))
+
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """From the line's thread."""
+        self._line.on_over(lambda broken: act(broken.rank, broken.sentence))
+
+    def stop_requested(self) -> bool:
+        """Whether the leader asked for it."""
+        self._raise_signals()
+        return self._line.stop_requested()
+
+    def _end(self, error: BaseException) -> BaseException:
+        return _tell_failure(error, self._line)
+
+
+def _tell_failure(error: BaseException, line: Line) -> BaseException:
+    """Tell the leader what ended a process that it leads; what to raise: the run's end, where this only follows."""
+    over = line.over
+    if over is None:
+        line.fail(Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error)
+    if over is None and isinstance(error, Aborted | PeerTimeout | WorkerFailed):
+        over = line.wait_over(_TOLD_S)
+    if over is None or _is_signal(error):
+        return error
+    return WorkerFailed(over.sentence, worker_rank=over.rank)
+
+
+def _is_signal(error: BaseException) -> bool:
+    return isinstance(error, SystemExit | KeyboardInterrupt)
+
+
+def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
+    """What the leader raises of an error of its own: as that of any worker, with its traceback."""
+    if not isinstance(error, Exception):
+        return error
+    reported = report(error, step)
+    sentence = f"{name} raised {reported.error} at step {step}: {printable(reported.message)}"
+    return Failure(rank=0, sentence=sentence, name=name, reported=reported).error()
