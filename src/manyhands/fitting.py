@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING
 from manyhands.cluster.template import expect, warm
 from manyhands.device import check_device
 from manyhands.errors import UserError
+from manyhands.hosts.standing import may_be_placed
 from manyhands.onray.cluster import RayCluster
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 
 if TYPE_CHECKING:
+    from manyhands.hosts.place import Place
     from manyhands.kernel import AnyTask
     from manyhands.run import Run
 
-__all__ = ["fit"]
+__all__ = ["fit", "place_among_others"]
 
 
 def fit(
     task: AnyTask,
     strategy: str | Strategy = "allreduce",
     *,
-    workers: int = 1,
+    workers: int | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
@@ -38,7 +40,10 @@ def fit(
     options: Options | None = None,
     cluster: str | RayCluster | None = None,
 ) -> Run:
-    """Train `task` with `strategy` on `workers` processes of this host, or of a cluster, and return what came out.
+    """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
+
+    Under torchrun every process that calls `fit` is one worker, and all return the same weights, history and summary;
+    rank 0 keeps the run, the others print nothing but errors.
 
     `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
@@ -54,16 +59,42 @@ def fit(
     options = options or Options()
     options.security()  # a bad certificate is told before anything starts
     ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
-    if ray_cluster is None and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
+    place = place_among_others()
+    if place is not None and ray_cluster is not None:
+        raise UserError(
+            f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
+        )
+    if (
+        place is None
+        and ray_cluster is None
+        and chosen.forks_workers(compiled=getattr(task, "compiled", False))
+    ):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
     from manyhands.session import run_session
     from manyhands.training.request import Request
 
-    length = (steps, epochs)
-    request = Request.make(task, chosen, workers, length, seed, options, check_device(device))
-    if ray_cluster is not None:
+    length, device = (steps, epochs), check_device(device)
+    if place is None:
+        asked = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
+        if ray_cluster is None:
+            return run_session(asked, out, resume)
         from manyhands.onray.lead import fit_on_ray
 
-        return fit_on_ray(request, ray_cluster, out, resume)
-    return run_session(request, out, resume)
+        return fit_on_ray(asked, ray_cluster, out, resume)
+    from manyhands.placed import check_workers, run_placed, spoken_by
+
+    with spoken_by(place):
+        count = check_workers(place, workers)
+        request = Request.make(task, chosen, count, length, seed, options, device)
+    return run_placed(request, place, out, resume)
+
+
+def place_among_others() -> Place | None:
+    """Where this process stands among several that somebody else started; None where it is not one of them."""
+    if not may_be_placed():
+        return None
+    from manyhands.hosts.place import current
+
+    place = current()
+    return place if place.is_one_of_many else None

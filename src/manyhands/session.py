@@ -26,6 +26,7 @@ from manyhands.errors import (
     UserError,
 )
 from manyhands.footprint import cost_of, sizes_of
+from manyhands.hosts.company import Company
 from manyhands.randomness import preserved, seed_all
 from manyhands.registry import STRATEGIES
 from manyhands.run import History, Run
@@ -44,19 +45,22 @@ __all__ = ["require_room_for", "run_session"]
 _log = logging.getLogger("manyhands")
 
 
-def run_session(request: Request, out: str | Path | None, resume: bool) -> Run:
-    """Train what is asked for; in the directory `out`, if there is one. See `fit`."""
+def run_session(
+    request: Request, out: str | Path | None, resume: bool, company: Company | None = None
+) -> Run:
+    """Train what is asked for; in the directory `out`, if there is one, by the `company` that is here. See `fit`."""
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
         model = request.plan.task.model()
-        require_room_for(request, model)
+        if company is None:  # else the processes are there already
+            require_room_for(request, model)
         _advise(request, model)
         compiled = request.plan.task.compiled
         training = training_class(request.strategy, compiled=compiled)(request, model)
         directory, done = _open_directory(training, request, model, out, resume)
         if directory is not None:
             stack.callback(_close, directory)
-        session = _Session(request, directory, done)
+        session = _Session(request, directory, done, company)
         beginning = Beginning(
             config=request.config(model),
             history=session.history,
@@ -135,8 +139,15 @@ def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, A
 class _Session:
     """One run under way: collects what a training tells, and makes a `Run` of it."""
 
-    def __init__(self, request: Request, directory: RunDirectory | None, done: int | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        directory: RunDirectory | None,
+        done: int | None,
+        company: Company | None = None,
+    ) -> None:
         self._request = request
+        self._company = company
         self._directory = directory
         self._resumed_from = done
         self.history = History(directory.metrics.read() if directory is not None else ())
@@ -177,6 +188,7 @@ class _Session:
             take_checkpoint=self._take_checkpoint,
             say=self._say,
             stop_wanted=self._stop_wanted,
+            company=self._company,
         )
         try:
             result = training.run(stage)

@@ -12,9 +12,10 @@ from torch.distributed import HashStore
 from manyhands.errors import PeerTimeout, UserError
 from manyhands.hosts.mailbag import PIECE_BYTES, Mailbag, pieces
 from manyhands.hosts.messages import LineHello, StoreCall
-from manyhands.hosts.place import Place, current, standing
+from manyhands.hosts.place import Place, current
 from manyhands.hosts.register import Register, clock_remark, terms_of
 from manyhands.hosts.shelf import Shelf
+from manyhands.hosts.standing import standing
 from manyhands.link.message import ProtocolError
 from manyhands.record.events import RECORD
 from manyhands.record.ring import EventRing

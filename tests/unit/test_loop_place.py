@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.hosts.place import LAUNCHER_VARIABLE, find_place
+from manyhands.hosts.place import find_place
+from manyhands.hosts.standing import LAUNCHER_VARIABLE
 from manyhands.loop.connect import choose
 from manyhands.loop.launch import launch
 from manyhands.strategy import Strategy

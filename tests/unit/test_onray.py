@@ -93,7 +93,7 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
 
 
 def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
-    board, troubles = Noticeboard(), [None, None, "worker 1 on Ray: died"]
+    board, troubles = Noticeboard(), [None, "worker 1 on Ray: died"]
     ask = lambda call, *given: getattr(board, call)(*given)  # noqa: E731
     kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
     store = PrefixStore("run", kept)

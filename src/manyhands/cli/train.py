@@ -43,6 +43,9 @@ __all__ = ["train_app"]
 
 train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=tell_ignored_variables)
 
+_WORKERS = 2
+"""Where nobody says how many."""
+
 _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (
         Annotated[
@@ -53,7 +56,15 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         "mirrored",
     ),
-    "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
+    "workers": (
+        Annotated[
+            int | None,
+            typer.Option(
+                help="Processes on this host; under torchrun, the processes it started.", show_default="2"
+            ),
+        ],
+        None,
+    ),
     "cluster": (
         Annotated[
             str | None,
@@ -115,7 +126,7 @@ class _Common:
     """The options that every task has."""
 
     strategy: str
-    workers: int
+    workers: int | None
     cluster: str | None
     steps: int | None
     epochs: int | None
@@ -145,7 +156,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.table import end_table
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.fitting import fit
+    from manyhands.fitting import fit, place_among_others
     from manyhands.loggers import CsvLogger
     from manyhands.slowdown import Slowdown
     from manyhands.training.options import Options
@@ -156,13 +167,17 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     spare_the_compiler()
     task = entry.build(**task_options)
     steps, epochs = _length(entry, common)
-    out = common.out or fresh_directory(entry.name)
-    check_writable(common.json_file)
+    place = place_among_others()
+    leads = place is None or place.leads
+    workers = common.workers if common.workers is not None or place is not None else _WORKERS
+    out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
+    if leads:
+        check_writable(common.json_file)
     fit_here = partial(
         fit,
         task,
         common.strategy,
-        workers=common.workers,
+        workers=workers,
         steps=steps,
         epochs=epochs,
         seed=common.seed,
@@ -182,11 +197,16 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             progress=common.progress,
             tls=common.tls,
             insecure=common.insecure,
-            callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None else [],
+            callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
         ),
     )
     try:
-        asked = (out, entry.name, common.strategy, common.dashboard_port, common.workers)
+        if not leads:
+            with ending():
+                fit_here()
+            return
+        count = workers if place is None or workers is not None else place.world
+        asked = (out, entry.name, common.strategy, common.dashboard_port, count or _WORKERS)
         page = live_page(common.dashboard, *asked)
         with ending(), page, live_tensorboard(out, common.tensorboard):
             run = fit_here()
@@ -198,7 +218,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     except UserError:
         raise
     except ManyhandsError:
-        leave_report(out)  # it shows what went wrong, and to whom
+        if leads:
+            leave_report(out)  # it shows what went wrong, and to whom
         raise
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 Each process of a run has a `Place`. The launchers give a process its rank and a store where it finds the others: ours
 hands the store over as an inherited memory file, torchrun's is a server that the environment names. Who starts
-processes in another way makes a `Place` and opens it with `standing`.
+processes in another way makes a `Place` and says so with `standing.standing`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -20,25 +19,21 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from manyhands.cluster import entry
 from manyhands.cluster.context import RoleContext
 from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.hosts.standing import LAUNCHER_VARIABLE, stands_at
 from manyhands.strategy import Strategy
 from manyhands.version import __version__
 
 __all__ = [
     "KINDS",
-    "LAUNCHER_VARIABLE",
     "Launched",
     "Place",
     "current",
     "find_place",
     "launched",
-    "standing",
 ]
 
 KINDS = ("alone", "launch", "torchrun", "specification", "ray")
 """Who started the processes of a run."""
-
-LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
-"""Set by `manyhands launch` to its version, in the environment of its workers."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -113,27 +108,14 @@ class Place:
         return f"{self.role} {self.rank if self.index is None else self.index} on {self.host}"
 
 
-_standing: Place | None = None
-
-
-@contextmanager
-def standing(place: Place) -> Iterator[Place]:
-    """While this is open, `current` is this place, in every thread of this process."""
-    global _standing
-    before, _standing = _standing, place
-    try:
-        yield place
-    finally:
-        _standing = before
-
-
 def current(environment: Mapping[str, str] = os.environ) -> Place:
     """Where a process stands that calls `fit`; UserError where the environment says it by halves.
 
     Inside a script of `manyhands launch`, and in a worker of another run, `fit` starts workers of its own.
     """
-    if _standing is not None:
-        return _standing
+    said = stands_at()
+    if said is not None:
+        return said
     if launched is not None or LAUNCHER_VARIABLE in environment or _is_worker():
         return Place(rank=0, world=1)
     if "RANK" in environment and "WORLD_SIZE" in environment:

@@ -24,7 +24,7 @@ from manyhands.cluster.room import require_room
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.hosts.place import LAUNCHER_VARIABLE
+from manyhands.hosts.standing import LAUNCHER_VARIABLE
 from manyhands.loop.connect import (
     choose,
 )  # which imports the compiled kernels: once here, and not in each worker

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from manyhands.errors import UserError
@@ -43,7 +44,8 @@ def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
     else:
         arguments |= {"address": "auto" if cluster.address == "ray" else cluster.address}
     try:
-        ray.init(**arguments)
+        with _same_imports() if arguments["address"] == "local" else nullcontext():
+            ray.init(**arguments)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
@@ -54,3 +56,17 @@ def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _same_imports() -> Iterator[None]:
+    """While this is open, processes that are started here find the modules that this one finds."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

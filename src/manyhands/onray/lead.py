@@ -24,20 +24,21 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import Store
 
-from manyhands.hosts.place import Place, standing
+from manyhands.hosts.place import Place
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.connection import connected
 from manyhands.onray.plan import Again, GivenUp, Staff, seats
 from manyhands.onray.roles import RayRoles, RoleEnded
 from manyhands.onray.store import Noticeboard, RayStore, asking
+from manyhands.placed import run_placed
 from manyhands.run import Run
-from manyhands.session import run_session
 from manyhands.strategy import Strategy
 from manyhands.training.request import Request
 
 __all__ = ["fit_on_ray"]
 
 _LOOK_S = 0.2
+_RUN = "run"  # each has a noticeboard of its own
 _log = logging.getLogger("manyhands")
 
 
@@ -110,8 +111,7 @@ class Casting:
 def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
     """What an actor does: its part of the run, to its end."""
     request: Request = pickle.loads(packed)  # Ray brings it, from the process that leads
-    with standing(seat.place(board)):
-        run_session(request, None, False)
+    run_placed(request, seat.place(board), None, False, _RUN)
 
 
 def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, resume: bool) -> Run:
@@ -125,11 +125,9 @@ def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, re
         with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus)) as roles:
             survives = request.strategy.can_change_workers
             master = ray.util.get_node_ip_address()
-            with (
-                ActorKeeper(roles, casting, master, (packed, board), survives=survives) as keeping,
-                standing(casting.lead(master).place(board, keeping.trouble)),
-            ):
-                return run_session(request, out, resume)
+            with ActorKeeper(roles, casting, master, (packed, board), survives=survives) as keeper:
+                place = casting.lead(master).place(board, keeper.trouble)
+                return run_placed(request, place, out, resume, _RUN)
 
 
 def _for_actors(request: Request) -> Request:

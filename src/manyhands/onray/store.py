@@ -65,12 +65,13 @@ def asking(board: Any, timeout_s: float) -> Ask:
 class RayStore(Store):
     """A process's access to the noticeboard of its run, as torch's stores are used.
 
-    Every call raises ManyhandsError once `trouble` has a sentence: who waits for somebody who will not come hears why.
+    Whoever looks for something raises ManyhandsError once `trouble` has a sentence: who waits for somebody who will not
+    come hears why.
     """
 
     def __init__(self, ask: Ask, timeout_s: float, trouble: Callable[[], str | None] = lambda: None) -> None:
         super().__init__()
-        self._call = ask
+        self._ask = ask
         self._timeout_s = timeout_s
         self._trouble = trouble
 
@@ -81,7 +82,7 @@ class RayStore(Store):
     def get(self, key: str) -> bytes:
         """As torch's: waits until there is one."""
         deadline = time.monotonic() + self._timeout_s
-        while (found := self._ask("get", key)) is None:
+        while (found := self._look(key)) is None:
             if time.monotonic() >= deadline:
                 raise PeerTimeout(f"nobody has said {key!r} on Ray within {self._timeout_s:.0f} s", 0)
             time.sleep(_LOOK_S)
@@ -89,7 +90,7 @@ class RayStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """As torch's."""
-        return all(self._ask("get", key) is not None for key in keys)
+        return all(self._look(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """As torch's."""
@@ -111,11 +112,11 @@ class RayStore(Store):
 
     deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it
 
-    def _ask(self, call: str, *arguments: Any) -> Any:
+    def _look(self, key: str) -> Any:
         sentence = self._trouble()
         if sentence is not None:
             raise ManyhandsError(sentence)
-        return self._call(call, *arguments)
+        return self._ask("get", key)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -1,0 +1,39 @@
+"""Whether this process is one of several that somebody else started; light to import, as `fit` asks it first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from manyhands.hosts.place import Place
+
+__all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "standing", "stands_at"]
+
+LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
+"""Set by `manyhands launch` to its version, in the environment of its workers."""
+
+_standing: Place | None = None
+
+
+@contextmanager
+def standing(place: Place) -> Iterator[Place]:
+    """While this is open, `place.current` is this place, in every thread of this process."""
+    global _standing
+    before, _standing = _standing, place
+    try:
+        yield place
+    finally:
+        _standing = before
+
+
+def stands_at() -> Place | None:
+    """The place that was said by `standing`."""
+    return _standing
+
+
+def may_be_placed(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `place.current` is worth asking: somebody has said where this process stands."""
+    return _standing is not None or ("RANK" in environment and "WORLD_SIZE" in environment)

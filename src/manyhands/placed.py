@@ -1,0 +1,130 @@
+"""One run by processes that somebody else started: what the one that leads does, and what every other one does.
+
+rank 0     lead_company ── gather ── run_session ── gives out the run ──►
+rank r     join_company ── Training.take_part ─────────────────────────►  the same Run, but for its directory
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
+from manyhands.hosts.company import Company, Membership, join_company, lead_company
+from manyhands.hosts.messages import Term
+from manyhands.hosts.place import Place
+from manyhands.hosts.register import terms_of
+from manyhands.randomness import preserved, seed_all
+from manyhands.run import History, Run
+from manyhands.session import run_session
+from manyhands.store.portable import pack_tree, unpack_tree
+from manyhands.training.request import Request
+from manyhands.training.training import Training, training_class
+
+__all__ = ["check_workers", "run_placed", "spoken_by"]
+
+_log = logging.getLogger("manyhands")
+_fits = itertools.count()
+"""Every process of a run calls `fit` as often as the others, in the same order: so each call has a name."""
+
+_RUN: Final = "run"
+
+
+def check_workers(place: Place, workers: int | None) -> int:
+    """As many as there are processes; UserError where another number was asked for."""
+    if workers is not None and workers != place.world:
+        raise UserError(
+            f"workers={workers}: {place.kind} started {place.world} processes, each of which is a worker; leave it out"
+        )
+    return place.world
+
+
+@contextmanager
+def spoken_by(place: Place) -> Iterator[None]:
+    """Let the leader alone warn."""
+    with warnings.catch_warnings():
+        if not place.leads:
+            warnings.simplefilter("ignore")
+        yield
+
+
+def run_placed(
+    request: Request, place: Place, out: str | Path | None, resume: bool, name: str | None = None
+) -> Run:
+    """Take this process's part in a run of all; what came out, the same on each but for the directory.
+
+    `name` is the run's, the same on each; None: by how often this process has called `fit`.
+    """
+    if place.world == 1:
+        return run_session(request, out, resume)
+    kind = training_class(request.strategy, compiled=request.plan.task.compiled)
+    if not kind.can_take_part:
+        raise UserError(
+            f"strategy={request.strategy} starts processes of its own, and {place.kind} has started "
+            f"{place.world} that would be workers; use allreduce here, or start it without {place.kind}"
+        )
+    with preserved():
+        seed_all(request.plan.seed)
+        model = request.plan.task.model()
+    terms, security, timeout_s = _terms(request, model), request.options.security(), request.options.timeout_s
+    name = name or f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
+    if place.leads:
+        with lead_company(place, terms, name, security=security, timeout_s=timeout_s) as company:
+            return _lead(company, request, out, resume)
+    with (
+        preserved(),
+        spoken_by(place),
+        join_company(place, terms, name, security=security, timeout_s=timeout_s) as member,
+    ):
+        return _follow(member, kind(request, model), model)
+
+
+def _lead(company: Company, request: Request, out: str | Path | None, resume: bool) -> Run:
+    company.gather(lambda sentence: _log.warning("%s", sentence))
+    run = run_session(request, out, resume, company)
+    tree = {"model": run.model.state_dict(), "summary": run.summary, "rows": list(run.history)}
+    company.give(_RUN, partial(pack_tree, tree))
+    company.see_off()
+    return run
+
+
+def _follow(member: Membership, training: Training, model: nn.Module) -> Run:
+    training.take_part(member)
+    line = member.line
+    try:
+        tree = unpack_tree(line.take(_RUN, member.timeout_s))
+    except (Aborted, PeerTimeout) as error:
+        if line.over is None:
+            raise
+        raise WorkerFailed(line.over.sentence, worker_rank=line.over.rank) from error
+    model.load_state_dict(tree["model"])
+    return Run(model=model, history=History(tree["rows"]), summary=tree["summary"])
+
+
+def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
+    """What must be the same on every process, the most telling first."""
+    config: dict[str, Any] = request.config(model)
+    versions, plan = config.pop("versions"), request.plan
+    first = {name: config.pop(name) for name in ("task", "strategy", "steps", "seed")}
+    return terms_of(
+        {
+            **first,
+            "manyhands": versions["manyhands"],
+            "torch": versions["torch"],
+            **config,
+            "stopping": plan.stopping,
+            "autocast": plan.autocast,
+            "compile": plan.compile,
+            "check_every": plan.check_every,
+            "slow": plan.slow,
+        }
+    )
