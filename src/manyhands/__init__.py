@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
+    from manyhands.hosts.specification import ClusterSpec
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
@@ -49,6 +50,7 @@ __all__ = [
     "AllReduce",
     "Callback",
     "Central",
+    "ClusterSpec",
     "CsvLogger",
     "EarlyStopping",
     "Files",
@@ -84,6 +86,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": "callbacks",
+    "ClusterSpec": "hosts.specification",
     "CsvLogger": "loggers",
     "EarlyStopping": "stopping",
     "Files": "data.own",

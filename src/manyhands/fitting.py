@@ -43,7 +43,8 @@ def fit(
     """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
 
     Under torchrun every process that calls `fit` is one worker, and all return the same weights, history and summary;
-    rank 0 keeps the run, the others print nothing but errors.
+    rank 0 keeps the run, the others print nothing but errors. So it is with TF_CONFIG set, or under `manyhands role`,
+    where a process is the role that the cluster specification gives it.
 
     `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
@@ -82,10 +83,10 @@ def fit(
         from manyhands.onray.lead import fit_on_ray
 
         return fit_on_ray(asked, ray_cluster, out, resume)
-    from manyhands.placed import check_workers, run_placed, spoken_by
+    from manyhands.placed import fitted, run_placed, spoken_by
 
     with spoken_by(place):
-        count = check_workers(place, workers)
+        chosen, count = fitted(chosen, place, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
     return run_placed(request, place, out, resume)
 

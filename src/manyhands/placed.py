@@ -23,29 +23,35 @@ from manyhands.hosts.company import Company, Membership, join_company, lead_comp
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
+from manyhands.hosts.specified import check_hosts
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
 from manyhands.session import run_session
 from manyhands.store.portable import pack_tree, unpack_tree
+from manyhands.strategy import Strategy
 from manyhands.training.request import Request
 from manyhands.training.training import Training, training_class
 
-__all__ = ["check_workers", "run_placed", "spoken_by"]
+__all__ = ["fitted", "run_placed", "spoken_by"]
 
 _log = logging.getLogger("manyhands")
 _fits = itertools.count()
 """Every process of a run calls `fit` as often as the others, in the same order: so each call has a name."""
 
 _RUN: Final = "run"
+_COME_AGAIN_S: Final = 30.0
 
 
-def check_workers(place: Place, workers: int | None) -> int:
-    """As many as there are processes; UserError where another number was asked for."""
-    if workers is not None and workers != place.world:
-        raise UserError(
-            f"workers={workers}: {place.kind} started {place.world} processes, each of which is a worker; leave it out"
-        )
-    return place.world
+def fitted(strategy: Strategy, place: Place, workers: int | None) -> tuple[Strategy, int]:
+    """What the strategy is on the processes that there are, and how many work; UserError where more were asked for."""
+    spec = place.cluster
+    roles = {kind: len(listed) for kind, listed in spec.addresses.items()} if spec is not None else {}
+    placed, count = strategy.placed(place.world, roles)
+    if workers is not None and workers != count:
+        who = "the cluster lists" if spec is not None else f"{place.kind} started"
+        each = "each of which is a worker" if count == place.world else f"{count} of which are workers"
+        raise UserError(f"workers={workers}: {who} {place.world} processes, {each}; leave it out")
+    return placed, count
 
 
 @contextmanager
@@ -72,6 +78,8 @@ def run_placed(
             f"strategy={request.strategy} starts processes of its own, and {place.kind} has started "
             f"{place.world} that would be workers; use allreduce here, or start it without {place.kind}"
         )
+    if place.cluster is not None:
+        check_hosts(place.cluster, place.cluster.ranked[place.rank])
     with preserved():
         seed_all(request.plan.seed)
         model = request.plan.task.model()
@@ -80,12 +88,17 @@ def run_placed(
     if place.leads:
         with lead_company(place, terms, name, security=security, timeout_s=timeout_s) as company:
             return _lead(company, request, out, resume)
-    with (
-        preserved(),
-        spoken_by(place),
-        join_company(place, terms, name, security=security, timeout_s=timeout_s) as member,
-    ):
-        return _follow(member, kind(request, model), model)
+    patience_s = timeout_s
+    with preserved(), spoken_by(place):
+        while True:
+            with join_company(place, terms, name, security=security, timeout_s=patience_s) as member:
+                try:
+                    return _follow(member, kind(request, model), model)
+                except Aborted as error:
+                    if not (kind.comes_again and member.line.over is not None and member.line.over.is_lost):
+                        raise
+                    _log.warning("%s; %s tries to come again", error, place.name)
+            patience_s = min(timeout_s, _COME_AGAIN_S)
 
 
 def _lead(company: Company, request: Request, out: str | Path | None, resume: bool) -> Run:

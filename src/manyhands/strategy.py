@@ -176,6 +176,19 @@ class Strategy(ABC):
             )
         return self
 
+    def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Strategy, int]:
+        """What it is on `world` processes that somebody else started, and how many of them are workers.
+
+        `roles` counts those that a cluster specification lists, by type; without one it is empty. UserError says why
+        they do not fit.
+        """
+        if roles.get("ps"):
+            raise UserError(
+                f"strategy={self} has no parameter servers, and the cluster lists {roles['ps']} of type ps; take them "
+                "out of it on every role, or use ps"
+            )
+        return self, world
+
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...] | None:
         """The stage that each layer of a chain is in, whose layers cost so much; None where no model is cut in layers.
 

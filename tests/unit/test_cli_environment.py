@@ -1,5 +1,7 @@
 """What other launchers say in the environment is named, and not silently ignored."""
 
+import json
+
 import pytest
 
 from commands import run_command
@@ -27,15 +29,29 @@ def test_one_sentence_for_each_launcher(environment: dict[str, str], parts: list
         assert all(part in sentence for part in expected), sentence
 
 
-@pytest.mark.parametrize(
-    "asked", [("train", "digits", "--strategy", "rign"), ("train", "logreg"), ("launch", "nowhere.py")]
-)
+@pytest.mark.parametrize("asked", [("compare", "digits", "--strategies", "rign"), ("launch", "nowhere.py")])
 def test_commands_that_start_workers_say_that_it_is_not_read(
     asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}}')
     assert run_command(monkeypatch, *asked) == 2
     assert capfd.readouterr().err.startswith("manyhands: TF_CONFIG is set and not read")
+
+
+def test_train_is_the_role_that_it_names(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"worker": ["a:1", "b:1"]}
+    for index, sentence in (
+        (2, "TF_CONFIG: task.index=2: the cluster lists 2 of type worker"),
+        (0, "workers=2: single is one process"),
+    ):
+        task = {"type": "worker", "index": index}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        assert run_command(monkeypatch, "train", "digits", "--strategy", "single") == 2
+        error = capfd.readouterr().err
+        assert sentence in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

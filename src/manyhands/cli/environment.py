@@ -16,14 +16,15 @@ def ignored_variables(environment: Mapping[str, str]) -> list[str]:
     told = []
     if environment.get("TF_CONFIG"):
         told.append(
-            "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says"
+            "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
+            "`manyhands train`, and a script that calls mh.fit(), are the role that it names"
         )
     found = [name for name in _TORCHRUN if environment.get(name)]
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
         told.append(
             f"{', '.join(found) or 'TORCHELASTIC_RUN_ID'} {'are' if len(found) > 1 else 'is'} set, as by torchrun, and "
-            "not read: this command starts workers of its own; to train on the processes of torchrun, have it start a "
-            "script that calls mh.join()"
+            "not read: this command starts workers of its own; to train on the processes of torchrun, have it start "
+            "`-m manyhands train`, or a script that calls mh.fit() or mh.join()"
         )
     return told
 

@@ -75,6 +75,10 @@ COMMANDS = {
         settings={"ignore_unknown_options": True},
         trains=True,
     ),
+    "role": Later(
+        home="manyhands.cli.role:role_command",
+        help="Be one role of a cluster specification: a worker, a server, or the chief that leads.",
+    ),
     "certificates": Later(
         home="manyhands.cli.certificates:certificates_command",
         help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",

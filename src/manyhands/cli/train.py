@@ -20,7 +20,6 @@ from manyhands.cli.commands import (
     parameter,
     write_json,
 )
-from manyhands.cli.environment import tell_ignored_variables
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import (
     CheckpointEvery,
@@ -41,7 +40,7 @@ from manyhands.tasks.builtin import BuiltinTask
 
 __all__ = ["train_app"]
 
-train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=tell_ignored_variables)
+train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True)
 
 _WORKERS = 2
 """Where nobody says how many."""

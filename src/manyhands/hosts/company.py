@@ -53,7 +53,7 @@ class Company:
         while self.front.missing:
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
-                raise PeerTimeout(self.front.late("join", waited_s), self.front.missing[0])
+                raise PeerTimeout(self.front.late("join", waited_s, self._named), self.front.missing[0])
             for event in self.front.poll(_TICK_S):
                 match event:
                     case Started():
@@ -66,6 +66,14 @@ class Company:
                         raise failure.error()
                     case _:
                         self.early.append(event)
+
+    def _named(self, rank: int) -> str:
+        """What a rank is called that has not come."""
+        spec = self.place.cluster
+        if spec is None:
+            return f"rank {rank}"
+        role = spec.ranked[rank]
+        return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
         """Tell every other process the same."""

@@ -28,6 +28,7 @@ from manyhands.hosts.line import Contact, Line, open_line
 from manyhands.hosts.links import address_towards
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
+from manyhands.hosts.specified import listening_at
 from manyhands.hub.settings import Settings
 from manyhands.link.secure import Security, is_loopback
 from manyhands.version import __version__
@@ -76,7 +77,7 @@ def lead(
         token = security.token or _open_token(place.leader)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
-            front.listen(f"tcp:{place.leader}")
+            front.listen(listening_at(place.leader))
             stack.pop_all()
         return Leading(front=front, token=token, address=place.leader.rpartition(":")[0])
     store = _store(place, name, timeout_s)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import numpy as np
@@ -48,6 +48,7 @@ from manyhands.hosts.messages import (
     LineHello,
     LineMarked,
     LineOver,
+    LinePiece,
     LinePing,
     LinePong,
     LineWelcome,
@@ -66,9 +67,11 @@ from manyhands.record.clocks import clock_id
 from manyhands.record.events import NOBODY, RECORD
 from manyhands.record.ring import EventRing
 
-__all__ = ["Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
+__all__ = ["Front", "FrontEvent", "Given", "Remarked", "Turned", "hello_of"]
 
 _FLUSH_S: Final = 10.0
+_MOST_LARGE: Final = 64  # things that one member may be sending at a time
+_MOST_LARGE_BYTES: Final = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,16 @@ class Remarked:
     sentence: str
 
 
-FrontEvent = Started | Said | Ended | Turned | Remarked
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A member has sent something large, by `Line.give`; in order with what it said."""
+
+    member: int
+    name: str
+    data: bytearray
+
+
+FrontEvent = Started | Said | Ended | Turned | Remarked | Given
 
 
 def hello_of(place: Place, terms: Sequence[Term]) -> LineHello:
@@ -118,6 +130,8 @@ class _Member:
     seen: Whereabouts
     ended: bool = False
     connected: bool = True
+    large: dict[str, bytearray] = field(default_factory=dict)
+    """What it is about to have sent, by name."""
 
     @property
     def name(self) -> str:
@@ -128,7 +142,12 @@ class Front:
     """All lines of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
-        self, place: Place, terms: Sequence[Term], token: bytes, *, settings: Settings | None = None
+        self,
+        place: Place,
+        terms: Sequence[Term],
+        token: bytes,
+        *,
+        settings: Settings | None = None,
     ) -> None:
         """Nobody can come before `listen`; `terms` are what must be the same on every process."""
         self.name = place.name
@@ -139,6 +158,7 @@ class Front:
         self._register = Register(hello_of(place, terms))
         self._members: dict[int, _Member] = {}  # by rank, those who left included
         self._ranks: dict[int, int] = {}  # by the hub's number
+        self._untold: list[FrontEvent] = []
         self._closed = False
         with ExitStack() as stack:
             self.rings: Mapping[int, EventRing] = {
@@ -152,6 +172,15 @@ class Front:
             stack.callback(self._bell.close)
             self._hub.register(self._bell.descriptor)
             self._stack = stack.pop_all()
+
+    @contextmanager
+    def recording_into(self, rings: Mapping[int, EventRing]) -> Iterator[None]:
+        """While this is open, what the others record goes into these rings, by rank, which stay the caller's."""
+        before, self.rings = self.rings, rings
+        try:
+            yield
+        finally:
+            self.rings = before
 
     def listen(self, address: str = "unix") -> str:
         """Let members come; the address to tell them."""
@@ -169,9 +198,14 @@ class Front:
         """The ranks that have not come."""
         return self._register.missing
 
-    def late(self, deed: str, waited_s: float) -> str:
+    def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
         """The sentence on ranks that did not come in time."""
-        return self._register.late(deed, waited_s)
+        return self._register.late(deed, waited_s, named)
+
+    @property
+    def turned_away(self) -> Sequence[str]:
+        """A sentence on everyone who was not let in."""
+        return self._register.turned_away
 
     def name_of(self, rank: int) -> str:
         """`worker 2 on hostB (process 4711)`; of one who never came, its rank."""
@@ -193,8 +227,9 @@ class Front:
         deadline = time.monotonic() + timeout_s
         while True:
             self._send_letters()
-            left_s = max(0.0, deadline - time.monotonic())
-            told = [one for event in self._hub.poll(left_s) for one in self._hear(event)]
+            untold, self._untold = self._untold, []
+            left_s = 0.0 if untold else max(0.0, deadline - time.monotonic())
+            told = untold + [one for event in self._hub.poll(left_s) for one in self._hear(event)]
             self._send_letters()
             if told or left_s == 0.0:
                 return told
@@ -220,6 +255,15 @@ class Front:
         """Tell everyone that the run has failed, by the fault of `rank`: their waits end with this sentence."""
         for member in tuple(self._members.values()):
             member.bag.put(LineOver(rank=rank, sentence=sentence))
+
+    def dismiss(self, member: int, sentence: str) -> None:
+        """Have done with a member, which is told why; its end is told by `poll`. From the thread that polls."""
+        found = self._members.get(member)
+        if found is None or not found.connected:
+            return
+        self._hub.send(found.connection, LineOver(rank=member, sentence=sentence))
+        self._hub.disconnect(found.connection, sentence)
+        self._untold += self._lost(found.connection, sentence, False)
 
     def see_off(self, timeout_s: float) -> tuple[int, ...]:
         """Send everything, and wait until every member has left; the ranks that have not. In the place of a `poll`."""
@@ -330,6 +374,13 @@ class Front:
                 if len(payload) % RECORD.itemsize or lost < 0:
                     raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
                 self.rings[rank].append(np.frombuffer(payload, RECORD), lost)
+            case LinePiece(name=name, last=last):
+                data = member.large.setdefault(name, bytearray())
+                if len(data) + len(payload) > _MOST_LARGE_BYTES or len(member.large) > _MOST_LARGE:
+                    raise ProtocolError("piece", f"more of {name[:80]!r} than anybody sends")
+                data += payload
+                if last:
+                    return [Given(rank, name, member.large.pop(name))]
             case StoreCall():
                 member.bag.put(self.store.answer(message))
             case _:

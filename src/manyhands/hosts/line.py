@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
@@ -27,7 +27,7 @@ from manyhands.cluster.control import Decoder, Finished, Note, Stop, encode
 from manyhands.cluster.failure import report
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
 from manyhands.hosts.front import hello_of
-from manyhands.hosts.mailbag import Bell, Mailbag
+from manyhands.hosts.mailbag import Bell, Mailbag, pieces
 from manyhands.hosts.messages import (
     LINE,
     LINE_FINGERPRINT,
@@ -45,7 +45,7 @@ from manyhands.hosts.messages import (
     Term,
 )
 from manyhands.hosts.place import Place
-from manyhands.hub.arrivals import Arrived, Joined, Lost, Ready
+from manyhands.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready
 from manyhands.hub.handshake import Credentials
 from manyhands.hub.hub import Hub
 from manyhands.hub.settings import Settings
@@ -89,6 +89,8 @@ class Broken:
 
     rank: int
     sentence: str
+    is_lost: bool = False
+    """Whether it is the leader that is not heard any more: the run may go on, and this process come again."""
 
 
 def open_line(
@@ -107,16 +109,17 @@ def open_line(
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(mine, LINE, settings=settings))
         hub.connect(_LEADER, contact.address)
-        welcome = _introduce(hub, place, contact, terms, timeout_s)
+        welcome, early = _introduce(hub, place, contact, terms, timeout_s)
         line = Line(place, hub, leader=welcome.leader, same_clock=welcome.clock == str(clock_id()))
         stack.pop_all()
-    line.begin()
+    line.begin(early)
     return line
 
 
 def _introduce(
     hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
-) -> LineWelcome:
+) -> tuple[LineWelcome, list[HubEvent]]:
+    """The leader's welcome, and what came behind it at once."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -126,12 +129,13 @@ def _introduce(
                 f"within {timeout_s:.0f} s",
                 _LEADER,
             )
-        for event in hub.poll(left_s):
+        events = hub.poll(left_s)
+        for number, event in enumerate(events, 1):
             match event:
                 case Joined():
                     hub.send(_LEADER, hello_of(place, terms))
                 case Arrived(_, LineWelcome() as welcome):
-                    return welcome
+                    return welcome, events[number:]
                 case Arrived(_, LineRefused(reason=reason)):
                     raise UserError(printable(reason, 1000))
                 case Lost(_, reason):
@@ -180,6 +184,8 @@ class Line:
             stack.callback(self._bell.close)
             hub.register(self._bell.descriptor)
             self._bag = Mailbag(self._bell.ring)
+            self._ear = Bell()
+            stack.callback(self._ear.close)
             self._stack = stack.pop_all()
 
     # ── what a role asks of its context ───────────────────────────────────────────────────────────────────────────
@@ -206,6 +212,7 @@ class Line:
 
     def told(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
         """What the leader told this process since the last call, in order; waits for it at most `timeout_s`."""
+        self._ear.answer_any()
         if timeout_s > 0:
             with self._heard:
                 self._heard.wait_for(lambda: self._told or self._over is not None, timeout_s)
@@ -222,6 +229,17 @@ class Line:
     def stopping(self) -> bool:
         """As `stop_requested`."""
         return self.stop_requested()
+
+    def control_fileno(self) -> int:
+        """A descriptor for a selector, readable when the leader said something that `told` gives, or asked to leave."""
+        return self._ear.descriptor
+
+    def give(self, name: str, chunks: Iterable[Any]) -> None:
+        """Send the leader something large, in order with what is said; chunks are buffers, made as they leave.
+
+        They are made in the line's thread.
+        """
+        self._bag.put_all(pieces(name, chunks))
 
     def end(self, payload: Mapping[str, Any]) -> None:
         """This process's part is done, with this result; the line stays for what the leader gives."""
@@ -304,8 +322,9 @@ class Line:
 
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self) -> None:
-        """Compare clocks, and let the line's thread have the connection from now on."""
+    def begin(self, early: Sequence[HubEvent] = ()) -> None:
+        """Compare clocks, and let the line's thread have the connection from now on; `early` came before."""
+        self._take(early)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
             asked, deadline = len(self._brackets), time.monotonic() + 1.0
@@ -354,7 +373,11 @@ class Line:
 
     def _turn(self, timeout_s: float) -> None:
         self._bag.empty(self._post)
-        for event in self._hub.poll(timeout_s):
+        self._take(self._hub.poll(timeout_s))
+        self._bag.empty(self._post)
+
+    def _take(self, events: Sequence[HubEvent]) -> None:
+        for event in events:
             match event:
                 case Arrived():
                     try:
@@ -363,12 +386,12 @@ class Line:
                         event.release()
                 case Lost(_, reason, in_peace):
                     how = "left" if in_peace else f"is lost: {reason}"
-                    self._end_waits(Broken(_LEADER, f"the leader of the run, {self.leader}, {how}"))
+                    sentence = f"the leader of the run, {self.leader}, {how}"
+                    self._end_waits(Broken(_LEADER, sentence, is_lost=not in_peace))
                 case Ready():
                     self._bell.answer()
                 case _:
                     raise AssertionError(f"nobody else is at this line: {event}")
-        self._bag.empty(self._post)
 
     def _post(self, message: object, payload: list[Any]) -> bool:
         return self._hub.send(_LEADER, message, payload)
@@ -406,6 +429,7 @@ class Line:
                             self._heard.notify_all()
                     elif isinstance(message, Stop):
                         self._stop_requested = True
+                self._ear.ring()
             case StoreAnswer() as answer:
                 with self._heard:
                     if answer.number in self._answers:
@@ -429,6 +453,7 @@ class Line:
             self._over = broken
             acts, self._on_over = self._on_over, []
             self._heard.notify_all()
+        self._ear.ring()
         for act in acts:
             act(broken)
 

@@ -41,6 +41,15 @@ class Bell:
         """It is awake."""
         os.eventfd_read(self.descriptor)
 
+    def answer_any(self) -> None:
+        """The same where it may not have been rung, or be closed."""
+        with self._lock:
+            if not self._closed:
+                try:
+                    os.eventfd_read(self.descriptor)
+                except BlockingIOError:
+                    pass
+
     def close(self) -> None:
         """Nobody is woken any more."""
         with self._lock:

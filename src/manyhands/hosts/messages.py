@@ -10,7 +10,7 @@ process                                        leader
   LineEvents(lost) + records              ──►
   StoreCall(number, …)                    ──►
                                           ◄──  StoreAnswer(number, …)
-                                          ◄──  LinePiece(name, last) + bytes       of something large
+                                          ◄─►  LinePiece(name, last) + bytes       of something large
                                           ◄──  LineOver(rank, sentence)            the run has failed
 """
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from manyhands.cluster import entry
 from manyhands.cluster.context import RoleContext
 from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.hosts.specification import TF_CONFIG, ClusterRole, ClusterSpec
 from manyhands.hosts.standing import LAUNCHER_VARIABLE, stands_at
 from manyhands.strategy import Strategy
 from manyhands.version import __version__
@@ -30,6 +31,8 @@ __all__ = [
     "current",
     "find_place",
     "launched",
+    "place_from",
+    "place_of",
 ]
 
 KINDS = ("alone", "launch", "torchrun", "specification", "ray")
@@ -82,6 +85,9 @@ class Place:
     leader: str | None = None
     """`HOST:PORT` at which the leader listens, where that is known to all beforehand; None: its store tells."""
 
+    cluster: ClusterSpec | None = None
+    """Who there is and where, where a specification says it."""
+
     launched: Launched | None = None
     master: str | None = None
     """Where torchrun's store is, for those who look for the network that leads there."""
@@ -118,9 +124,33 @@ def current(environment: Mapping[str, str] = os.environ) -> Place:
         return said
     if launched is not None or LAUNCHER_VARIABLE in environment or _is_worker():
         return Place(rank=0, world=1)
+    specified = place_from(environment)
+    if specified is not None:
+        return specified
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _under_torchrun(environment)
     return Place(rank=0, world=1)
+
+
+def place_of(spec: ClusterSpec, role: ClusterRole) -> Place:
+    """The place of one role of a specification; UserError for an evaluator, which has none."""
+    return Place(
+        rank=spec.rank(role),
+        world=len(spec.ranked),
+        kind="specification",
+        role=role.type,
+        index=role.index,
+        leader=spec.address(spec.leader),
+        cluster=spec,
+    )
+
+
+def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """What TF_CONFIG says of this process; None where it is not set, or says of no cluster."""
+    text = environment.get(TF_CONFIG, "").strip()
+    if not text or text == "{}":
+        return None
+    return place_of(*ClusterSpec.from_tf_config(text))
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from manyhands.hosts.messages import LineHello, LineRefused, Term
@@ -74,10 +74,9 @@ class Register:
         """The rank is free again."""
         self._seats.pop(rank, None)
 
-    def late(self, deed: str, waited_s: float) -> str:
+    def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
         """The sentence on ranks that did not come in time, with what is known of those who were turned away."""
-        ranks = self.missing
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._leader.world}"
+        who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
         told = "".join(f"; {sentence}" for sentence in self._turned_away[-3:])
         return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{told}"
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from manyhands.hosts.specification import TF_CONFIG
+
 if TYPE_CHECKING:
     from manyhands.hosts.place import Place
 
@@ -36,4 +38,5 @@ def stands_at() -> Place | None:
 
 def may_be_placed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `place.current` is worth asking: somebody has said where this process stands."""
-    return _standing is not None or ("RANK" in environment and "WORLD_SIZE" in environment)
+    by_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
+    return _standing is not None or by_torchrun or bool(environment.get(TF_CONFIG))

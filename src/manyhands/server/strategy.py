@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.consistency.parse import parse_consistency
@@ -116,6 +117,41 @@ class Ps(Strategy):
     def processes(self, workers: int) -> dict[str, int]:
         """Workers and servers."""
         return {"worker": workers, "server": self.num_server_processes}
+
+    def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Ps, int]:
+        """Under torchrun the first processes serve; of a specification, the roles of type ps, all of them.
+
+        A chief leads and does not train.
+        """
+        if roles:
+            return self._as_specified(roles.get("ps", 0), roles.get("worker", 0))
+        servers = self.num_server_processes
+        if world <= servers:
+            raise UserError(
+                f"strategy={self}: of {world} processes {servers} would serve, and nobody would train; start at least "
+                f"{servers + 1}, servers and workers together"
+            )
+        return self, world - servers
+
+    def _as_specified(self, servers: int, workers: int) -> tuple[Ps, int]:
+        if not servers:
+            raise UserError(f"strategy={self}: the cluster lists no ps; add one, or use allreduce")
+        if not workers:
+            raise UserError(
+                f"strategy={self}: the cluster lists no worker: its chief leads and does not train; add one"
+            )
+        if self.servers not in (1, servers):
+            raise UserError(
+                f"strategy={self}: servers={self.servers}, and the cluster lists {servers} of type ps; leave servers= "
+                "out, or make them equal"
+            )
+        placed = replace(self, servers=servers)
+        if placed.num_server_processes > servers:
+            raise UserError(
+                f"strategy={self}: replicas={self.replicas} needs {placed.num_server_processes} servers, and the "
+                f"cluster lists {servers} of type ps; add one, or leave replicas out"
+            )
+        return placed, workers
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Servers keep shards and step them; a worker has the parameters that it computes with."""

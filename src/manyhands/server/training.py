@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from manyhands.hosts.company import Membership
+from manyhands.hosts.specified import listening_at
 from manyhands.server.layout import FlatLayout
+from manyhands.server.live.away import take_part
 from manyhands.server.live.handover import off_shards, onto_shards
+from manyhands.server.live.job import Job
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.live.training import (
+    Away,
     ResumePoint,
     ServerTraining,
     TrainingRequest,
@@ -19,6 +25,7 @@ from manyhands.server.live.training import (
     resume_point,
     server_summary,
 )
+from manyhands.server.roles import ps_ranks
 from manyhands.server.shard_state import merge
 from manyhands.server.strategy import Ps
 from manyhands.store.atomic import WriteFailed
@@ -37,6 +44,9 @@ __all__ = ["PsTraining"]
 
 class PsTraining(Training):
     """Resumes from the shards' snapshots; leaves a checkpoint of the usual kind besides."""
+
+    can_take_part: ClassVar[bool] = True
+    comes_again: ClassVar[bool] = True
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
@@ -125,6 +135,30 @@ class PsTraining(Training):
             notes=tuple(outcome.notes),
         )
 
+    def take_part(self, member: Membership) -> None:
+        """Serve or work, as the leader says."""
+        line, options = member.line, self._request.options
+        job = Job(
+            plan=self._request.plan,
+            strategy=replace(self._strategy, link="tcp"),
+            token="",
+            fingerprint=self._fingerprint(),
+            workers=self._request.workers,
+            timeout_s=options.timeout_s,
+            threads=1,
+            run_path=None,
+            keep_checkpoints=options.keep_checkpoints,
+            resume_version=None,
+            skip_nonfinite=options.skip_nonfinite,
+            security=member.security,
+            **_addresses(member),
+        )
+        try:
+            line.end(take_part(line, job))
+        except BaseException as error:
+            line.fail(error)
+            raise
+
     def _save(self, stage: Stage, snapshot: Snapshot | None) -> None:
         """Write the last checkpoint; a full disk costs that and not what was trained."""
         checkpoints = stage.checkpoints()
@@ -153,5 +187,24 @@ class PsTraining(Training):
             resume_version=self._point.version if self._point is not None else None,
             begun=self._point.begun if self._point is not None else 0,
             buffers=self._buffers,
-            fingerprint=fingerprint(request.config(self._model)).digest,
+            fingerprint=self._fingerprint(),
+            away=self._away(stage),
         )
+
+    def _fingerprint(self) -> str:
+        return fingerprint(self._request.config(self._model)).digest
+
+    def _away(self, stage: Stage) -> Away | None:
+        company = stage.company
+        if company is None:
+            return None
+        return Away(company=company, ranks=ps_ranks(self._strategy, company.place), say=stage.say)
+
+
+def _addresses(member: Membership) -> dict[str, Any]:
+    """Where this process listens if it is to serve, and where others reach it then."""
+    place = member.place
+    if place.cluster is not None:
+        address = place.cluster.address(place.cluster.ranked[place.rank])
+        return {"listens_at": listening_at(address), "reached_at": f"tcp:{address}"}
+    return {"listens_at": f"tcp:{member.address}:0"} if member.address else {}

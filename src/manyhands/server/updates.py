@@ -27,15 +27,20 @@ from manyhands.store.lines import LineFile
 
 __all__ = [
     "ComputedRow",
+    "RecordMark",
     "Recorder",
     "RunRecord",
     "ShardLogs",
     "ShardRecorder",
     "clear_records",
     "computed_lengths",
+    "is_record",
     "read_computed",
     "read_logs",
     "read_record",
+    "record_files",
+    "record_mark",
+    "take_record",
     "write_record",
 ]
 
@@ -114,6 +119,24 @@ class ShardLogs:
 
     notes: tuple[str, ...]
     """What was passed over: last lines that were cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordMark:
+    """What tells whether two processes, perhaps of two hosts, see the same run directory."""
+
+    run: str
+    inode: int
+    changed_ns: int
+
+
+def record_mark(run_path: Path) -> RecordMark | None:
+    """That of the directory at this path; None where nothing is recorded there."""
+    try:
+        found = (run_path / _FOLDER / _RECORD).stat()
+    except OSError:
+        return None
+    return RecordMark(run=str(run_path), inode=found.st_ino, changed_ns=found.st_mtime_ns)
 
 
 class Recorder:
@@ -207,6 +230,31 @@ def _append(log: LineFile, line: str) -> str | None:
 
 def _end_of_recording(error: WriteFailed) -> str:
     return f"{error}: its recording ends, the run goes on, and can be neither replayed nor audited as a whole"
+
+
+def is_record(name: str) -> bool:
+    """Whether a file of this name is one that servers or workers write."""
+    return any(pattern.fullmatch(name) is not None for pattern in (_SHARD, _WORKER))
+
+
+def record_files(run_path: Path) -> list[Path]:
+    """All files of servers and workers, by name."""
+    folder = run_path / _FOLDER
+    return sorted(path for path in (folder.iterdir() if folder.is_dir() else ()) if is_record(path.name))
+
+
+def take_record(run_path: Path, name: str, data: bytes) -> int:
+    """Add what a member wrote on another host to what is there of an earlier life; how many rows that had.
+
+    WriteFailed where the disk does not take it.
+    """
+    assert is_record(name), "what came is checked before"
+    log = LineFile(run_path / _FOLDER / name)
+    try:
+        log.append(data[: data.rfind(b"\n") + 1])  # a process that was killed may have left half a line
+        return log.num_lines - data.count(b"\n")
+    finally:
+        log.close()
 
 
 def clear_records(run_path: Path) -> None:

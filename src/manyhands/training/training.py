@@ -130,6 +130,9 @@ class Training(ABC):
     can_take_part: ClassVar[bool] = False
     """Whether processes that somebody else started can be its roles: it minds `Stage.company`, and can `take_part`."""
 
+    comes_again: ClassVar[bool] = False
+    """Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run."""
+
     def __init__(self, request: Request, model: nn.Module) -> None:
         self._request = request
         self._model = model

@@ -13,6 +13,7 @@ from manyhands.hub.encoding import MessageCoder
 from manyhands.hub.handshake import Credentials
 from manyhands.hub.hub import Hub, Settings
 from manyhands.hub.settings import spin_for
+from manyhands.link.secure import Security
 from manyhands.link.silence import Silence
 from manyhands.memory.segment import Segment
 from manyhands.server import messages
@@ -77,6 +78,15 @@ class Job:
     skip_nonfinite: bool = False
     """Leave out an update whose gradient is not finite, instead of ending the run."""
 
+    security: Security = field(default_factory=Security.loopback)
+    """What protects connections to other hosts."""
+
+    listens_at: str = ""
+    """Where a server listens, as hubs have it; empty: anywhere on this host that its link allows."""
+
+    reached_at: str = ""
+    """Where others reach it, if that is another address."""
+
     @property
     def is_lockstep(self) -> bool:
         """Whether no shard takes a step before every worker has pushed, so that nobody reads what changes."""
@@ -107,6 +117,7 @@ class Job:
             spin_s=spin_for(self.workers + self.strategy.num_server_processes),
             queue_bytes=1 << 34,
             connect_s=self.timeout_s,
+            security=self.security,
         )
         return Hub(credentials, CODEC, settings=settings, **options)
 

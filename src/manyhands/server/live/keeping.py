@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from manyhands.cluster.board import State
-from manyhands.cluster.context import RoleContext
-from manyhands.server.live.job import Job
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.live.records import ServerRecords
-from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
+from manyhands.server.live.resources import MemberContext, Snapshots
+from manyhands.server.live.snapshots import ShardSnapshot, pack_install, unpack_install
 from manyhands.server.live.stores import Stores
 from manyhands.server.server import ServerCore
 from manyhands.server.updates import ShardRecorder
@@ -28,8 +27,8 @@ class ShardKeeping:
 
     def __init__(
         self,
-        context: RoleContext,
-        job: Job,
+        context: MemberContext,
+        snapshots: Snapshots,
         core: ServerCore,
         stores: Stores,
         gradients: Gradients,
@@ -39,7 +38,7 @@ class ShardKeeping:
     ) -> None:
         self._context, self._core, self._stores, self._gradients = context, core, stores, gradients
         self._logs, self._records, self._note = logs, records, note
-        self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
+        self._snapshots = snapshots
         self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
 
     def packed(self, shard: int) -> list[Any]:

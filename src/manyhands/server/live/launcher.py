@@ -10,20 +10,16 @@ import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from manyhands.cluster.control import Unread
 from manyhands.cluster.failure import Failure
-from manyhands.cluster.job import pack
 from manyhands.cluster.signals import as_exception
-from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
+from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Said, Silent, Started
 from manyhands.cluster.watchdog import Watched
 from manyhands.errors import Aborted, Hang, ManyhandsError, PeerTimeout, UserError
 from manyhands.record.blackbox import BlackBoxes
-from manyhands.record.ring import EventRing
 from manyhands.server import changes
 from manyhands.server.changes import (
     Assign,
@@ -40,6 +36,7 @@ from manyhands.server.changes import (
 )
 from manyhands.server.live.job import Job
 from manyhands.server.live.losses import LossBook
+from manyhands.server.live.members import Assemble, Members, RunFiles
 from manyhands.server.live.recoveries import Recoveries
 from manyhands.server.live.reports import (
     ORDERS,
@@ -61,32 +58,13 @@ from manyhands.server.live.reports import (
     WorkerLeft,
     WorkerReady,
 )
-from manyhands.server.live.server import serve
-from manyhands.server.live.worker import work
 from manyhands.server.membership import Membership, MembershipPlan
 from manyhands.server.messages import Concluded, Installed, View
 from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
-__all__ = ["LaunchOutcome", "Launcher", "RunFiles"]
+__all__ = ["LaunchOutcome", "Launcher", "new_token"]
 
 _LOOK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """Memory files that the launcher made for its children, by what they hold."""
-
-    final: int
-    """The parameters at the end, as the flat layout has them; where workers read in place, all the time."""
-
-    buffers: int
-    """The buffers of a worker's model at the end."""
-
-    rings: Mapping[int, EventRing]
-    """By slot."""
-
-    server_rings: Sequence[EventRing]
-    """By the place of a server: one that died leaves its place to the next."""
 
 
 @dataclass(slots=True)
@@ -109,7 +87,7 @@ class LaunchOutcome:
 
 
 class Launcher:
-    """Runs one job to its end; `run` is called once.
+    """Runs one job to its end, with the members that `assemble` makes, wherever they are; `run` is called once.
 
     `on_rows` gets rows of the history, `on_event` what happens to members: a word, with a sentence where somebody
     should know. Commands put into `commands`
@@ -119,8 +97,8 @@ class Launcher:
     def __init__(
         self,
         job: Job,
-        workers: int,
         files: RunFiles,
+        assemble: Assemble,
         *,
         losses: LossBook,
         on_rows: Callable[[list[dict[str, Any]]], None],
@@ -128,16 +106,15 @@ class Launcher:
         commands: queue.SimpleQueue[Command] | None = None,
         watchdog_s: float = 0.0,
     ) -> None:
-        self._job, self._files = job, files
+        self._job, self._files, self._assemble = job, files, assemble
         self._watchdog_s = watchdog_s
         self._on_rows, self._on_event = on_rows, on_event
         self._commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
         strategy = job.strategy
-        self._num_workers = workers
         self._membership = Membership(
             MembershipPlan(
                 num_shards=strategy.servers,
-                num_workers=workers,
+                num_workers=job.workers,
                 replicas=strategy.replicas,
                 can_restore=job.run_path is not None,
             )
@@ -156,18 +133,13 @@ class Launcher:
         self._died_at: dict[str, float] = {}
         self._over = False
         self._began = 0.0
-        self._highest_slot = workers - 1
+        self._slots_asked: dict[int, int] = {}  # by worker: the slot that it was started for
+        self._highest_slot = job.workers - 1
 
     def run(self) -> LaunchOutcome:
         """Start everybody, see the run through, and return what came out of it."""
-        num_members = self._num_workers + self._job.strategy.num_server_processes
-        with (
-            Supervisor(num_members=num_members, watched=self._watched()) as supervisor,
-            ExitStack() as stack,
-        ):
-            self._supervisor = supervisor
-            self._packed = pack(self._job)
-            stack.callback(os.close, self._packed)
+        with self._assemble(self._watched()) as members:
+            self._members: Members = members
             self._do(self._membership.begin())
             while not self._over:
                 self._turn()
@@ -175,7 +147,7 @@ class Launcher:
         return self._outcome
 
     def _turn(self) -> None:
-        for event in self._supervisor.poll(_LOOK_S):
+        for event in self._members.poll(_LOOK_S):
             match event:
                 case Said(member=process, payload=payload):
                     self._hear(self._numbers.get(process, process), payload)
@@ -329,8 +301,7 @@ class Launcher:
         slot = self._slot_of(member)
         if slot is not None:
             return slot
-        kind, _, number = self._names.get(self._process_of(member), "").partition(" ")
-        return int(number) if kind == "worker" else -1  # before there is a view, a worker has but its name
+        return self._slots_asked.get(self._process_of(member), -1)  # before there is a view
 
     def _what(self, member: int) -> str:
         slot = self._slot_of(member)
@@ -353,23 +324,17 @@ class Launcher:
                         self._tell_process(process, told)
                 case StartServer(member=member):
                     self._server_members.add(member)
-                    ring = self._give_place(member)
-                    files = {"final": self._files.final, "events": ring.descriptor}
-                    self._start(member, f"server {self._places[member]}", serve, files)
+                    self._names[member] = self._members.start_server(member, self._give_place(member))
                 case StartWorker(member=member, slot=slot):
-                    self._start(
-                        member,
-                        f"worker {slot}",
-                        partial(work, slot=slot),
-                        self._worker_files(slot),
-                    )
+                    self._slots_asked[member] = slot
+                    self._names[member] = self._members.start_worker(member, slot)
                 case Assign(member=member, as_member=number, slot=slot):
                     process = self._process_of(member)
                     self._workers.pop(member, None)
                     self._numbers[process], self._workers[number] = number, process
                     self._tell_process(process, PlaceGiven(slot=slot, member=number))
                 case KillMember(member=member):
-                    self._supervisor.kill(self._process_of(member))
+                    self._members.kill(self._process_of(member))
                     self._places.pop(member, None)  # it writes nothing more
                 case ShardLost(shard=shard, member=member):
                     self._recoveries.restored(self._membership.view.epoch)
@@ -388,22 +353,22 @@ class Launcher:
     def _tell_process(self, process: int, order: Any) -> None:
         """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
         try:
-            self._supervisor.tell(process, ORDERS.write(order))
+            self._members.tell(process, ORDERS.write(order))
         except Unread:
-            self._supervisor.kill(process)
+            self._members.kill(process)
 
     def _missing_shards(self) -> list[int]:
         """Those that no server has left yet."""
         return [shard for shard in range(self._job.strategy.servers) if shard not in self._left]
 
-    def _give_place(self, member: int) -> EventRing:
-        """The first place that no live server has, and its ring."""
+    def _give_place(self, member: int) -> int:
+        """The first place that no live server has."""
         taken = set(self._places.values())
         place = next((one for one in range(len(self._files.server_rings)) if one not in taken), None)
         if place is None:
             raise ManyhandsError(f"member {member} has no place: all {len(taken)} servers are still there")
         self._places[member] = place
-        return self._files.server_rings[place]
+        return place
 
     def _roles(self) -> dict[int, int]:
         return {member: self._files.server_rings[place].role for member, place in self._places.items()}
@@ -434,24 +399,6 @@ class Launcher:
             sentence = f"{what} is whole again after {seconds:.2f} s, with member {member}"
             self._tell("recovered", member, what=what, seconds=seconds, sentence=sentence)
 
-    def _start(
-        self, member: int, name: str, target: Callable[..., Mapping[str, Any]], files: Mapping[str, int]
-    ) -> None:
-        self._names[member] = name
-        # The task, with all its data, is packed once and not for every process.
-        role = Role(name=name, target=target, descriptors={"job": self._packed, **files}, env=self._env())
-        self._supervisor.start(role, member)
-
-    def _worker_files(self, slot: int) -> dict[str, int]:
-        return {
-            "events": self._files.rings[slot].descriptor,
-            "buffers": self._files.buffers,
-            "final": self._files.final,
-        }
-
-    def _env(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(self._job.threads)}
-
     def _process_of(self, member: int) -> int:
         return next((process for process, number in self._numbers.items() if number == member), member)
 
@@ -470,14 +417,14 @@ class Launcher:
             self._tell_process(server, Finish())
         while self._servers and time.monotonic() < deadline:
             self._turn_down()
-        for process in self._supervisor.members:
-            self._supervisor.ask_to_stop(process)
-        while self._supervisor.members and time.monotonic() < deadline:
+        for process in self._members.members:
+            self._members.ask_to_stop(process)
+        while self._members.members and time.monotonic() < deadline:
             self._turn_down()
 
     def _turn_down(self) -> None:
         """Everything is where it is wanted: what still goes wrong with a server is said and does no harm."""
-        for event in self._supervisor.poll(_LOOK_S):
+        for event in self._members.poll(_LOOK_S):
             match event:
                 case Interrupted(signal=number):
                     raise as_exception(number)
@@ -486,7 +433,7 @@ class Launcher:
                     if isinstance(report, Remark):
                         self._take_note(report)
                 case Silent(member=process):
-                    self._supervisor.kill(process)
+                    self._members.kill(process)
                 case Ended(member=process, payload=payload, failure=failure):
                     self._servers.discard(process)
                     if payload is not None:

@@ -45,7 +45,7 @@ from manyhands.server.live.reports import (
     ShardsLeft,
     ViewPublished,
 )
-from manyhands.server.live.resources import MemberResources
+from manyhands.server.live.resources import MemberContext, MemberResources
 from manyhands.server.live.row_payloads import UnknownSets
 from manyhands.server.live.stores import Stores
 from manyhands.server.log import LostRow, StepRow
@@ -68,16 +68,20 @@ from manyhands.server.store import Contribution
 from manyhands.server.turns import WorkerTurn
 from manyhands.server.updates import ShardRecorder
 
-__all__ = ["serve"]
+__all__ = ["serve", "serve_with"]
 
 _LOOK_S = 0.2
 _THREADS_FROM_BYTES = 1 << 20  # less is done before a second thread is awake
 
 
 def serve(context: RoleContext) -> Mapping[str, Any]:
-    """The whole life of a server process."""
+    """The whole life of a server that is a child of the launcher."""
+    return serve_with(context, MemberResources.inherited(context))
+
+
+def serve_with(context: MemberContext, resources: MemberResources) -> Mapping[str, Any]:
+    """The whole life of a server, wherever it is."""
     begin_ns = time.monotonic_ns()
-    resources = MemberResources.inherited(context)
     job = resources.job()
     with resources.events() as ring:
         records = ServerRecords(ring, job.strategy)
@@ -92,16 +96,16 @@ class _Server:
     """One server process; a context manager."""
 
     def __init__(
-        self, context: RoleContext, resources: MemberResources, job: Job, records: ServerRecords
+        self, context: MemberContext, resources: MemberResources, job: Job, records: ServerRecords
     ) -> None:
-        self._final = resources.final
+        self._leave_shard = resources.leave_shard
         self._context, self._job, self._records = context, job, records
         self._member = context.rank
         _, _, self._layout = job.build()
         largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
         torch.set_num_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
-        self._home = job.home(resources.final, self._layout)
+        self._home = job.home(resources.shared, self._layout)
         coding = RangeCoding(self._layout, job.strategy.codec)
         self._stores = Stores(job, self._layout, self._home, self._is_primary)
         self._gradients = Gradients(
@@ -119,7 +123,14 @@ class _Server:
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
         self._keeping = ShardKeeping(
-            context, job, self._core, self._stores, self._gradients, self._logs, records, self._note
+            context,
+            resources.snapshots(job),
+            self._core,
+            self._stores,
+            self._gradients,
+            self._logs,
+            records,
+            self._note,
         )
         self._stack = ExitStack()
         if self._home is not None:
@@ -159,8 +170,9 @@ class _Server:
 
     def run(self) -> Mapping[str, Any]:
         """Serve until the launcher says that all is done."""
-        address = self._hub.listen("unix" if self._job.strategy.link == "shared" else "tcp")
-        self._report(ServerListens(address=address))
+        anywhere = "unix" if self._job.strategy.link == "shared" else "tcp"
+        address = self._hub.listen(self._job.listens_at or anywhere)
+        self._report(ServerListens(address=self._job.reached_at or address))
         self._context.mark(0, State.SERVING)
         self._attend()
         while not self._finished:
@@ -484,5 +496,5 @@ class _Server:
         for shard in wanted:
             if self._is_primary(shard):
                 self._keeping.save(shard)
-        shards = self._stores.leave(self._final, wanted, self._core, self._staleness)
+        shards = self._stores.leave(self._leave_shard, wanted, self._core, self._staleness)
         self._report(ShardsLeft(shards=tuple(shards)))

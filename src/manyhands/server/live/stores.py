@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 
-import torch
-
-from manyhands.memory.segment import Segment
 from manyhands.server.digests import shard_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import SharedParameters
 from manyhands.server.live.job import Job
 from manyhands.server.live.reports import LeftShard
-from manyhands.server.live.server_tables import final_bytes, leave_tables
 from manyhands.server.server import ServerCore
 from manyhands.server.shard_state import ShardState
 from manyhands.server.store import ShardStore
@@ -59,31 +54,26 @@ class Stores:
 
     def leave(
         self,
-        final: Callable[[], AbstractContextManager[Segment]],
+        hand_over: Callable[[FlatLayout, int, ShardStore], None],
         wanted: Collection[int],
         core: ServerCore,
         staleness: Mapping[int, Mapping[int, int]],
     ) -> list[LeftShard]:
-        """Copy the parameters of those shards that this server serves to where the launcher finds them."""
+        """Hand over the parameters of those shards that this server serves; what there is to say of each."""
         shards = []
-        with final() as segment:
-            memory = segment.tensor(0, final_bytes(self._layout), torch.uint8)
-            for shard in range(self._layout.shards):
-                if shard not in wanted or not self._is_primary(shard):
-                    continue
-                store = self.get(shard)
-                begin, end = self._layout.bounds[shard]
-                store.read_into(memory[begin:end])
-                leave_tables(self._layout, shard, store, memory)
-                shards.append(
-                    LeftShard(
-                        shard=shard,
-                        member=core.member,
-                        staleness=tuple(sorted(staleness[shard].items())),
-                        nbytes=store.nbytes,
-                        sha256=shard_digest(store, self._layout, shard),
-                        version=core.replicas[shard].core.version,
-                    )
+        for shard in range(self._layout.shards):
+            if shard not in wanted or not self._is_primary(shard):
+                continue
+            store = self.get(shard)
+            hand_over(self._layout, shard, store)
+            shards.append(
+                LeftShard(
+                    shard=shard,
+                    member=core.member,
+                    staleness=tuple(sorted(staleness[shard].items())),
+                    nbytes=store.nbytes,
+                    sha256=shard_digest(store, self._layout, shard),
+                    version=core.replicas[shard].core.version,
                 )
-            del memory
+            )
         return shards

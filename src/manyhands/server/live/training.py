@@ -8,7 +8,8 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,17 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.watchdog import Watched
+from manyhands.hosts.company import Company
 from manyhands.memory.segment import Segment
 from manyhands.record.ring import EventRing
 from manyhands.server.digests import gradient_hash, layout_digest
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
-from manyhands.server.live.launcher import Launcher, LaunchOutcome, RunFiles, new_token
+from manyhands.server.live.launcher import Launcher, LaunchOutcome, new_token
 from manyhands.server.live.losses import LossBook
+from manyhands.server.live.members import Assemble, LocalMembers, RunFiles
+from manyhands.server.live.role_members import RoleMembers, RunKeeper
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.messages import LEAD
 from manyhands.server.resume import ToCome, batches_to_come
+from manyhands.server.roles import PsRanks
 from manyhands.server.shard_state import merge
 from manyhands.server.slots import SlotTable
 from manyhands.server.strategy import Ps
@@ -39,6 +45,7 @@ from manyhands.training.commands import Command
 from manyhands.training.computing import Computer, TrainingPlan
 
 __all__ = [
+    "Away",
     "ResumePoint",
     "ServerTraining",
     "TrainingRequest",
@@ -112,6 +119,18 @@ class TrainingRequest:
 
     skip_nonfinite: bool
     fingerprint: str
+    away: Away | None = None
+    """Who serves and works, where those are not children of this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Away:
+    """The members of a run that somebody else started, as the one that leads them finds them."""
+
+    company: Company
+    ranks: PsRanks
+    say: Callable[[str], None]
+    """Tells the user something."""
 
 
 class ServerTraining:
@@ -144,11 +163,18 @@ class ServerTraining:
             for place in range(request.strategy.num_server_processes):
                 ring = EventRing.create(role=request.most_workers + place, capacity=_RING_EVENTS)
                 self.server_rings.append(stack.enter_context(ring))
+            if request.away is not None:
+                front = request.away.company.front
+                stack.enter_context(front.recording_into(self._rings_by_rank(request.away)))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _rings_by_rank(self, away: Away) -> dict[int, EventRing]:
+        rings = dict(zip(away.ranks.workers, self.rings.values(), strict=True))
+        return rings | dict(zip(away.ranks.servers, self.server_rings, strict=True))
 
     def run(
         self,
@@ -159,10 +185,10 @@ class ServerTraining:
         commands: queue.SimpleQueue[Command] | None = None,
     ) -> LaunchOutcome:
         """Train to the end; `known` is the history so far, of which no row is told again."""
-        request = self._request
+        request, away = self._request, self._request.away
         job = Job(
             plan=request.plan,
-            strategy=request.strategy,
+            strategy=request.strategy if away is None else replace(request.strategy, link="tcp"),
             token=new_token(),
             fingerprint=request.fingerprint,
             workers=request.workers,
@@ -173,6 +199,7 @@ class ServerTraining:
             resume_version=request.resume_version,
             buffers=request.buffers,
             skip_nonfinite=request.skip_nonfinite,
+            **({} if away is None else _where(away.company)),
         )
         files = RunFiles(
             final=self._final.descriptor,
@@ -186,8 +213,8 @@ class ServerTraining:
         on_event({"event": "layout", "shards": layout})
         launcher = Launcher(
             job,
-            request.workers,
             files,
+            partial(LocalMembers, job, files) if away is None else self._assembled(away, job, files),
             losses=LossBook(known),
             on_rows=on_rows,
             on_event=on_event,
@@ -200,6 +227,16 @@ class ServerTraining:
             outcome.notes.insert(0, failure)
             outcome.unrecorded.insert(0, failure)
         return outcome
+
+    def _assembled(self, away: Away, job: Job, files: RunFiles) -> Assemble:
+        """Those who come over lines, and a child of this process where it has a part of its own.
+
+        No watchdog looks at them: it knows processes of its own host alone.
+        """
+        keeper = RunKeeper(job, self._layout, files, away.say)
+        child = LocalMembers(job, files, Watched(deadline_s=0.0))
+        front = away.company.front
+        return lambda _: RoleMembers(front, away.ranks, job, keeper, child, away.say)
 
     def _record(self, job: Job, run_path: Path) -> str | None:
         """Leave what a replay has to know, and compile the hash of gradients once for all workers.
@@ -268,6 +305,12 @@ class ServerTraining:
         evaluated = self._computer.evaluate(model.to(self._computer.device))
         model.cpu()
         return evaluated[0] if evaluated is not None else None
+
+
+def _where(company: Company) -> dict[str, Any]:
+    """What a child that serves beside the leader has to know."""
+    listens_at = f"tcp:{company.address}:0" if company.address else ""
+    return {"security": company.security, "listens_at": listens_at}
 
 
 def server_summary(outcome: LaunchOutcome) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from manyhands.server.live.reports import (
     WorkerLeft,
     WorkerReady,
 )
-from manyhands.server.live.resources import MemberResources
+from manyhands.server.live.resources import MemberContext, MemberResources
 from manyhands.server.live.worker_body import WorkerBody
 from manyhands.server.live.worker_payloads import WorkerPayloads
 from manyhands.server.messages import (
@@ -63,7 +63,7 @@ from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
 from manyhands.training.exchange import Traffic
 
-__all__ = ["work"]
+__all__ = ["work", "work_with"]
 
 _LOOK_S = 0.2
 _AGAIN_S = 0.01
@@ -71,8 +71,12 @@ _MOMENT_S = 0.001
 
 
 def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
-    """The whole life of a worker process, in one slot after another if it is fenced and given a new place."""
-    resources = MemberResources.inherited(context)
+    """The whole life of a worker that is a child of the launcher."""
+    return work_with(context, MemberResources.inherited(context), slot)
+
+
+def work_with(context: MemberContext, resources: MemberResources, slot: int) -> Mapping[str, Any]:
+    """The whole life of a worker, wherever it is, in one slot after another if it is fenced and given a new place."""
     job = resources.job()
     torch.set_num_threads(job.threads)
     joined = time.monotonic_ns()
@@ -112,7 +116,7 @@ class _Turn:
     """One process in one slot under one number, until it leaves it; a context manager."""
 
     def __init__(
-        self, context: RoleContext, job: Job, body: WorkerBody, ring: EventRing, slot: int, member: int
+        self, context: MemberContext, job: Job, body: WorkerBody, ring: EventRing, slot: int, member: int
     ) -> None:
         self._context, self._job, self._body, self._ring = context, job, body, ring
         self._core = ClientCore(

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from manyhands.cluster.context import RoleContext
 from manyhands.server.live.area import WorkerArea
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.job import Job
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.reports import ORDERS, PlaceGiven
-from manyhands.server.live.resources import MemberResources
+from manyhands.server.live.resources import MemberContext, MemberResources
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.updates import Recorder
 from manyhands.training.computing import Computed
@@ -27,13 +26,13 @@ _LOOK_S = 0.2
 class WorkerBody:
     """One worker process's, from its start to its end; `close` lets go of the shared memory."""
 
-    def __init__(self, context: RoleContext, resources: MemberResources, job: Job, slot: int) -> None:
+    def __init__(self, context: MemberContext, resources: MemberResources, job: Job, slot: int) -> None:
         self.context = context
         self._leave_buffers = resources.leave_buffers
         self.job = job
         self.computer, built, self.layout = job.build(slot)
         built.model.load_state_dict(dict(job.buffers), strict=False)
-        self.home = job.home(resources.final, self.layout)
+        self.home = job.home(resources.shared, self.layout)
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.unheard: list[Any] = []

@@ -1,0 +1,281 @@
+"""Servers and workers that somebody else started, each at the end of a line; one of them may be a child of the leader.
+
+To start a member is to give a process its part: as soon as the process of that role is there, and again when one of the
+same role has come in the place of one that died. Who was lost is told as dead, whatever became of it: it is not heard
+any more, and is told so if it still lives.
+
+    worker 1 on hostB    joins  ──►  rank 2 is there          start_worker(member=4, slot=1)  ──►  TakePart
+    kill -9              lost   ──►  member 4 has ended       start_worker(member=6, slot=1)       … waits
+    worker 1 on hostB    joins  ──►  rank 2 is there again                                    ──►  TakePart
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+
+from manyhands.cluster.failure import Failure
+from manyhands.cluster.supervisor import Ended, Event, Hung, Said, Started
+from manyhands.errors import PeerTimeout, UserError
+from manyhands.hosts.front import Front, FrontEvent, Given, Remarked, Turned
+from manyhands.link.message import ProtocolError
+from manyhands.memory.segment import Segment
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.away import PARTS, WANTS, SnapshotWanted, TakePart
+from manyhands.server.live.job import Job
+from manyhands.server.live.members import LocalMembers, RunFiles
+from manyhands.server.live.sending import BUFFERS, Parcel, pack_snapshot, take_final, unpack_snapshot
+from manyhands.server.live.server_tables import final_bytes
+from manyhands.server.live.snapshots import ShardSnapshots
+from manyhands.server.roles import PsRanks
+from manyhands.server.updates import record_mark, take_record
+from manyhands.store.atomic import WriteFailed
+from manyhands.store.tensorfile import encode_tensors
+
+__all__ = ["RoleMembers", "RunKeeper"]
+
+_LOOK_S: Final = 0.02
+
+
+class RunKeeper:
+    """What the leader keeps of what members send: in the memory and the directory that its own children would write."""
+
+    def __init__(self, job: Job, layout: FlatLayout, files: RunFiles, say: Callable[[str], None]) -> None:
+        self._job, self._layout, self._files, self._say = job, layout, files, say
+        self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
+        self._before: dict[str, int] = {}  # by record: the rows of earlier lives
+
+    def take(self, parcel: Parcel, data: bytearray) -> None:
+        """Put it where it belongs; a disk that is full costs what was sent, and not the run."""
+        try:
+            match parcel.kind:
+                case "final":
+                    self._take_final(parcel.shard, data)
+                case "buffers":
+                    with open(f"/proc/self/fd/{self._files.buffers}", "wb") as file:
+                        file.write(data)
+                case "snapshot" if self._snapshots.kept:
+                    self._snapshots.save(parcel.shard, unpack_snapshot(data))
+                case "record" if self._job.run_path is not None:
+                    self._before[parcel.file] = take_record(self._job.run_path, parcel.file, bytes(data))
+        except WriteFailed as error:
+            self._say(f"no {parcel}: {error}")
+
+    def _take_final(self, shard: int, data: bytearray) -> None:
+        with Segment.attach(os.dup(self._files.final)) as segment:
+            memory = segment.tensor(0, final_bytes(self._layout), torch.uint8)
+            take_final(self._layout, shard, data, memory)
+            del memory
+
+    def snapshot(self, wanted: SnapshotWanted) -> Sequence[Any]:
+        """What is kept of a shard, as buffers to send; none where nothing is."""
+        found = self._snapshots.load(wanted.shard, wanted.version) if self._snapshots.kept else None
+        return [] if found is None else list(pack_snapshot(found))
+
+    def counted(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a member counted, with the rows that its records had before."""
+        recorded = {
+            name: rows + self._before.get(name, 0) for name, rows in payload.get("recorded", {}).items()
+        }
+        return {**payload, "recorded": recorded}
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A member that was asked for, and is not there yet."""
+
+    member: int
+    number: int
+    serves: bool
+    since_s: float
+
+
+class RoleMembers:
+    """Everybody at a line, and the leader's own child if it has a part of its own; a context manager."""
+
+    def __init__(
+        self,
+        front: Front,
+        ranks: PsRanks,
+        job: Job,
+        keeper: RunKeeper,
+        local: LocalMembers,
+        say: Callable[[str], None],
+    ) -> None:
+        self._front, self._ranks, self._job, self._keeper = front, ranks, job, keeper
+        self._local, self._say = local, say
+        self._has_child = 0 in (*ranks.servers, *ranks.workers)
+        self._wanted: dict[int, _Wanted] = {}  # by rank
+        self._at: dict[int, int] = {}  # by member, the rank that it is
+        self._member_of: dict[int, int] = {}  # by rank
+        self._untold: list[Event | Hung] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if self._has_child:
+                stack.enter_context(self._local)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The child is taken down; those at lines are told by whoever leads them."""
+        self._stack.close()
+
+    # ── what the launcher asks ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who is there; who is still waited for is not."""
+        return (*self._at, *(self._local.members if self._has_child else ()))
+
+    def start_server(self, member: int, place: int) -> str:
+        """The process of that place gets its part when it is there."""
+        return self._want(_Wanted(member, place, True, time.monotonic()))
+
+    def start_worker(self, member: int, slot: int) -> str:
+        """The process of that slot gets its part when it is there."""
+        return self._want(_Wanted(member, slot, False, time.monotonic()))
+
+    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
+        """What happened; PeerTimeout naming a role that nobody has started for too long."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._has_child:
+                self._untold += self._local.poll(0.0)
+            for event in self._front.poll(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+                self._untold += self._hear(event)
+            self._require_in_time()
+            if self._untold or time.monotonic() >= deadline:
+                untold, self._untold = self._untold, []
+                return untold
+
+    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
+        """Over its line, or the child's channel; nothing if it has ended."""
+        rank = self._at.get(member)
+        if rank is not None:
+            self._front.tell(rank, payload)
+        elif self._is_child(member):
+            self._local.tell(member, payload)
+
+    def kill(self, member: int) -> None:
+        """It is heard no more, and told so."""
+        rank = self._at.get(member)
+        if rank is not None:
+            self._front.dismiss(rank, "the leader went on without it")
+        elif self._is_child(member):
+            self._local.kill(member)
+
+    def ask_to_stop(self, member: int) -> None:
+        """Whoever is there; who never came cannot be asked."""
+        rank = self._at.get(member)
+        if rank is not None:
+            self._front.ask_to_stop(rank)
+        elif self._is_child(member):
+            self._local.ask_to_stop(member)
+
+    def _is_child(self, member: int) -> bool:
+        return self._has_child and member in self._local.members
+
+    # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _want(self, wanted: _Wanted) -> str:
+        rank = self._ranks.of(wanted.number, serves=wanted.serves)
+        if rank == 0:
+            start = self._local.start_server if wanted.serves else self._local.start_worker
+            return start(wanted.member, wanted.number)
+        self._wanted[rank] = wanted
+        if rank in self._front.members:
+            self._give_part(rank)
+        return self._ranks.names[rank]
+
+    def _give_part(self, rank: int) -> None:
+        wanted = self._wanted.pop(rank, None)
+        if wanted is None:
+            return  # it stands by until its predecessor's end is told
+        self._at[wanted.member], self._member_of[rank] = rank, wanted.member
+        job = self._job
+        part = TakePart(
+            member=wanted.member,
+            serves=wanted.serves,
+            number=wanted.number,
+            token=job.token,
+            threads=job.threads,
+            resume_version=job.resume_version,
+            keeps=job.run_path is not None,
+            records=record_mark(Path(job.run_path)) if job.run_path is not None else None,
+            buffers=bool(job.buffers) and not wanted.serves,
+        )
+        self._front.tell(rank, PARTS.write(part))
+        if part.buffers:
+            self._front.give(rank, str(BUFFERS), list(encode_tensors(job.buffers)))
+        self._untold.append(Started(wanted.member, self._front.line(rank).pid))
+
+    def _require_in_time(self) -> None:
+        now_s = time.monotonic()
+        for rank, wanted in self._wanted.items():
+            waited_s = now_s - wanted.since_s
+            if waited_s > self._job.timeout_s:
+                away = "".join(f"; {sentence}" for sentence in self._front.turned_away[-3:])
+                raise PeerTimeout(
+                    f"{self._ranks.names[rank]} did not come within {waited_s:.0f} s; start it, or see on its host why "
+                    f"it ended{away}",
+                    peer=-1,
+                )
+
+    # ── what comes over the lines ─────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, event: FrontEvent) -> list[Event | Hung]:
+        match event:
+            case Started(member=rank):
+                self._give_part(rank)
+            case Said(member=rank, payload=payload):
+                return self._hear_said(rank, payload)
+            case Given(member=rank, name=name, data=data):
+                self._take(rank, name, data)
+            case Ended(member=rank):
+                return self._end(rank, event)
+            case Turned(sentence=sentence) | Remarked(sentence=sentence):
+                self._say(sentence)
+        return []
+
+    def _hear_said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
+        member = self._member_of.get(rank)
+        if member is None:
+            return []
+        if payload.get("kind") == SnapshotWanted.__name__:
+            wanted: SnapshotWanted = WANTS.read(payload)
+            self._front.give(rank, str(Parcel("snapshot", shard=wanted.shard)), self._keeper.snapshot(wanted))
+            return []
+        return [Said(member, payload)]
+
+    def _take(self, rank: int, name: str, data: bytearray) -> None:
+        try:
+            self._keeper.take(Parcel.parse(name, self._job.strategy.servers), data)
+        except ProtocolError as error:
+            self._front.dismiss(rank, str(error))
+            self._say(f"{self._ranks.names[rank]} sent what nobody may send: {error}")
+
+    def _end(self, rank: int, ended: Ended) -> list[Event | Hung]:
+        member = self._member_of.pop(rank, None)
+        failure = ended.failure
+        if failure is not None and _is_refusal(failure):
+            raise failure.error()
+        if member is None:
+            return []  # it had no part yet: another may come in its place
+        del self._at[member]
+        payload = self._keeper.counted(ended.payload) if ended.payload is not None else None
+        told = replace(ended, member=member, name=self._ranks.names[rank], payload=payload)
+        return [replace(told, failure=replace(failure, rank=member)) if failure is not None else told]
+
+
+def _is_refusal(failure: Failure) -> bool:
+    """Whether a role cannot do what was asked of it, here or in any successor: the port is taken, say."""
+    return failure.reported is not None and failure.reported.kind == UserError.__name__

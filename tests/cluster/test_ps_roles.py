@@ -1,0 +1,290 @@
+"""Servers and workers that come over lines, as threads: the launcher's own roles, and no process but this one."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from hubs import FAST
+from manyhands.errors import PeerTimeout, UserError
+from manyhands.hosts.company import Company
+from manyhands.hosts.finding import Leading
+from manyhands.hosts.front import Front
+from manyhands.hosts.line import Contact, open_line
+from manyhands.hosts.place import Place
+from manyhands.hosts.register import terms_of
+from manyhands.link.secure import Security
+from manyhands.server.audit_files import audit_run
+from manyhands.server.live import away
+from manyhands.server.live.snapshots import ShardSnapshots
+from manyhands.server.live.training import (
+    Away,
+    ServerTraining,
+    TrainingRequest,
+    resume_point,
+    server_summary,
+)
+from manyhands.server.roles import PsRanks
+from manyhands.server.strategy import Ps
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from threaded_ps import job_for
+
+TOKEN = b"the secret of this run, 32 bytes"
+TERMS = terms_of({"task": "a line"})
+STEPS = 12
+
+
+class Killed(BaseException):
+    """Ends a thread as a signal would end its process: nothing is reported."""
+
+
+killed_at: dict[str, int] = {}
+"""By thread: the losses that it may still compute."""
+
+
+class Line(nn.Module):
+    """Weights of its own: threads share the random generators. The buffer counts forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 6, dtype=torch.float64).reshape(3, 2))
+        self.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x @ self.weight + self.bias
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    name = threading.current_thread().name
+    left = killed_at.get(name, -1)
+    if left == 0:
+        del killed_at[name]
+        raise Killed
+    if left > 0:
+        killed_at[name] = left - 1
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def task() -> Task:
+    x = torch.linspace(0.0, 1.0, 72, dtype=torch.float64).reshape(24, 3)
+    y = torch.stack([x.sum(1), x[:, 0] - x[:, 2]], 1)
+    return Task(
+        model=Line,
+        loss=loss,
+        data=list(zip(x, y, strict=True)),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+        batch_size=4,
+    )
+
+
+class Roles:
+    """Processes of a run as threads: `start` one by its rank; one that dies is started again, once."""
+
+    def __init__(self, strategy: str, workers: int, *, timeout_s: float = 60.0) -> None:
+        self.job = replace(job_for(task(), strategy, steps=STEPS, workers=workers), timeout_s=timeout_s)
+        servers = self.job.strategy.num_server_processes
+        self.ranks = PsRanks(
+            servers=tuple(range(1 + workers, 1 + workers + servers)),
+            workers=tuple(range(1, 1 + workers)),
+            names=tuple(f"rank {rank}" for rank in range(1 + workers + servers)),
+        )
+        self.said: list[str] = []
+        self.deaths: list[int] = []
+        self.failures: dict[int, BaseException] = {}
+        self.threads: list[threading.Thread] = []
+        self.address = "tcp:127.0.0.1:0"
+        self._leader = ""
+        self._listens = threading.Event()
+
+    def _company(self) -> Company:
+        place = Place(
+            rank=0, world=len(self.ranks.names), kind="specification", role="chief", index=0, host="a"
+        )
+        front = Front(place, TERMS, TOKEN, settings=FAST)
+        self._leader = front.listen("tcp")
+        self._listens.set()
+        leading = Leading(front=front, token=TOKEN, address="")
+        return Company(place, leading, Security.loopback(), 20.0)
+
+    def start(self, *ranks: int, act: Callable[[Any], None] | None = None) -> None:
+        for rank in ranks:
+            thread = threading.Thread(target=self._run, args=(rank, act), name=f"rank {rank}", daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def _run(self, rank: int, act: Callable[[Any], None] | None) -> None:
+        assert self._listens.wait(20)
+        place = Place(
+            rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=f"h{rank}"
+        )
+        contact = Contact(name="the chief", address=self._leader, token=TOKEN)
+        job = replace(self.job, strategy=replace(self.job.strategy, link="tcp"), listens_at=self.address)
+        with open_line(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
+            if act is not None:
+                act(line)
+            try:
+                line.end(away.take_part(line, job))
+                return
+            except Killed:
+                self.deaths.append(rank)
+            except BaseException as error:
+                self.failures[rank] = error
+                line.fail(error)
+                return
+        self.start(rank)  # by whoever looks after it
+
+    def train(self, run_path: Path | None = None, resume_version: int | None = None) -> tuple[nn.Module, Any]:
+        """Lead, here; the trained model and what came out."""
+        if run_path is not None:
+            self.job = replace(self.job, plan=replace(self.job.plan, checkpoint_every=4))
+        with self._company() as company:
+            trained = self._lead(company, run_path, resume_version)
+        self.join()
+        return trained
+
+    def _lead(
+        self, company: Company, run_path: Path | None, resume_version: int | None
+    ) -> tuple[nn.Module, Any]:
+        job = self.job
+        request = TrainingRequest(
+            plan=job.plan,
+            strategy=job.strategy,
+            workers=job.workers,
+            most_workers=job.workers,
+            timeout_s=job.timeout_s,
+            watchdog_s=0.0,
+            run_path=run_path,
+            keep_checkpoints=2,
+            resume_version=resume_version,
+            begun=0,
+            buffers={},
+            skip_nonfinite=False,
+            fingerprint=job.fingerprint,
+            away=Away(company=company, ranks=self.ranks, say=self.said.append),
+        )
+        with ServerTraining(request) as training:
+            outcome = training.run(on_rows=lambda rows: None, on_event=lambda event: None)
+            return training.model(), outcome
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def kept(path: Path, strategy: str, workers: int) -> Path:
+    """A run directory that an audit understands."""
+    config = {"task": "a line", "strategy": strategy, "workers": workers, "steps": STEPS, "seed": 0}
+    RunDirectory.create(path, {**config, "samples": 24, "batch_size": 4, "parameters": {}}).close()
+    return path
+
+
+def require_audited(path: Path, outcome: Any) -> None:
+    directory = RunDirectory.open(path)
+    directory.write_summary(server_summary(outcome))
+    directory.close()
+    found = audit_run(path).found
+    assert not found.violations, found.violations
+    assert not found.missing, found.missing
+    assert not found.lost
+
+
+def test_roles_at_lines_train_to_the_weights_of_a_plain_loop() -> None:
+    roles = Roles("ps servers=2", workers=2)
+    roles.start(4, 1, 3, 2)  # in any order
+    model, outcome = roles.train()
+    assert not roles.failures
+    for name, value in mh.fit(task(), "single", steps=STEPS).model.named_parameters():
+        assert torch.allclose(model.get_parameter(name), value, rtol=0, atol=1e-9), name
+    assert int(model.get_buffer("seen")) == STEPS
+    assert outcome.totals["samples"] == 4 * STEPS
+    assert [shard["staleness"] for shard in outcome.shards] == [((0, 2 * STEPS),)] * 2
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one directory", "directories apart"])
+def test_who_dies_and_comes_again_takes_its_slot_and_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """A worker in the middle of a step, and a server in the middle of a snapshot; nothing is lost with replicas."""
+    there = tmp_path / "there"
+    there.mkdir()
+    if not shared:
+        monkeypatch.setattr(away, "record_mark", lambda path: None)
+        monkeypatch.setattr(tempfile, "tempdir", str(there))
+    strategy = "ps servers=2 replicas=1 consistency=async"
+    path = kept(tmp_path / "run", strategy, 2)
+    roles = Roles(strategy, workers=2)
+    monkeypatch.setitem(killed_at, "rank 1", 3)
+    saved: list[str] = []
+
+    def dies_saving(line: Any) -> None:
+        give = line.give
+
+        def give_or_die(name: str, chunks: Any) -> None:
+            saved.append(name)
+            if len(saved) == 2:
+                raise Killed
+            give(name, chunks)
+
+        line.give = give_or_die
+
+    roles.start(1, 2, 4)
+    roles.start(3, act=dies_saving)
+    _, outcome = roles.train(path)
+    assert sorted(roles.deaths) == [1, 3]
+    assert not roles.failures
+    assert {one["what"] for one in outcome.recoveries} == {"slot 0", "every shard"}
+    require_audited(path, outcome)
+    assert not any(there.iterdir())  # all of it was sent
+
+
+def test_a_run_goes_on_from_the_snapshots_that_the_leader_keeps(tmp_path: Path) -> None:
+    path = kept(tmp_path / "run", "ps servers=2", 1)
+    first = Roles("ps servers=2", workers=1)
+    first.start(1, 2, 3)
+    whole, _ = first.train(path)
+    strategy = Strategy.parse("ps servers=2")
+    assert isinstance(strategy, Ps)
+    ShardSnapshots(path, 2).remove_after(8)
+    point = resume_point(path, strategy)
+    assert point is not None
+    assert point.version == 8
+    again = Roles("ps servers=2", workers=1)
+    again.start(1, 2, 3)
+    model, outcome = again.train(path, resume_version=8)
+    for name, value in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name), value), name
+    assert outcome.totals["samples"] == 4 * (STEPS - 8)
+
+
+def test_a_role_that_nobody_starts_is_named_in_time() -> None:
+    roles = Roles("ps", workers=1, timeout_s=1.0)
+    roles.start(1)
+    with pytest.raises(PeerTimeout, match="rank 2 did not come within 1 s; start it"):
+        roles.train()
+    roles.join()
+    assert "rank 2 did not come" in str(roles.failures[1])
+
+
+def test_a_role_that_cannot_do_its_part_ends_the_run_with_its_sentence() -> None:
+    roles = Roles("ps", workers=1)
+    roles.address = "tcp:192.0.2.1:7"  # no interface here has that address
+    roles.start(1, 2)
+    with pytest.raises(UserError, match=r"192\.0\.2\.1"):
+        roles.train()
+    roles.join()
+    assert "192.0.2.1" in str(roles.failures[1])
