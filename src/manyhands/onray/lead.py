@@ -87,7 +87,7 @@ class Casting:
         """Where there are servers this process leads only; else it is worker 0."""
         servers = strategy.processes(workers).get("server", 0)
         if servers:
-            return cls(leader=("chief", 0), actors={"worker": range(workers), "ps": range(servers)})
+            return cls(leader=("chief", 0), actors={"ps": range(servers), "worker": range(workers)})
         return cls(leader=("worker", 0), actors={"worker": range(1, workers)})
 
     @property
@@ -193,8 +193,14 @@ class ActorKeeper:
             now_s = time.monotonic()
             for again in [one for one in self._due if one.at_s <= now_s]:
                 self._due.remove(again)
+                self._vacate(again)
                 self._start(again.role, again.index)
             self._over.wait(_LOOK_S)
+
+    def _vacate(self, again: Again) -> None:
+        """Its predecessor's notice would make it a second process of one rank."""
+        rank = self._casting.seat(again.role, again.index, self._master).rank
+        self._given[1].vacate.remote(rank)  # before the actor can ask: it has yet to be started
 
     def _hear(self, end: RoleEnded) -> None:
         match self._staff.ended(end.role, end.index, end.sentence, time.monotonic()):

@@ -51,6 +51,11 @@ class Noticeboard:
         """Whether there was one."""
         return self._held.pop(key, None) is not None
 
+    def vacate(self, rank: int) -> None:
+        """The process of this rank is gone: another may say that it is here."""
+        for key in [key for key in self._held if key.endswith(f"/here/{rank}")]:
+            del self._held[key]
+
 
 def asking(board: Any, timeout_s: float) -> Ask:
     """Asks the actor."""
