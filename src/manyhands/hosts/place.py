@@ -120,7 +120,7 @@ def current(environment: Mapping[str, str] = os.environ) -> Place:
     Inside a script of `manyhands launch`, and in a worker of another run, `fit` starts workers of its own.
     """
     said = stands_at()
-    if said is not None:
+    if isinstance(said, Place):
         return said
     if launched is not None or LAUNCHER_VARIABLE in environment or _is_worker():
         return Place(rank=0, world=1)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from manyhands.hosts.specification import TF_CONFIG
-
-if TYPE_CHECKING:
-    from manyhands.hosts.place import Place
 
 __all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "standing", "stands_at"]
 
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
 """Set by `manyhands launch` to its version, in the environment of its workers."""
 
-_standing: Place | None = None
+_standing: object = None  # a `place.Place`, which is not light
+
+P = TypeVar("P")
 
 
 @contextmanager
-def standing(place: Place) -> Iterator[Place]:
+def standing(place: P) -> Iterator[P]:
     """While this is open, `place.current` is this place, in every thread of this process."""
     global _standing
     before, _standing = _standing, place
@@ -31,8 +30,8 @@ def standing(place: Place) -> Iterator[Place]:
         _standing = before
 
 
-def stands_at() -> Place | None:
-    """The place that was said by `standing`."""
+def stands_at() -> object:
+    """The place that was said by `standing`, or None."""
     return _standing
 
 
