@@ -59,7 +59,9 @@ class RoleProcess:
 class Cluster:
     """The specification, and whom of it there is; `start` runs `command` as a role, by TF_CONFIG."""
 
-    def __init__(self, folder: Path, counts: Mapping[str, int], addresses: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, counts: Mapping[str, int], addresses: Sequence[str] | None = None
+    ) -> None:
         self.folder = folder
         listed = iter(addresses or [f"127.0.0.1:{port}" for port in free_ports(sum(counts.values()))])
         self.spec = {kind: [next(listed) for _ in range(count)] for kind, count in counts.items()}

@@ -65,11 +65,10 @@ def fit(
         raise UserError(
             f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
         )
-    if (
-        place is None
-        and ray_cluster is None
-        and chosen.forks_workers(compiled=getattr(task, "compiled", False))
-    ):
+    if ray_cluster is None and (options.min_workers is not None or options.max_workers is not None):
+        raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
+    forks = place is None and ray_cluster is None
+    if forks and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
     from manyhands.session import run_session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 
 import pytest
@@ -9,8 +10,10 @@ from torch.distributed import HashStore, PrefixStore
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.onray.cluster import RayCluster
+from manyhands.onray.following import Less, More, SizeFollower
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
 from manyhands.onray.store import Noticeboard, RayStore
+from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
 
 def test_a_cluster_is_read_from_its_text() -> None:
@@ -57,7 +60,8 @@ def test_every_kind_of_role_has_bundles_of_its_own() -> None:
 
 def test_workers_follow_the_room_within_their_bounds() -> None:
     assert Bounds.of(2, None, None) is None
-    bounds = Bounds.of(2, None, 4)
+    assert Bounds.of(2, None, 4) == Bounds(2, 4)
+    bounds = Bounds.of(2, 1, 4)
     assert bounds == Bounds(1, 4)
     assert [bounds.change(2, room) for room in (-5, -1, 0, 1, 2, 9)] == [-1, -1, 0, 1, 2, 2]
     assert Bounds(2, 3).change(5, 0) == -2
@@ -65,7 +69,7 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
         with pytest.raises(UserError, match="the first must be at least 1, and at most the second"):
             Bounds.of(workers, least, most)
     with pytest.raises(UserError, match="workers=5 must be between min_workers=1 and max_workers=4"):
-        Bounds.of(5, None, 4)
+        Bounds.of(5, 1, 4)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -121,3 +125,48 @@ def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
     assert staff.ended("ps", 1, "ps 1: died", now_s + 100) == Again(role="ps", index=1, at_s=now_s + 100.5)
     assert staff.ended("ps", 0, "", now_s) is None, "its part was done"
     assert Staff(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp("worker 1: died")
+
+
+class Space:
+    def __init__(self) -> None:
+        self.free, self.homeless = 0, dict[int, float]()
+
+    def room(self, role: str) -> int:
+        return self.free
+
+    def waiting(self, role: str) -> dict[int, float]:
+        return self.homeless
+
+
+def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
+    space, commands = Space(), queue.SimpleQueue[Command]()
+    follower = SizeFollower(Bounds(1, 4), 2, commands)
+    assert follower.look(space, 10.0) == []
+    assert commands.empty()
+    space.free = 3
+    assert follower.look(space, 11.0) == [], "looks every 2 s"
+    assert follower.look(space, 12.0) == []
+    asked = commands.get_nowait()
+    assert isinstance(asked.change, AddWorker)
+    assert follower.look(space, 20.0) == [], "the run has not answered"
+    assert commands.empty()
+    asked.done.set_result(2)
+    assert follower.look(space, 20.1) == [More(2)]
+    space.homeless = {2: 20.1}
+    assert follower.look(space, 22.2) == [], "it is being started"
+    assert follower.look(space, 45.0) == [Less(2)]
+    assert commands.get_nowait().change == RemoveWorker(slot=2)
+    space.homeless = {0: 0.0, 1: 0.0}
+    assert follower.look(space, 50.0) == [Less(1)]
+    assert follower.look(space, 60.0) == [], "one is the least"
+
+
+def test_no_more_workers_are_asked_for_than_a_run_can_have() -> None:
+    space, commands = Space(), queue.SimpleQueue[Command]()
+    space.free = 9
+    follower = SizeFollower(Bounds(1, 9), 2, commands)
+    follower.look(space, 0.0)
+    commands.get_nowait().done.set_exception(UserError("no more than 18 slots"))
+    assert [follower.look(space, now_s) for now_s in (1.0, 10.0, 20.0)] == [[], [], []]
+    assert commands.empty()
+    assert SizeFollower(None, 2, commands).look(space, 0.0) == []

@@ -73,6 +73,14 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "min_workers": (
+        Annotated[int | None, typer.Option(help="With --cluster and ps: go on with so few if it shrinks.")],
+        None,
+    ),
+    "max_workers": (
+        Annotated[int | None, typer.Option(help="With --cluster and ps: up to so many as it grows.")],
+        None,
+    ),
     "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
     "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
     "seed": (Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")], 0),
@@ -127,6 +135,8 @@ class _Common:
     strategy: str
     workers: int | None
     cluster: str | None
+    min_workers: int | None
+    max_workers: int | None
     steps: int | None
     epochs: int | None
     seed: int
@@ -196,6 +206,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             progress=common.progress,
             tls=common.tls,
             insecure=common.insecure,
+            min_workers=common.min_workers,
+            max_workers=common.max_workers,
             callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
         ),
     )

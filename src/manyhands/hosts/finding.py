@@ -170,7 +170,7 @@ def _own_address(place: Place, security: Security) -> str:
 
 
 def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    keys = [f"here/{rank}" for rank in range(place.world)]
+    keys = [f"here/{rank}" for rank in range(place.world - place.later)]
     began, pause_s = time.monotonic(), _FIRST_PAUSE_S
     while not store.check(keys):
         waited_s = time.monotonic() - began

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import queue
 import socket
 import threading
 import time
@@ -24,15 +25,18 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import Store
 
+from manyhands.errors import UserError
 from manyhands.hosts.place import Place
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.connection import connected
-from manyhands.onray.plan import Again, GivenUp, Staff, seats
+from manyhands.onray.following import Less, More, SizeFollower
+from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, seats
 from manyhands.onray.roles import RayRoles, RoleEnded
 from manyhands.onray.store import Noticeboard, RayStore, asking
 from manyhands.placed import run_placed
 from manyhands.run import Run
 from manyhands.strategy import Strategy
+from manyhands.training.commands import MORE_WORKERS
 from manyhands.training.request import Request
 
 __all__ = ["fit_on_ray"]
@@ -52,6 +56,8 @@ class ActorSeat:
     index: int
     master: str
     """The address of the leader's node."""
+    later: int
+    """How many of the last ranks come later, if at all."""
 
     def place(self, board: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
         """The place itself, made where its process is."""
@@ -68,6 +74,7 @@ class ActorSeat:
             role=self.role,
             index=self.index,
             host=_node_name(),
+            later=self.later,
             open_store=open_store,
             master=self.master,
         )
@@ -80,32 +87,35 @@ class Casting:
     leader: tuple[str, int]
     """The role of this process, and its index."""
     actors: Mapping[str, range]
-    """The indices of each role that actors carry."""
+    """The indices of each role that actors carry, from the beginning."""
+    later: int = 0
+    """How many more workers may come."""
 
     @classmethod
-    def of(cls, strategy: Strategy, workers: int) -> Casting:
+    def of(cls, strategy: Strategy, workers: int, later: int = 0) -> Casting:
         """Where there are servers this process leads only; else it is worker 0."""
         servers = strategy.processes(workers).get("server", 0)
         if servers:
-            return cls(leader=("chief", 0), actors={"ps": range(servers), "worker": range(workers)})
-        return cls(leader=("worker", 0), actors={"worker": range(1, workers)})
+            actors = {"ps": range(servers), "worker": range(workers)}
+            return cls(leader=("chief", 0), actors=actors, later=later)
+        return cls(leader=("worker", 0), actors={"worker": range(1, workers)}, later=later)
 
     @property
     def world(self) -> int:
-        """How many processes there are."""
-        return 1 + sum(len(indices) for indices in self.actors.values())
+        """How many processes there may be."""
+        return 1 + sum(len(indices) for indices in self.actors.values()) + self.later
 
     def lead(self, master: str) -> ActorSeat:
         """The leader's own seat."""
         role, index = self.leader
-        return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master)
+        return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master, later=self.later)
 
     def seat(self, role: str, index: int, master: str) -> ActorSeat:
         """An actor's: ranks follow the roles, in their order."""
         kinds = list(self.actors)
         before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
         rank = 1 + before + index - self.actors[role].start
-        return ActorSeat(rank=rank, world=self.world, role=role, index=index, master=master)
+        return ActorSeat(rank=rank, world=self.world, role=role, index=index, master=master, later=self.later)
 
 
 def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
@@ -116,18 +126,34 @@ def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
 
 def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, resume: bool) -> Run:
     """Train what is asked for on a Ray cluster; see `fit`."""
-    casting = Casting.of(request.strategy, request.workers)
-    with connected(cluster, cpus=casting.world * cluster.cpus) as ray:
+    bounds = _bounds(request)
+    if bounds is not None:
+        commands = request.options.commands or queue.SimpleQueue()
+        request = replace(request, options=replace(request.options, commands=commands))
+    casting = Casting.of(request.strategy, request.workers, MORE_WORKERS if bounds is not None else 0)
+    with connected(cluster, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
         board = ray.remote(Noticeboard).options(num_cpus=0).remote()
         packed = ray.put(ray.cloudpickle.dumps(_for_actors(request)))
         gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
+        given = ActorGift(master=ray.util.get_node_ip_address(), board=board, packed=packed)
         with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus)) as roles:
-            survives = request.strategy.can_change_workers
-            master = ray.util.get_node_ip_address()
-            with ActorKeeper(roles, casting, master, (packed, board), survives=survives) as keeper:
-                place = casting.lead(master).place(board, keeper.trouble)
+            staff = Staff(survives=request.strategy.can_change_workers)
+            following = SizeFollower(bounds, request.workers, request.options.commands)
+            with ActorKeeper(roles, casting, given, staff, following) as keeper:
+                place = casting.lead(given.master).place(board, keeper.trouble)
                 return run_placed(request, place, out, resume, _RUN)
+
+
+def _bounds(request: Request) -> Bounds | None:
+    options = request.options
+    bounds = Bounds.of(request.workers, options.min_workers, options.max_workers)
+    if bounds is not None and not request.strategy.can_change_workers:
+        raise UserError(
+            f"min_workers and max_workers: strategy {request.strategy} needs the workers it began with; leave them "
+            "out, or use ps"
+        )
+    return bounds
 
 
 def _for_actors(request: Request) -> Request:
@@ -150,14 +176,26 @@ def _node_name() -> str:
     return f"{socket.gethostname()} (Ray node {ray.get_runtime_context().get_node_id()[:8]})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorGift:
+    """What every actor is given besides its seat."""
+
+    master: str
+    board: Any
+    packed: Any
+
+
 class ActorKeeper:
-    """Starts the actors of a run and, in a thread, those again that end too early; a context manager."""
+    """Starts the actors of a run and, in a thread, those again that end too early, and more as the cluster grows.
+
+    A context manager.
+    """
 
     def __init__(
-        self, roles: RayRoles, casting: Casting, master: str, given: tuple[Any, Any], *, survives: bool
+        self, roles: RayRoles, casting: Casting, given: ActorGift, staff: Staff, following: SizeFollower
     ) -> None:
-        self._roles, self._casting, self._master, self._given = roles, casting, master, given
-        self._staff = Staff(survives=survives)
+        self._roles, self._casting, self._given = roles, casting, given
+        self._staff, self._following = staff, following
         self._due: list[Again] = []
         self._given_up: list[str] = []
         self._over = threading.Event()
@@ -181,10 +219,9 @@ class ActorKeeper:
         self._thread.join()
 
     def _start(self, role: str, index: int) -> None:
-        packed, board = self._given
-        self._roles.start(
-            role, index, take_part, packed, self._casting.seat(role, index, self._master), board
-        )
+        given = self._given
+        seat = self._casting.seat(role, index, given.master)
+        self._roles.start(role, index, take_part, given.packed, seat, given.board)
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -195,12 +232,24 @@ class ActorKeeper:
                 self._due.remove(again)
                 self._vacate(again)
                 self._start(again.role, again.index)
+            for change in self._following.look(self._roles, now_s):
+                self._follow(change)
             self._over.wait(_LOOK_S)
+
+    def _follow(self, change: More | Less) -> None:
+        match change:
+            case More(slot=slot):
+                _log.warning("Ray has room for one more: worker %d is started", slot)
+                self._start("worker", slot)
+            case Less(slot=slot):
+                _log.warning("Ray has no place for worker %d any more: the run goes on without it", slot)
+                self._roles.kill("worker", slot)
+                self._due = [one for one in self._due if (one.role, one.index) != ("worker", slot)]
 
     def _vacate(self, again: Again) -> None:
         """Its predecessor's notice would make it a second process of one rank."""
-        rank = self._casting.seat(again.role, again.index, self._master).rank
-        self._given[1].vacate.remote(rank)  # before the actor can ask: it has yet to be started
+        rank = self._casting.seat(again.role, again.index, self._given.master).rank
+        self._given.board.vacate.remote(rank)  # before the actor can ask: it has yet to be started
 
     def _hear(self, end: RoleEnded) -> None:
         match self._staff.ended(end.role, end.index, end.sentence, time.monotonic()):

@@ -61,7 +61,7 @@ class Bounds:
         """As asked for; None where the number is fixed. UserError where it makes no sense."""
         if least is None and most is None:
             return None
-        least, most = least if least is not None else 1, most if most is not None else workers
+        least, most = least if least is not None else workers, most if most is not None else workers
         if not 1 <= least <= most:
             raise UserError(
                 f"min_workers={least} and max_workers={most}: the first must be at least 1, and at most the second"

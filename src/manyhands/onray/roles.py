@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from manyhands.errors import UserError
-from manyhands.onray.plan import Seats
+from manyhands.onray.plan import Seats, room_for
 
 __all__ = ["RayRoles", "RoleActor", "RoleEnded"]
 
@@ -41,6 +41,8 @@ class RoleEnded:
 class _Carried:
     actor: Any
     ending: Any
+    ready: Any
+    since_s: float
 
 
 class RayRoles:
@@ -92,7 +94,10 @@ class RayRoles:
                 self._groups[role], placement_group_bundle_index=index - seats.first
             )
         actor = self._ray.remote(RoleActor).options(**options).remote()
-        self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments))
+        ready = actor.__ray_ready__.remote()
+        self._carried[role, index] = _Carried(
+            actor, actor.carry.remote(work, *arguments), ready, time.monotonic()
+        )
 
     def kill(self, role: str, index: int) -> None:
         """Be rid of one now; nothing is told of it."""
@@ -110,6 +115,20 @@ class RayRoles:
         if done:
             done, _ = self._ray.wait(endings, num_returns=len(endings), timeout=0)
         return [self._end(*by_ending[ending]) for ending in done]
+
+    def waiting(self, role: str) -> dict[int, float]:
+        """Since when which of a role's actors have been without a place on any node."""
+        carried = {
+            one.ready: (index, one.since_s) for (kind, index), one in self._carried.items() if kind == role
+        }
+        if not carried:
+            return {}
+        _, left = self._ray.wait(list(carried), num_returns=len(carried), timeout=0)
+        return dict(carried[ready] for ready in left)
+
+    def room(self, role: str) -> int:
+        """For how many more actors of a role there is room now, on all nodes together."""
+        return room_for(self._ray.available_resources(), self._seats[role].bundle)
 
     def _end(self, role: str, index: int) -> RoleEnded:
         carried = self._carried.pop((role, index))

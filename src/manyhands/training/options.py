@@ -106,6 +106,13 @@ class Options:
     view: View | None = None
     """Shows the run while it goes on, in the place of `progress`."""
 
+    min_workers: int | None = None
+    """On a cluster that shrinks: go on with so few workers (None: the number that was asked for). Under strategies
+    whose workers may come and go."""
+
+    max_workers: int | None = None
+    """On a cluster that grows: up to so many workers (None: the number that was asked for)."""
+
     def __post_init__(self) -> None:
         for name in ("evaluate_every", "checkpoint_every"):
             value = getattr(self, name)
