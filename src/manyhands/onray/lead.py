@@ -12,27 +12,23 @@ again, on another node if need be, and comes back in the place of the one that d
 from __future__ import annotations
 
 import logging
-import pickle
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch._C._distributed_c10d import Store
-
 from manyhands.errors import UserError
-from manyhands.hosts.place import Place
+from manyhands.onray.actor import RUN, ActorSeat, take_part
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.connection import connected
 from manyhands.onray.following import Less, More, SizeFollower
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, seats
 from manyhands.onray.roles import RayRoles, RoleEnded
-from manyhands.onray.store import Noticeboard, RayStore, asking
+from manyhands.onray.store import Noticeboard
 from manyhands.placed import run_placed
 from manyhands.run import Run
 from manyhands.strategy import Strategy
@@ -42,42 +38,7 @@ from manyhands.training.request import Request
 __all__ = ["fit_on_ray"]
 
 _LOOK_S = 0.2
-_RUN = "run"  # each has a noticeboard of its own
 _log = logging.getLogger("manyhands")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorSeat:
-    """What an actor is told of its place."""
-
-    rank: int
-    world: int
-    role: str
-    index: int
-    master: str
-    """The address of the leader's node."""
-    later: int
-    """How many of the last ranks come later, if at all."""
-
-    def place(self, board: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
-        """The place itself, made where its process is."""
-        kept: list[RayStore] = []  # torch's own reference does not keep what is written in Python
-
-        def open_store(timeout_s: float) -> Store:
-            kept.append(RayStore(asking(board, timeout_s), timeout_s, trouble))
-            return kept[-1]
-
-        return Place(
-            rank=self.rank,
-            world=self.world,
-            kind="ray",
-            role=self.role,
-            index=self.index,
-            host=_node_name(),
-            later=self.later,
-            open_store=open_store,
-            master=self.master,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +79,6 @@ class Casting:
         return ActorSeat(rank=rank, world=self.world, role=role, index=index, master=master, later=self.later)
 
 
-def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
-    """What an actor does: its part of the run, to its end."""
-    request: Request = pickle.loads(packed)  # Ray brings it, from the process that leads
-    run_placed(request, seat.place(board), None, False, _RUN)
-
-
 def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, resume: bool) -> Run:
     """Train what is asked for on a Ray cluster; see `fit`."""
     bounds = _bounds(request)
@@ -142,7 +97,7 @@ def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, re
             following = SizeFollower(bounds, request.workers, request.options.commands)
             with ActorKeeper(roles, casting, given, staff, following) as keeper:
                 place = casting.lead(given.master).place(board, keeper.trouble)
-                return run_placed(request, place, out, resume, _RUN)
+                return run_placed(request, place, out, resume, RUN)
 
 
 def _bounds(request: Request) -> Bounds | None:
@@ -168,12 +123,6 @@ def _for_actors(request: Request) -> Request:
         resume_command="",
     )
     return replace(request, options=options)
-
-
-def _node_name() -> str:
-    import ray
-
-    return f"{socket.gethostname()} (Ray node {ray.get_runtime_context().get_node_id()[:8]})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

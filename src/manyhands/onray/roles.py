@@ -20,9 +20,13 @@ _PLACING_S = 60.0
 class RoleActor:
     """The actor: it does one thing, in a process of its own on some node."""
 
-    def carry(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do it; what it gives is small."""
-        return work(*arguments)
+    def carry(self, work: Callable[..., Any], *arguments: Any) -> str:
+        """Do it; what went wrong, as a line: not every error can travel. Empty where nothing did."""
+        try:
+            work(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +137,14 @@ class RayRoles:
     def _end(self, role: str, index: int) -> RoleEnded:
         carried = self._carried.pop((role, index))
         try:
-            self._ray.get(carried.ending)
+            wrong = self._ray.get(carried.ending)
         except self._ray.exceptions.RayTaskError as error:
             return RoleEnded(role=role, index=index, sentence=_of_task(role, index, error))
         except self._ray.exceptions.RayError as error:
             self._ray.kill(carried.actor, no_restart=True)  # where its node is out of reach, it may live
             sentence = f"{role} {index} on Ray: {_first_line(error)}"
             return RoleEnded(role=role, index=index, died=True, sentence=sentence)
-        return RoleEnded(role=role, index=index)
+        return RoleEnded(role=role, index=index, sentence=f"{role} {index} on Ray: {wrong}" if wrong else "")
 
     def _no_room(self, role: str) -> str:
         seats = self._seats[role]
