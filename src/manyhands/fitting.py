@@ -79,9 +79,9 @@ def fit(
         asked = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
         if ray_cluster is None:
             return run_session(asked, out, resume)
-        from manyhands.onray.lead import fit_on_ray
+        from manyhands.onray.afar import fit_on
 
-        return fit_on_ray(asked, ray_cluster, out, resume)
+        return fit_on(ray_cluster, asked, out, resume)
     from manyhands.placed import fitted, run_placed, spoken_by
 
     with spoken_by(place):

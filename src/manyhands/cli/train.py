@@ -235,7 +235,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
-    leave_report(out)
+    if run.path is not None:  # else a node of a cluster has it
+        leave_report(out)
     write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
@@ -263,7 +264,8 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
             f"staleness  mean {stale['mean']:.2f}  max {stale['max']}   recoveries  {len(recoveries)}{took}",
             highlight=False,
         )
-    out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
+    if path is not None:
+        out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
 
 
 _PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
