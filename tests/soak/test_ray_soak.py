@@ -24,7 +24,12 @@ from manyhands.tasks import build
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # Ray's own logs
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def free_port() -> int:
@@ -39,6 +44,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "240")  # a busy machine is no reason to fail
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     head = {"num_cpus": 4, "include_dashboard": False, "ray_client_server_port": free_port()}
     cluster = Cluster(initialize_head=True, head_node_args=head)

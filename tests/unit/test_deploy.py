@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+
+from manyhands.cli.main import COMMANDS
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests")
 
@@ -205,3 +210,48 @@ def test_the_batch_script_is_a_script() -> None:
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == "1", "torchrun starts the workers of a node"
     assert int(options["nodes"]) > 1
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every `manyhands …` that a manifest, the script or the page on machines says, as words."""
+    for path in MANIFESTS:
+        spec = load(path)["spec"]
+        for role, replica in (spec.get("pytorchReplicaSpecs") or spec.get("tfReplicaSpecs") or {}).items():
+            container = replica["template"]["spec"]["containers"][0]
+            yield f"{path.stem} {role}", [*container["command"], *container["args"]]
+        if "entrypoint" in spec:
+            yield path.stem, shlex.split(spec["entrypoint"])
+    for path in (
+        DEPLOY / "slurm" / "train.sbatch",
+        DEPLOY / "README.md",
+        DEPLOY.parent / "docs" / "machines.md",
+        DEPLOY / "kubernetes" / "raycluster.yaml",
+    ):
+        text = re.sub(r"\\\n#?", " ", path.read_text())
+        for number, found in enumerate(
+            re.findall(r"^[^|`\n]*?\bmanyhands ((?:train|certificates|role|watch) .*)", text, re.M)
+        ):
+            words = shlex.split(found.partition(" && ")[0], comments=True)
+            yield f"{path.name} {number}", ["manyhands", *words]
+
+
+def parse(program: str, name: str, *words: str) -> None:
+    """As the command line would, up to where it would begin; raises for what it does not know."""
+    assert program == "manyhands"
+    module, _, attribute = COMMANDS[name].home.partition(":")
+    found = getattr(import_module(module), attribute)
+    if isinstance(found, typer.Typer):
+        task, *words = words
+        command: Any = typer.main.get_group(found).commands[task]
+    else:
+        alone = typer.Typer()
+        alone.command(name)(found)
+        command = typer.main.get_command(alone)
+    command.make_context(name, list(words))
+
+
+@pytest.mark.parametrize(("where", "words"), list(commands()))
+def test_commands_are_those_of_the_command_line(where: str, words: list[str]) -> None:
+    parse(*words)
+    with pytest.raises(Exception, match=r"[Nn]o such option"):
+        parse(*words, "--nonsense")
