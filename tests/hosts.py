@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, and what can happen to a cable."""
+"""Hosts on one machine: network namespaces with a cable between two, or a switch between many, and what may happen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -69,3 +69,51 @@ def two_hosts() -> Iterator[Hosts]:
             ip("-n", name, "link", "set", "cable", "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield Hosts(names)
+
+
+@dataclass(frozen=True)
+class Switched:
+    """Network namespaces at one switch; host i has the address 10.231.78.(i + 1)."""
+
+    names: tuple[str, ...]
+
+    def address(self, host: int) -> str:
+        return f"10.231.78.{host + 1}"
+
+    def inside(self, host: int) -> list[str]:
+        """What goes before a command to run it on that host."""
+        return ["ip", "netns", "exec", self.names[host]]
+
+    def plug(self, host: int, *, plugged: bool) -> None:
+        """Pull the cable of a host out of the switch, or put it back; nobody is told."""
+        end = ["link", "set", f"port{host}", *(["master", "switch"] if plugged else ["nomaster"])]
+        subprocess.run(["ip", "-n", self.names[-1], *end], check=True, timeout=10, capture_output=True)
+
+
+@contextmanager
+def switched_hosts(count: int) -> Iterator[Switched]:
+    """So many hosts; the switch is in a namespace of its own, the last one. All are gone afterwards."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = tuple(f"manyhands-{host}-{os.getpid()}" for host in [*range(count), "switch"])
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
+        if done.returncode != 0:
+            pytest.skip(f"no switch can be made here: ip {' '.join(words)}: {done.stderr.strip()}")
+
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+        ip("-n", names[-1], "link", "add", "switch", "type", "bridge")
+        ip("-n", names[-1], "link", "set", "switch", "up")
+        for host, name in enumerate(names[:-1]):
+            port = f"port{host}"
+            ends = ["cable", "netns", name, "type", "veth", "peer", "name", port, "netns", names[-1]]
+            ip("link", "add", *ends)
+            ip("-n", names[-1], "link", "set", port, "master", "switch", "up")
+            ip("-n", name, "address", "add", f"10.231.78.{host + 1}/24", "dev", "cable")
+            for device in ("cable", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        yield Switched(names)

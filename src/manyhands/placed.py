@@ -19,11 +19,12 @@ from typing import Any, Final
 from torch import nn
 
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
-from manyhands.hosts.company import Company, Membership, join_company, lead_company
+from manyhands.hosts.company import Company, CompanyMember, join_company, lead_company
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
 from manyhands.hosts.specified import check_hosts
+from manyhands.hub.settings import Settings
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
 from manyhands.session import run_session
@@ -85,13 +86,16 @@ def run_placed(
         model = request.plan.task.model()
     terms, security, timeout_s = _terms(request, model), request.options.security(), request.options.timeout_s
     name = name or f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
+    # Who is taken for lost too early may come again: then silence need not be waited for as long.
+    asked: dict[str, Any] = {"security": security, "settings": Settings() if kind.comes_again else None}
     if place.leads:
-        with lead_company(place, terms, name, security=security, timeout_s=timeout_s) as company:
+        with lead_company(place, terms, name, timeout_s=timeout_s, **asked) as company:
             return _lead(company, request, out, resume)
     patience_s = timeout_s
     with preserved(), spoken_by(place):
         while True:
-            with join_company(place, terms, name, security=security, timeout_s=patience_s) as member:
+            with join_company(place, terms, name, timeout_s=patience_s, **asked) as member:
+                member.timeout_s = timeout_s
                 try:
                     return _follow(member, kind(request, model), model)
                 except Aborted as error:
@@ -110,7 +114,7 @@ def _lead(company: Company, request: Request, out: str | Path | None, resume: bo
     return run
 
 
-def _follow(member: Membership, training: Training, model: nn.Module) -> Run:
+def _follow(member: CompanyMember, training: Training, model: nn.Module) -> Run:
     training.take_part(member)
     line = member.line
     try:

@@ -23,6 +23,7 @@ from manyhands.hosts.line import Contact, open_line
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
 from manyhands.link.secure import Security
+from manyhands.server.audit import Audit
 from manyhands.server.audit_files import audit_run
 from manyhands.server.live import away
 from manyhands.server.live.snapshots import ShardSnapshots
@@ -107,6 +108,9 @@ class Roles:
         self.failures: dict[int, BaseException] = {}
         self.threads: list[threading.Thread] = []
         self.address = "tcp:127.0.0.1:0"
+        self.moves = False
+        """Whether who is started again is on another host then."""
+
         self._leader = ""
         self._listens = threading.Event()
 
@@ -128,9 +132,8 @@ class Roles:
 
     def _run(self, rank: int, act: Callable[[Any], None] | None) -> None:
         assert self._listens.wait(20)
-        place = Place(
-            rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=f"h{rank}"
-        )
+        host = f"another{rank}" if self.moves and rank in self.deaths else f"h{rank}"
+        place = Place(rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=host)
         contact = Contact(name="the chief", address=self._leader, token=TOKEN)
         job = replace(self.job, strategy=replace(self.job.strategy, link="tcp"), listens_at=self.address)
         with open_line(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
@@ -193,11 +196,15 @@ def kept(path: Path, strategy: str, workers: int) -> Path:
     return path
 
 
-def require_audited(path: Path, outcome: Any) -> None:
+def audited(path: Path, outcome: Any) -> Audit:
     directory = RunDirectory.open(path)
     directory.write_summary(server_summary(outcome))
     directory.close()
-    found = audit_run(path).found
+    return audit_run(path).found
+
+
+def require_audited(path: Path, outcome: Any) -> None:
+    found = audited(path, outcome)
     assert not found.violations, found.violations
     assert not found.missing, found.missing
     assert not found.lost
@@ -215,19 +222,20 @@ def test_roles_at_lines_train_to_the_weights_of_a_plain_loop() -> None:
     assert [shard["staleness"] for shard in outcome.shards] == [((0, 2 * STEPS),)] * 2
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one directory", "directories apart"])
+@pytest.mark.parametrize("kept_in", ["one directory", "directories apart", "directories that are lost"])
 def test_who_dies_and_comes_again_takes_its_slot_and_its_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_in: str
 ) -> None:
     """A worker in the middle of a step, and a server in the middle of a snapshot; nothing is lost with replicas."""
     there = tmp_path / "there"
     there.mkdir()
-    if not shared:
+    if kept_in != "one directory":
         monkeypatch.setattr(away, "record_mark", lambda path: None)
         monkeypatch.setattr(tempfile, "tempdir", str(there))
     strategy = "ps servers=2 replicas=1 consistency=async"
     path = kept(tmp_path / "run", strategy, 2)
     roles = Roles(strategy, workers=2)
+    roles.moves = kept_in == "directories that are lost"
     monkeypatch.setitem(killed_at, "rank 1", 3)
     saved: list[str] = []
 
@@ -248,8 +256,15 @@ def test_who_dies_and_comes_again_takes_its_slot_and_its_shards(
     assert sorted(roles.deaths) == [1, 3]
     assert not roles.failures
     assert {one["what"] for one in outcome.recoveries} == {"slot 0", "every shard"}
-    require_audited(path, outcome)
-    assert not any(there.iterdir())  # all of it was sent
+    if not roles.moves:
+        require_audited(path, outcome)
+        assert not any(there.iterdir())  # all of it was sent
+        return
+    (lost,) = outcome.unrecorded
+    assert lost.startswith("worker.process-3.jsonl stayed on the host of rank 1, which died")
+    found = audited(path, outcome)
+    assert not found.violations, found.violations
+    assert lost in found.missing
 
 
 def test_a_run_goes_on_from_the_snapshots_that_the_leader_keeps(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_where_joining_makes_no_sense_one_sentence_says_why(environment: dict[st
         (None, [[0, 2], [1, 3]], "allreduce algorithm=ring"),
         (None, [[0], [1, 2]], "allreduce algorithm=ring"),
         ("allreduce algorithm=hierarchical", [[0, 1], [2, 3]], "allreduce algorithm=hierarchical group=2"),
+        ("mirrored buckets=1MiB", [[0, 1], [2, 3]], "allreduce algorithm=hierarchical buckets=1MiB group=2"),
+        ("allreduce", [[0], [1, 2]], "allreduce algorithm=ring"),
+        (
+            "allreduce algorithm=hierarchical group=3",
+            [[0, 1], [2, 3]],
+            "allreduce algorithm=hierarchical group=3",
+        ),
+        ("local", [[0, 1], [2, 3]], "local"),
         ("allreduce algorithm=butterfly", [[0, 1], [2, 3]], "allreduce algorithm=butterfly"),
     ],
 )
@@ -72,11 +80,10 @@ def test_the_hosts_choose_the_strategy(asked: str | None, hosts: list[list[int]]
     ("asked", "hosts", "told"),
     [
         (
-            "mirrored",
+            "central",
             [[0, 1], [2]],
-            "strategy=mirrored is for the workers of one host, but there are 2 hosts",
+            "strategy=central is for the workers of one host, but there are 2 hosts (with the ranks [0, 1], [2])",
         ),
-        ("central", [[0, 1], [2]], r"ranks [0, 1], [2]"),
         ("single", [[0, 1]], "strategy=single is one process, but there are 2 workers"),
         ("sharded", [[0, 1]], "strategy=sharded is not for a loop of your own"),
         ("single device_memory=1GiB", [[0]], "give the model and its loss to mh.fit for device_memory"),

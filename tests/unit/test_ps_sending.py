@@ -14,7 +14,7 @@ from manyhands.link.message import ProtocolError
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.sending import (
     BUFFERS,
-    Parcel,
+    Shipment,
     final_chunks,
     pack_snapshot,
     take_final,
@@ -107,15 +107,15 @@ def test_a_cut_snapshot_is_refused(length: int) -> None:
         unpack_snapshot(whole[:length])
 
 
-def test_parcels_have_names() -> None:
-    for parcel in (
-        Parcel("final", shard=1),
-        Parcel("snapshot", shard=0),
+def test_shipments_have_names() -> None:
+    for shipment in (
+        Shipment("final", shard=1),
+        Shipment("snapshot", shard=0),
         BUFFERS,
-        Parcel("record", file="worker.process-3.jsonl"),
-        Parcel("record", file="shard-0.member-12.jsonl"),
+        Shipment("record", file="worker.process-3.jsonl"),
+        Shipment("record", file="shard-0.member-12.jsonl"),
     ):
-        assert Parcel.parse(str(parcel), SHARDS) == parcel
+        assert Shipment.parse(str(shipment), SHARDS) == shipment
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_parcels_have_names() -> None:
 )
 def test_nothing_else_is_taken(name: str) -> None:
     with pytest.raises(ProtocolError):
-        Parcel.parse(name, SHARDS)
+        Shipment.parse(name, SHARDS)
 
 
 def test_records_are_added_to_those_of_an_earlier_life(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import cloudpickle
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -210,6 +211,7 @@ def test_it_travels_as_the_way_to_make_it_and_shows_no_secret() -> None:
     assert security.token.decode() not in repr(security)
     assert pickle.loads(pickle.dumps(Security.insecure())) is Security.insecure()
     assert pickle.loads(pickle.dumps(Security.loopback())) is Security.loopback()
+    assert pickle.loads(cloudpickle.dumps(Security.loopback())) is Security.loopback()  # as jobs are packed
 
 
 # ── addresses ─────────────────────────────────────────────────────────────────────────────────────────────────────────

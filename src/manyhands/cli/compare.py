@@ -22,7 +22,7 @@ from manyhands.cli.commands import (
     option_parameters,
     write_json,
 )
-from manyhands.cli.environment import tell_ignored_variables
+from manyhands.cli.environment import start_own_workers
 from manyhands.cli.process import spare_the_compiler
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
 from manyhands.tasks import TASKS
@@ -38,7 +38,7 @@ __all__ = ["Compared", "compare_app", "run_comparison"]
 compare_app = typer.Typer(
     help="Train a built-in task under several strategies, side by side.",
     no_args_is_help=True,
-    callback=tell_ignored_variables,
+    callback=start_own_workers,
 )
 
 _REPORT = "report.html"

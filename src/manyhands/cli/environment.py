@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["ignored_variables", "tell_ignored_variables"]
+from manyhands.hosts.standing import stand_alone
+
+__all__ = ["ignored_variables", "start_own_workers"]
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -17,19 +19,20 @@ def ignored_variables(environment: Mapping[str, str]) -> list[str]:
     if environment.get("TF_CONFIG"):
         told.append(
             "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
-            "`manyhands train`, and a script that calls mh.fit(), are the role that it names"
+            "`manyhands train` with a task such as digits, or a script that calls mh.fit(), is the role that it names"
         )
     found = [name for name in _TORCHRUN if environment.get(name)]
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
         told.append(
             f"{', '.join(found) or 'TORCHELASTIC_RUN_ID'} {'are' if len(found) > 1 else 'is'} set, as by torchrun, and "
             "not read: this command starts workers of its own; to train on the processes of torchrun, have it start "
-            "`-m manyhands train`, or a script that calls mh.fit() or mh.join()"
+            "`manyhands train` with a task such as digits, or a script that calls mh.fit() or mh.join()"
         )
     return told
 
 
-def tell_ignored_variables() -> None:
-    """Print the sentences on stderr."""
+def start_own_workers() -> None:
+    """From now on `fit` starts workers of its own, whoever started this process; say on stderr what is not read."""
     for sentence in ignored_variables(os.environ):
         print(f"manyhands: {sentence}", file=sys.stderr)
+    stand_alone()

@@ -25,6 +25,7 @@ from manyhands.cli.commands import (
     write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
+from manyhands.cli.environment import start_own_workers
 from manyhands.cli.runs import (
     CheckpointEvery,
     Dashboard,
@@ -175,6 +176,7 @@ def _counting(asked: _Vectors, workers: int) -> dict[str, Any]:
 
 def _train(asked: _TrainGlove) -> None:
     """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
+    start_own_workers()
     # Imported here so that help texts do not wait for torch and compiled code.
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.bars import Bars

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import AllowOverload, command_elsewhere
-from manyhands.cli.environment import tell_ignored_variables
+from manyhands.cli.environment import start_own_workers
 
 __all__ = ["launch_command"]
 
@@ -48,7 +48,7 @@ def launch_command(
 ) -> None:
     """Run your own training script on several workers; see `mh.join()`."""
     _refuse_unknown_option(context, str(script))
-    tell_ignored_variables()
+    start_own_workers()
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.table import end_table
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch

@@ -23,6 +23,7 @@ from manyhands.cli.commands import (
     write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
+from manyhands.cli.environment import start_own_workers
 from manyhands.cli.runs import (
     CheckpointEvery,
     Dashboard,
@@ -197,6 +198,7 @@ def predict_command(
 
 def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
+    start_own_workers()
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.bars import Bars
     from manyhands.errors import UserError

@@ -23,9 +23,10 @@ from manyhands.hosts.front import FrontEvent, Remarked, Turned
 from manyhands.hosts.line import Line
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
+from manyhands.hub.settings import Settings
 from manyhands.link.secure import Security
 
-__all__ = ["Company", "Membership", "join_company", "lead_company"]
+__all__ = ["Company", "CompanyMember", "join_company", "lead_company"]
 
 _TICK_S: Final = 0.1
 _SEE_OFF_S: Final = 30.0
@@ -122,7 +123,7 @@ class Company:
             self.close()
 
 
-class Membership:
+class CompanyMember:
     """One process's part in a run that another leads; a context manager."""
 
     def __init__(self, place: Place, following: Following, security: Security, timeout_s: float) -> None:
@@ -141,16 +142,28 @@ class Membership:
 
 
 def lead_company(
-    place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    settings: Settings | None = None,
 ) -> Company:
     """Be the leader of the run `name`; nobody has come yet."""
-    leading = lead(place, terms, name, security=security, timeout_s=timeout_s)
+    leading = lead(place, terms, name, security=security, timeout_s=timeout_s, settings=settings)
     return Company(place, leading, security, timeout_s)
 
 
 def join_company(
-    place: Place, terms: Sequence[Term], name: str, *, security: Security, timeout_s: float
-) -> Membership:
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    settings: Settings | None = None,
+) -> CompanyMember:
     """Find the leader of the run `name`, and be one of its processes."""
-    following = follow(place, terms, name, security=security, timeout_s=timeout_s)
-    return Membership(place, following, security, timeout_s)
+    following = follow(place, terms, name, security=security, timeout_s=timeout_s, settings=settings)
+    return CompanyMember(place, following, security, timeout_s)

@@ -31,6 +31,7 @@ from manyhands.hosts.place import Place
 from manyhands.hosts.specified import listening_at
 from manyhands.hub.settings import Settings
 from manyhands.link.secure import Security, is_loopback
+from manyhands.link.silence import Silence
 from manyhands.version import __version__
 
 __all__ = ["Following", "Leading", "follow", "lead"]
@@ -38,6 +39,8 @@ __all__ = ["Following", "Leading", "follow", "lead"]
 _FIRST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.1
 _TOKEN_BYTES: Final = 32
+_PATIENT: Final = Settings(silence=Silence(silence_s=20.0, handshake_s=10.0))
+"""A process trains in Python while its line beats in a thread: one long call must not pass for silence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def lead(
 
     What makes that impossible is told to those who wait for it, too.
     """
-    settings = replace(settings or Settings(), security=security)
+    settings = replace(settings or _PATIENT, security=security)
     if place.leader is not None:
         token = security.token or _open_token(place.leader)
         with ExitStack() as stack:
@@ -111,7 +114,7 @@ def follow(
     settings: Settings | None = None,
 ) -> Following:
     """Find the leader of the run `name`, and open the line to it."""
-    settings = replace(settings or Settings(), security=security)
+    settings = replace(settings or _PATIENT, security=security)
     if place.leader is not None:
         token = security.token or _open_token(place.leader)
         contact = Contact(name=f"the leader at {place.leader}", address=f"tcp:{place.leader}", token=token)

@@ -67,7 +67,7 @@ from manyhands.record.clocks import clock_id
 from manyhands.record.events import NOBODY, RECORD
 from manyhands.record.ring import EventRing
 
-__all__ = ["Front", "FrontEvent", "Given", "Remarked", "Turned", "hello_of"]
+__all__ = ["Delivered", "Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
 
 _FLUSH_S: Final = 10.0
 _MOST_LARGE: Final = 64  # things that one member may be sending at a time
@@ -92,7 +92,7 @@ class Remarked:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Delivered:
     """A member has sent something large, by `Line.give`; in order with what it said."""
 
     member: int
@@ -100,7 +100,7 @@ class Given:
     data: bytearray
 
 
-FrontEvent = Started | Said | Ended | Turned | Remarked | Given
+FrontEvent = Started | Said | Ended | Turned | Remarked | Delivered
 
 
 def hello_of(place: Place, terms: Sequence[Term]) -> LineHello:
@@ -380,7 +380,7 @@ class Front:
                     raise ProtocolError("piece", f"more of {name[:80]!r} than anybody sends")
                 data += payload
                 if last:
-                    return [Given(rank, name, member.large.pop(name))]
+                    return [Delivered(rank, name, member.large.pop(name))]
             case StoreCall():
                 member.bag.put(self.store.answer(message))
             case _:

@@ -9,12 +9,13 @@ from typing import TypeVar
 
 from manyhands.hosts.specification import TF_CONFIG
 
-__all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "standing", "stands_at"]
+__all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "stand_alone", "standing", "stands_at"]
 
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
 """Set by `manyhands launch` to its version, in the environment of its workers."""
 
 _standing: object = None  # a `place.Place`, which is not light
+_alone = False
 
 P = TypeVar("P")
 
@@ -35,7 +36,13 @@ def stands_at() -> object:
     return _standing
 
 
+def stand_alone() -> None:
+    """From now on this process starts workers of its own, whatever its environment says."""
+    global _alone
+    _alone = True
+
+
 def may_be_placed(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `place.current` is worth asking: somebody has said where this process stands."""
     by_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
-    return _standing is not None or by_torchrun or bool(environment.get(TF_CONFIG))
+    return _standing is not None or (not _alone and (by_torchrun or bool(environment.get(TF_CONFIG))))

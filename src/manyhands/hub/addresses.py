@@ -40,6 +40,8 @@ def listen(address: str, security: Security) -> tuple[socket.socket, str]:
     elif how == "tcp":
         host, port = _place(place or f"{_LOOPBACK}:0", address, security)
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # Who follows a process that died listens where it did, though the kernel still winds up its connections.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         target = (host, port)
     else:
         raise _no_address(address)

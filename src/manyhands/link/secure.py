@@ -123,13 +123,19 @@ class Security:
 
     def __reduce__(self) -> tuple[Callable[..., Security], tuple[Any, ...]]:
         """As the way to make it again: neither key nor token travels."""
-        if self.directory is not None:
-            return Security.from_directory, (str(self.directory.absolute()),)
-        return (Security.insecure if self._anywhere else Security.loopback), ()
+        directory = str(self.directory.absolute()) if self.directory is not None else None
+        return _made, (self._anywhere, directory)  # cloudpickle would take a class method to pieces
 
 
 _LOOPBACK: Final = Security()
 _INSECURE: Final = Security(anywhere=True)
+
+
+def _made(anywhere: bool, directory: str | None) -> Security:
+    """What `__reduce__` says."""
+    if directory is not None:
+        return Security.from_directory(directory)
+    return _INSECURE if anywhere else _LOOPBACK
 
 
 def is_loopback(host: str) -> bool:

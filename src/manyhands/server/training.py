@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from manyhands.hosts.company import Membership
+from manyhands.hosts.company import CompanyMember
 from manyhands.hosts.specified import listening_at
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.away import take_part
@@ -135,7 +135,7 @@ class PsTraining(Training):
             notes=tuple(outcome.notes),
         )
 
-    def take_part(self, member: Membership) -> None:
+    def take_part(self, member: CompanyMember) -> None:
         """Serve or work, as the leader says."""
         line, options = member.line, self._request.options
         job = Job(
@@ -201,7 +201,7 @@ class PsTraining(Training):
         return Away(company=company, ranks=ps_ranks(self._strategy, company.place), say=stage.say)
 
 
-def _addresses(member: Membership) -> dict[str, Any]:
+def _addresses(member: CompanyMember) -> dict[str, Any]:
     """Where this process listens if it is to serve, and where others reach it then."""
     place = member.place
     if place.cluster is not None:

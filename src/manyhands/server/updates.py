@@ -34,12 +34,14 @@ __all__ = [
     "ShardRecorder",
     "clear_records",
     "computed_lengths",
+    "has_record",
     "is_record",
     "read_computed",
     "read_logs",
     "read_record",
     "record_files",
     "record_mark",
+    "record_of",
     "take_record",
     "write_record",
 ]
@@ -143,7 +145,7 @@ class Recorder:
     """The file of one worker process; without a run directory nothing is recorded. `close` is idempotent."""
 
     def __init__(self, run_path: Path | None, process: int) -> None:
-        self._log = _log_of(run_path, _worker_file(process))
+        self._log = _log_of(run_path, record_of(process))
 
     @property
     def records(self) -> bool:
@@ -237,6 +239,16 @@ def is_record(name: str) -> bool:
     return any(pattern.fullmatch(name) is not None for pattern in (_SHARD, _WORKER))
 
 
+def record_of(process: int) -> str:
+    """The name of the file that a worker process writes."""
+    return f"worker.process-{process}.jsonl"
+
+
+def has_record(run_path: Path, name: str) -> bool:
+    """Whether a file of servers or workers is there."""
+    return (run_path / _FOLDER / name).exists()
+
+
 def record_files(run_path: Path) -> list[Path]:
     """All files of servers and workers, by name."""
     folder = run_path / _FOLDER
@@ -328,11 +340,7 @@ def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
 
 def computed_lengths(computed: Mapping[int, Sequence[ComputedRow]]) -> dict[str, int]:
     """By file: how many rows `read_computed` found in it."""
-    return {_worker_file(process): len(rows) for process, rows in computed.items()}
-
-
-def _worker_file(process: int) -> str:
-    return f"worker.process-{process}.jsonl"
+    return {record_of(process): len(rows) for process, rows in computed.items()}
 
 
 def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

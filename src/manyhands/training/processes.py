@@ -25,7 +25,7 @@ from manyhands.cluster.meeting import MeetingStore
 from manyhands.cluster.watchdog import Watched
 from manyhands.device import device_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
-from manyhands.hosts.company import Company, Membership
+from manyhands.hosts.company import Company, CompanyMember
 from manyhands.link.base import Link
 from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.record.blackbox import BlackBoxes
@@ -165,7 +165,7 @@ class ProcessTraining(Training):
     def _orders(self, stage: Stage) -> BeginTraining:
         return BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
 
-    def take_part(self, member: Membership) -> None:
+    def take_part(self, member: CompanyMember) -> None:
         """Train as one worker of a run that another process leads, from its first word to the last step."""
         line = member.line
         with MemberWorker(line) as around:
@@ -179,7 +179,7 @@ class ProcessTraining(Training):
 
     def _part(
         self,
-        party: Company | Membership,
+        party: Company | CompanyMember,
         store: MeetingStore,
         around: PlacedWorker,
         checkpoints: CheckpointStore | None,

@@ -30,7 +30,8 @@ from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.device import device_of
 from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, printable
 from manyhands.group.shared import SharedGroupFiles
-from manyhands.hosts.company import Company, Membership
+from manyhands.hosts.beats import open_beats
+from manyhands.hosts.company import Company, CompanyMember
 from manyhands.hosts.front import FrontEvent, Remarked
 from manyhands.hosts.line import Line
 from manyhands.hosts.links import open_links
@@ -59,7 +60,7 @@ __all__ = [
 
 _TICK_S: Final = 0.1
 _CAUSE_S: Final = 1.0
-_TOLD_S: Final = 5.0
+_TOLD_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class BeginTraining:
 ORDERS: Final = TypedNotes(BeginTraining)
 
 
-def wait_for_orders(member: Membership) -> BeginTraining:
+def wait_for_orders(member: CompanyMember) -> BeginTraining:
     """What to begin with; PeerTimeout naming the leader if it says nothing, Aborted if the run is over."""
     line = member.line
     deadline = time.monotonic() + member.timeout_s
@@ -131,7 +132,7 @@ class Ties:
 
 @contextmanager
 def tied(
-    party: Company | Membership, store: MeetingStore, strategy: Strategy, device: str, timeout_s: float
+    party: Company | CompanyMember, store: MeetingStore, strategy: Strategy, device: str, timeout_s: float
 ) -> Iterator[Ties]:
     """Collective: meet the others, and share memory on this host, links with all others as `strategy` needs them.
 
@@ -167,14 +168,26 @@ def tied(
         )
         ties = Ties(resources, meeting, files, alarm)
         stack.callback(ties.close)
-        for link in far.values() if several else ():
-            ties.watch(link)
+        if several:
+            for link in far.values():
+                ties.watch(link)
+            beats = open_beats(
+                meeting.rank,
+                meeting.world,
+                sorted(far),
+                store,
+                address=party.address,
+                timeout_s=timeout_s,
+                on_lost=ties.abort,
+            )
+            stack.callback(beats.close)
+            alarm.mark = beats.mark
         with _own_share_of_cores(len(meeting.here)):
             yield ties
 
 
 def _open_far(
-    party: Company | Membership, store: MeetingStore, meeting: Meeting, timeout_s: float
+    party: Company | CompanyMember, store: MeetingStore, meeting: Meeting, timeout_s: float
 ) -> dict[int, TcpLink]:
     return open_links(
         meeting.rank,
@@ -461,7 +474,7 @@ def _is_signal(error: BaseException) -> bool:
 
 def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
     """What the leader raises of an error of its own: as that of any worker, with its traceback."""
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
         return error
     reported = report(error, step)
     sentence = f"{name} raised {reported.error} at step {step}: {printable(reported.message)}"

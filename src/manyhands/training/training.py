@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from manyhands.analyse.collect import Collector
 from manyhands.draw.showing import showing
 from manyhands.errors import UserError
-from manyhands.hosts.company import Company, Membership
+from manyhands.hosts.company import Company, CompanyMember
 from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
@@ -194,7 +194,7 @@ class Training(ABC):
         """What resuming found worth telling."""
         return tuple(f"{damage}" for damage in self._start.skipped) if self._start is not None else ()
 
-    def take_part(self, member: Membership) -> None:
+    def take_part(self, member: CompanyMember) -> None:
         """Be one role of a run that another process leads, to its end; only where it `can_take_part`."""
         raise UserError(f"strategy={self._request.strategy} has no part for {member.line.name}")
 

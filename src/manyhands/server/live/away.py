@@ -33,7 +33,7 @@ from manyhands.record.ring import EventRing
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.job import Job
 from manyhands.server.live.resources import MemberResources
-from manyhands.server.live.sending import BUFFERS, Parcel, final_chunks, pack_snapshot, unpack_snapshot
+from manyhands.server.live.sending import BUFFERS, Shipment, final_chunks, pack_snapshot, unpack_snapshot
 from manyhands.server.live.server import serve_with
 from manyhands.server.live.snapshots import ShardSnapshot
 from manyhands.server.live.worker import work_with
@@ -167,7 +167,7 @@ class _LineMember:
 
 def _resources(line: Line, job: Job, *, keeps: bool) -> MemberResources:
     def leave_shard(layout: FlatLayout, shard: int, store: ShardStore) -> None:
-        line.give(str(Parcel("final", shard=shard)), final_chunks(layout, shard, store))
+        line.give(str(Shipment("final", shard=shard)), final_chunks(layout, shard, store))
 
     def leave_buffers(state: Mapping[str, Tensor]) -> None:
         line.give(str(BUFFERS), list(encode_tensors(state)))
@@ -208,12 +208,12 @@ class _SentSnapshots:
         if before is not None and not before.wait(self._timeout_s):
             raise PeerTimeout(f"{self._line.leader} took no snapshot for {self._timeout_s:.0f} s", peer=0)
         left = self._leaving[shard] = threading.Event()
-        self._line.give(str(Parcel("snapshot", shard=shard)), _then(pack_snapshot(snapshot), left))
+        self._line.give(str(Shipment("snapshot", shard=shard)), _then(pack_snapshot(snapshot), left))
 
     def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
         """Ask for it."""
         self._line.send(WANTS.write(SnapshotWanted(shard=shard, version=version)))
-        data = self._line.take(str(Parcel("snapshot", shard=shard)), self._timeout_s)
+        data = self._line.take(str(Shipment("snapshot", shard=shard)), self._timeout_s)
         return unpack_snapshot(data) if data else None
 
 
@@ -245,5 +245,5 @@ class _Records:
         if not self._is_own:
             return
         for path in record_files(self.path):
-            line.give(str(Parcel("record", file=path.name)), [path.read_bytes()])
+            line.give(str(Shipment("record", file=path.name)), [path.read_bytes()])
         shutil.rmtree(self.path, ignore_errors=True)

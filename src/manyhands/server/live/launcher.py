@@ -36,7 +36,7 @@ from manyhands.server.changes import (
 )
 from manyhands.server.live.job import Job
 from manyhands.server.live.losses import LossBook
-from manyhands.server.live.members import Assemble, Members, RunFiles
+from manyhands.server.live.members import Assemble, RunFiles, RunMembers
 from manyhands.server.live.recoveries import Recoveries
 from manyhands.server.live.reports import (
     ORDERS,
@@ -139,7 +139,7 @@ class Launcher:
     def run(self) -> LaunchOutcome:
         """Start everybody, see the run through, and return what came out of it."""
         with self._assemble(self._watched()) as members:
-            self._members: Members = members
+            self._members: RunMembers = members
             self._do(self._membership.begin())
             while not self._over:
                 self._turn()

@@ -17,10 +17,10 @@ from manyhands.server.live.job import Job
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
 
-__all__ = ["Assemble", "LocalMembers", "Members", "RunFiles"]
+__all__ = ["Assemble", "LocalMembers", "RunFiles", "RunMembers"]
 
 
-class Members(Protocol):
+class RunMembers(Protocol):
     """Who serves and works; numbers are the membership's, and none is used twice."""
 
     @property
@@ -46,7 +46,7 @@ class Members(Protocol):
         """Ask it to leave."""
 
 
-Assemble = Callable[[Watched], AbstractContextManager[Members]]
+Assemble = Callable[[Watched], AbstractContextManager[RunMembers]]
 """Makes the members of one run; leaving the context leaves none of them."""
 
 

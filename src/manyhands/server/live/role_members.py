@@ -24,18 +24,19 @@ import torch
 from manyhands.cluster.failure import Failure
 from manyhands.cluster.supervisor import Ended, Event, Hung, Said, Started
 from manyhands.errors import PeerTimeout, UserError
-from manyhands.hosts.front import Front, FrontEvent, Given, Remarked, Turned
+from manyhands.hosts.front import Delivered, Front, FrontEvent, Remarked, Turned
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.away import PARTS, WANTS, SnapshotWanted, TakePart
 from manyhands.server.live.job import Job
 from manyhands.server.live.members import LocalMembers, RunFiles
-from manyhands.server.live.sending import BUFFERS, Parcel, pack_snapshot, take_final, unpack_snapshot
+from manyhands.server.live.reports import StepComputed
+from manyhands.server.live.sending import BUFFERS, Shipment, pack_snapshot, take_final, unpack_snapshot
 from manyhands.server.live.server_tables import final_bytes
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.roles import PsRanks
-from manyhands.server.updates import record_mark, take_record
+from manyhands.server.updates import has_record, record_mark, record_of, take_record
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.tensorfile import encode_tensors
 
@@ -51,22 +52,23 @@ class RunKeeper:
         self._job, self._layout, self._files, self._say = job, layout, files, say
         self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
         self._before: dict[str, int] = {}  # by record: the rows of earlier lives
+        self._computed: dict[int, str] = {}  # by worker that has computed something: what it is called
 
-    def take(self, parcel: Parcel, data: bytearray) -> None:
+    def take(self, shipment: Shipment, data: bytearray) -> None:
         """Put it where it belongs; a disk that is full costs what was sent, and not the run."""
         try:
-            match parcel.kind:
+            match shipment.kind:
                 case "final":
-                    self._take_final(parcel.shard, data)
+                    self._take_final(shipment.shard, data)
                 case "buffers":
                     with open(f"/proc/self/fd/{self._files.buffers}", "wb") as file:
                         file.write(data)
                 case "snapshot" if self._snapshots.kept:
-                    self._snapshots.save(parcel.shard, unpack_snapshot(data))
+                    self._snapshots.save(shipment.shard, unpack_snapshot(data))
                 case "record" if self._job.run_path is not None:
-                    self._before[parcel.file] = take_record(self._job.run_path, parcel.file, bytes(data))
+                    self._before[shipment.file] = take_record(self._job.run_path, shipment.file, bytes(data))
         except WriteFailed as error:
-            self._say(f"no {parcel}: {error}")
+            self._say(f"no {shipment}: {error}")
 
     def _take_final(self, shard: int, data: bytearray) -> None:
         with Segment.attach(os.dup(self._files.final)) as segment:
@@ -78,6 +80,22 @@ class RunKeeper:
         """What is kept of a shard, as buffers to send; none where nothing is."""
         found = self._snapshots.load(wanted.shard, wanted.version) if self._snapshots.kept else None
         return [] if found is None else list(pack_snapshot(found))
+
+    def computed(self, member: int, name: str) -> None:
+        """A worker has computed something, and so has a record, wherever that is."""
+        self._computed[member] = name
+
+    def lost_records(self) -> list[str]:
+        """At the end: a sentence for each worker whose record never came."""
+        run = self._job.run_path
+        if run is None:
+            return []
+        return [
+            f"{record} stayed on the host of {name}, which died, and nobody has come from there since: its recording "
+            "is missing, and the run can be neither replayed nor audited as a whole"
+            for member, name in self._computed.items()
+            if not has_record(run, record := record_of(member))
+        ]
 
     def counted(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a member counted, with the rows that its records had before."""
@@ -238,7 +256,7 @@ class RoleMembers:
                 self._give_part(rank)
             case Said(member=rank, payload=payload):
                 return self._hear_said(rank, payload)
-            case Given(member=rank, name=name, data=data):
+            case Delivered(member=rank, name=name, data=data):
                 self._take(rank, name, data)
             case Ended(member=rank):
                 return self._end(rank, event)
@@ -252,13 +270,17 @@ class RoleMembers:
             return []
         if payload.get("kind") == SnapshotWanted.__name__:
             wanted: SnapshotWanted = WANTS.read(payload)
-            self._front.give(rank, str(Parcel("snapshot", shard=wanted.shard)), self._keeper.snapshot(wanted))
+            self._front.give(
+                rank, str(Shipment("snapshot", shard=wanted.shard)), self._keeper.snapshot(wanted)
+            )
             return []
+        if payload.get("kind") == StepComputed.__name__:
+            self._keeper.computed(member, self._ranks.names[rank])
         return [Said(member, payload)]
 
     def _take(self, rank: int, name: str, data: bytearray) -> None:
         try:
-            self._keeper.take(Parcel.parse(name, self._job.strategy.servers), data)
+            self._keeper.take(Shipment.parse(name, self._job.strategy.servers), data)
         except ProtocolError as error:
             self._front.dismiss(rank, str(error))
             self._say(f"{self._ranks.names[rank]} sent what nobody may send: {error}")

@@ -1,6 +1,6 @@
 """What members of other hosts send the launcher as a whole, and it sends them: shards, buffers, snapshots, records.
 
-Everything has a name (`Parcel`) and is bytes: tensors as they lie or as safetensors, no code. What a name may be is
+Everything has a name (`Shipment`) and is bytes: tensors as they lie or as safetensors, no code. What a name may be is
 checked here, so that nothing is written anywhere else than where it belongs.
 """
 
@@ -23,14 +23,14 @@ from manyhands.server.live.snapshots import ShardSnapshot, pack_install, unpack_
 from manyhands.server.store import ShardStore
 from manyhands.server.updates import is_record
 
-__all__ = ["BUFFERS", "Parcel", "final_chunks", "pack_snapshot", "take_final", "unpack_snapshot"]
+__all__ = ["BUFFERS", "Shipment", "final_chunks", "pack_snapshot", "take_final", "unpack_snapshot"]
 
 _HEAD: Final = struct.Struct("<QQ")
 _NAME: Final = re.compile(r"(final|snapshot) (\d{1,9})|(buffers)|record (.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Shipment:
     """What is sent: `final` parameters or a `snapshot` of a shard, a model's `buffers`, a `record` of updates."""
 
     kind: str
@@ -43,8 +43,8 @@ class Parcel:
         )
 
     @classmethod
-    def parse(cls, name: str, shards: int) -> Parcel:
-        """The parcel of that name; ProtocolError for what nobody sends."""
+    def parse(cls, name: str, shards: int) -> Shipment:
+        """The shipment of that name; ProtocolError for what nobody sends."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise ProtocolError("name", f"{name[:80]!r} is nothing that members send")
@@ -60,7 +60,7 @@ class Parcel:
         return cls(kind, shard=int(shard))
 
 
-BUFFERS: Final = Parcel("buffers")
+BUFFERS: Final = Shipment("buffers")
 
 
 def final_chunks(layout: FlatLayout, shard: int, store: ShardStore) -> list[Any]:

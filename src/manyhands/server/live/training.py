@@ -143,6 +143,7 @@ class ServerTraining:
         """By slot."""
 
         self.server_rings: list[EventRing] = []
+        self._keeper: RunKeeper | None = None
 
     def __enter__(self) -> Self:
         request = self._request
@@ -223,6 +224,10 @@ class ServerTraining:
         )
         failure = self._record(job, request.run_path) if request.run_path is not None else None
         outcome = launcher.run()
+        if self._keeper is not None:
+            lost = self._keeper.lost_records()
+            outcome.notes += lost
+            outcome.unrecorded += lost
         if failure is not None:
             outcome.notes.insert(0, failure)
             outcome.unrecorded.insert(0, failure)
@@ -233,7 +238,7 @@ class ServerTraining:
 
         No watchdog looks at them: it knows processes of its own host alone.
         """
-        keeper = RunKeeper(job, self._layout, files, away.say)
+        keeper = self._keeper = RunKeeper(job, self._layout, files, away.say)
         child = LocalMembers(job, files, Watched(deadline_s=0.0))
         front = away.company.front
         return lambda _: RoleMembers(front, away.ranks, job, keeper, child, away.say)

@@ -1,0 +1,61 @@
+"""Heartbeats between workers of different hosts, whose places lie in the run's store: a silent cut is named in seconds.
+
+Lines have heartbeats too, from Python, which a long call without its lock delays: they are patient. These come from
+compiled code, as those of `mh.join` do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from manyhands.cluster.meeting import MeetingStore
+from manyhands.errors import PeerTimeout
+from manyhands.link.heartbeats import Heartbeats, exchange_places
+
+__all__ = ["open_beats"]
+
+_PAUSE_S: Final = 0.02
+
+
+def open_beats(
+    rank: int,
+    world: int,
+    far: Sequence[int],
+    store: MeetingStore,
+    *,
+    address: str,
+    timeout_s: float,
+    on_lost: Callable[[int, str], None],
+) -> Heartbeats:
+    """Collective: watch over `far`, the ranks of other hosts; `on_lost(rank, sentence)` in a thread of its own."""
+    waiting = _Waiting(store, time.monotonic() + timeout_s)
+    own, places, secret = exchange_places(waiting, rank, world, address)
+    return Heartbeats(rank, own, {peer: places[peer] for peer in far}, secret, on_lost)
+
+
+class _Waiting:
+    """A part of the run's store in which `get` waits for a key, as torch's does."""
+
+    def __init__(self, store: MeetingStore, deadline: float) -> None:
+        self._store = store
+        self._deadline = deadline
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(f"beats/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        while not self._store.check([f"beats/{key}"]):
+            if time.monotonic() >= self._deadline:
+                raise PeerTimeout(
+                    f"rank {key.rpartition('/')[2]} did not say where it listens for heartbeats", -1
+                )
+            time.sleep(_PAUSE_S)
+        return self._store.get(f"beats/{key}")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(f"beats/{key}", amount)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(f"beats/{key}")

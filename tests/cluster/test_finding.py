@@ -1,0 +1,237 @@
+"""How processes find their leader, and links between hosts: threads that share a store, and addresses of this host."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from certificates import run_security
+from manyhands.cluster.host import host_identity
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.hosts import finding
+from manyhands.hosts.company import join_company, lead_company
+from manyhands.hosts.finding import follow, lead
+from manyhands.hosts.links import open_links
+from manyhands.hosts.place import Place, current
+from manyhands.hosts.register import terms_of
+from manyhands.hosts.shelf import Shelf
+from manyhands.link.base import Received
+from manyhands.link.message import Message
+from manyhands.link.secure import Security
+
+TERMS = terms_of({"task": "toy"})
+TOKEN = b"the secret of this run, 32 bytes"
+
+
+def places(world: int, store: HashStore | None = None, master: str = "127.0.0.1") -> list[Place]:
+    shared = store or HashStore()
+    return [
+        Place(rank=rank, world=world, kind="torchrun", open_store=lambda _: shared, master=master)
+        for rank in range(world)
+    ]
+
+
+def seat(store: HashStore, run: str, rank: int, **fields: str) -> None:
+    """A process that has come, as far as the store knows."""
+    mine = {**finding._mine(Place(rank=rank, world=rank + 1)), **fields}
+    PrefixStore(f"manyhands/{run}", store).set(f"here/{rank}", json.dumps(mine))
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each gives or raises, all at the same time."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ManyhandsError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(outcome, calls))
+
+
+def test_on_one_host_a_company_gathers_without_listening_on_the_network() -> None:
+    first, second, third = places(3)
+
+    def leads() -> tuple[str, tuple[int, ...]]:
+        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
+            company.gather()
+            members = company.front.members
+            company.give("run", lambda: [b"the ", b"result"])
+            company.see_off()
+            return company.address, members
+
+    def joins(place: Place) -> bytes:
+        with join_company(place, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+            return bytes(member.line.take("run", 10.0))
+
+    led, *joined = together(leads, lambda: joins(second), lambda: joins(third))
+    assert led == ("", (1, 2)) or led == ("", (2, 1))
+    assert joined == [b"the result"] * 2
+
+
+def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
+    first, second = places(2)
+
+    def leads() -> None:
+        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
+            company.gather()
+            raise UserError("out=x is taken")
+
+    def joins() -> str:
+        with join_company(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+            over = member.line.wait_over(10.0)
+            assert over is not None
+            return over.sentence
+
+    led, told = together(leads, joins)
+    assert isinstance(led, UserError)
+    assert told == str(led) == "out=x is taken"
+
+
+def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_to_all() -> None:
+    store = HashStore()
+    seat(store, "twice", 1)
+    with pytest.raises(UserError, match=r"two processes are rank 1: process .* and process "):
+        follow(places(2, store)[1], TERMS, "twice", security=Security.loopback(), timeout_s=0.2)
+
+    first, second, _ = places(3)
+    call = {"security": Security.loopback(), "timeout_s": 0.3}
+    led, followed = together(
+        lambda: lead(first, TERMS, "late", **call), lambda: follow(second, TERMS, "late", **call)
+    )
+    assert isinstance(led, PeerTimeout)
+    assert "rank 2 of 3 did not come within 0 s" in str(led)
+    assert "cannot begin: rank 2 of 3 did not come" in str(followed)
+
+    store = HashStore()
+    seat(store, "old", 1, version="0.0.1", name="worker 1 on hostB")
+    with pytest.raises(UserError, match=r"worker 1 on hostB is manyhands 0\.0\.1, and worker 0 on "):
+        lead(places(2, store)[0], TERMS, "old", **call)
+
+    with pytest.raises(PeerTimeout, match=r"rank 0, which leads, did not come within"):
+        finding._read_leader(HashStore(), places(2)[1], timeout_s=-4.9)
+
+
+@pytest.mark.parametrize(
+    ("master", "security", "told"),
+    [
+        ("127.0.0.1", Security.insecure(), "MASTER_ADDR=127.0.0.1 means 127.0.0.1 on "),
+        ("192.0.2.1", Security.loopback(), "--tls DIR"),
+    ],
+)
+def test_a_leader_that_other_hosts_cannot_reach_or_must_not_says_so_to_all(
+    master: str, security: Security, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "address_towards", lambda host: host)
+    store = HashStore()
+    seat(store, "a", 1, host="another")
+    first, second = places(2, store, master)
+    with pytest.raises(UserError, match=told):
+        lead(first, TERMS, "a", security=security, timeout_s=1.0)
+    with pytest.raises(ManyhandsError, match=told):
+        finding._read_leader(PrefixStore("manyhands/a", store), second, 1.0)
+
+
+def test_a_process_without_a_certificate_is_told_that_the_leader_has_one() -> None:
+    store = HashStore()
+    led = {**finding._mine(places(2)[0]), "unix": "unix:nowhere", "host": host_identity()}
+    PrefixStore("manyhands/a", store).set("leader", json.dumps(led))
+    with pytest.raises(UserError, match="has no certificate, and the leader"):
+        follow(places(2, store)[1], TERMS, "a", security=Security.loopback(), timeout_s=1.0)
+
+
+def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with pytest.raises(
+            ManyhandsError, match=f"MASTER_PORT={port} cannot be opened .*another MASTER_PORT"
+        ):
+            current(environment).open_store(1.0)
+    began = time.monotonic()
+    with pytest.raises(ManyhandsError, match=f"MASTER_PORT={port} cannot be reached within 1 s"):
+        current({**environment, "RANK": "1"}).open_store(1.0)
+    assert time.monotonic() - began < 20.0
+
+
+def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    first, second = (replace(place, leader=address, kind="specification") for place in places(2))
+    call = {"security": Security.loopback(), "timeout_s": 10.0}
+    with ExitStack() as stack:
+        leading = lead(first, TERMS, "a", **call)
+        stack.callback(leading.front.close)
+
+        def hears() -> int:
+            while not leading.front.members:
+                leading.front.poll(0.1)
+            return 1
+
+        following, _ = together(lambda: follow(second, TERMS, "a", **call), hears)
+        stack.callback(following.line.close)
+        assert leading.front.members == (1,)
+        with pytest.raises(UserError, match="cannot listen there"):
+            lead(first, TERMS, "a", **call)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) -> None:
+    store, world = Shelf(), 4
+    security = run_security() if tls else Security.loopback()
+    far = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+
+    def opens(rank: int) -> Any:
+        if rank == 3:  # somebody else comes first
+            while not store.check(["link/0"]):
+                time.sleep(0.005)
+            port = int(store.get("link/0").decode().rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"x" * 64)
+        return open_links(
+            rank,
+            far[rank],
+            store,
+            address="127.0.0.1",
+            token=TOKEN,
+            security=security,
+            timeout_s=20.0,
+        )
+
+    ends = together(*[lambda rank=rank: opens(rank) for rank in range(world)])
+    assert [sorted(links) for links in ends] == [far[rank] for rank in range(world)]
+    ends[0][3].send(Message(kind=1, payload=torch.arange(5)))
+    got = ends[3][0].receive(5.0)
+    assert isinstance(got, Received)
+    assert got.message.payload.tolist() == [0, 1, 2, 3, 4]
+    for links in ends:
+        for link in links.values():
+            link.close()
+
+
+def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
+    store = Shelf()
+    call = {"address": "127.0.0.1", "security": Security.loopback(), "timeout_s": 1.0}
+    first, second = together(
+        lambda: open_links(0, [1], store, token=TOKEN, **call),
+        lambda: open_links(1, [0], store, token=b"another secret", **call),
+    )
+    assert isinstance(first, PeerTimeout)
+    assert "rank 1 did not connect in time" in str(first)
+    assert "who answers at rank 0's address" in str(second)
+    assert "is not of this run" in str(second)
+    with pytest.raises(PeerTimeout, match="rank 0 did not say where it listens in time"):
+        open_links(1, [0], Shelf(), token=TOKEN, **{**call, "timeout_s": 0.1})
+    with pytest.raises(UserError, match="--tls DIR"):
+        open_links(0, [1], Shelf(), token=TOKEN, **{**call, "address": "192.0.2.1"})

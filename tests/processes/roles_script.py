@@ -1,0 +1,66 @@
+"""A script that calls `mh.fit` and is one role of a run: `roles_script.py STRATEGY STEPS [name=value …]`.
+
+    out=DIRECTORY  task=NAME  pause=SECONDS of every step  timeout=SECONDS  resume=yes  insecure=yes
+
+Prints a digest of the weights that it got.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import ManyhandsError
+
+
+def main(strategy: str, steps: str, *asked: str) -> None:
+    settings = dict(word.split("=", 1) for word in asked)
+    pause_s = float(settings.get("pause", "0"))
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(256, 8, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(8, 3, generator=generator, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(pause_s)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    task = mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double(),
+        loss=loss,
+        data=list(zip(x, y, strict=True)),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        batch_size=16,
+        name=settings.get("task", "roles"),
+    )
+    options = mh.Options(
+        timeout_s=float(settings.get("timeout", "120")),
+        checkpoint_every=20,
+        evaluate_every=10**6,
+        insecure="insecure" in settings,
+        progress="none",
+    )
+    run = mh.fit(
+        task,
+        strategy,
+        steps=int(steps),
+        out=settings.get("out"),
+        resume="resume" in settings,
+        options=options,
+    )
+    digest = hashlib.sha256()
+    for value in run.model.state_dict().values():
+        digest.update(value.numpy().tobytes())
+    print("weights", digest.hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except ManyhandsError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(1)

@@ -1,0 +1,137 @@
+"""`fit` in processes that somebody else started: on one host and on two, alike and in trouble."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands as mh
+import placed_script
+from hosts import Hosts, two_hosts
+from placed_script import EQUAL, STEPS, digest, options, task
+
+__all__ = ["two_hosts"]
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = Path(placed_script.__file__)
+PATIENCE_S = 300.0
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]], master: str, folder: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    """One process for each command, rank by rank, as torchrun would start them; killed if they do not end."""
+    port = free_port()
+    places = {"MASTER_ADDR": master, "MASTER_PORT": port, "WORLD_SIZE": str(len(commands))}
+    processes = []
+    try:
+        for rank, command in enumerate(commands):
+            said = (folder / f"said-{rank}").open("w+")
+            erred = (folder / f"erred-{rank}").open("w+")
+            variables = {**os.environ, **places, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, stdout=said, stderr=erred, env=variables)
+            processes.append((process, said, erred))
+        deadline = time.monotonic() + PATIENCE_S
+        for process, _, _ in processes:
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    finally:
+        for process, _, _ in processes:
+            process.kill()
+            process.wait(timeout=10)
+    done = []
+    for process, said, erred in processes:
+        texts = []
+        for file in (said, erred):
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, *texts))
+    return done
+
+
+def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_system(
+    two_hosts: Hosts, tmp_path: Path
+) -> None:
+    commands = [
+        [*two_hosts.inside(host), sys.executable, str(SCRIPT), "equal", str(tmp_path)]
+        for host in (0, 0, 1, 1)
+    ]
+    done = run_ranks(commands, two_hosts.address(0), tmp_path)
+    assert [one.returncode for one in done] == [0] * 4, done
+    for other in done[1:]:  # nothing but what torch's store says of its sockets
+        assert [line for line in other.stderr.splitlines() if "[c10d]" not in line] == []
+    told = [one.stdout.splitlines() for one in done]
+    same = {
+        "allreduce": "allreduce algorithm=hierarchical group=2",  # by itself, over hosts
+        "local steps=2": "local steps=2 link=tcp",  # in a ring, as links are
+    }
+    alone = {
+        name: mh.fit(task(), same.get(name, name), workers=4, steps=STEPS, options=options())
+        for name in EQUAL
+    }
+    for rank, lines in enumerate(told):
+        found = {line.split()[1]: line.split()[2:] for line in lines if line.startswith("equal ")}
+        for name, run in alone.items():
+            assert found[name.replace(" ", "-")] == [digest(run), str(len(run.history)), "None"], (rank, name)
+        path = str(tmp_path / "rank-0") if rank == 0 else "None"
+        whole = alone["allreduce"]
+        assert found["resumed"] == [digest(whole), str(len(whole.history) + 1), path]
+        refused = next(line for line in lines if line.startswith("central: "))
+        assert "strategy=central is for the workers of one host, but there are 2 hosts" in refused
+        assert "its one copy of the parameters lies in the memory of one host" in refused
+    folder = tmp_path / "rank-0"
+    assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0"]
+    assert sorted(path.name for path in (folder / "events").iterdir()) == [
+        f"worker-{n}.bin" for n in range(4)
+    ]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["workers"] == 4
+    assert [one["steps"] for one in summary["per_worker"]] == [STEPS // 2] * 4
+    assert torch.isfinite(torch.tensor(summary["final"]["loss"]))
+
+
+def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "trouble", str(tmp_path)]
+    done = run_ranks([command] * 3, "127.0.0.1", tmp_path)
+    assert [one.returncode for one in done] == [0, 0, -9], done
+    told = [dict(line.split(": ", 1) for line in one.stdout.splitlines()) for one in done]
+    host = socket.gethostname()
+    for lines in told:
+        assert "workers=7: torchrun started 3 processes, each of which is a worker" in lines["workers"]
+        assert "strategy=ps starts processes of its own" in lines["servers"]
+    steps = f"has steps={STEPS + 1}, and the leader, worker 0 on {host}, steps={STEPS}"
+    assert f"worker 1 on {host} {steps}" in told[1]["steps"]
+    assert any(f"has steps={STEPS + rank}, and the leader" in told[0]["steps"] for rank in (1, 2))
+    raised = f"worker 1 on {host} (process "
+    for lines in (told[0], told[2]):
+        assert raised in lines["raises"]
+        assert "raised ZeroDivisionError at step 3: a defect of the task" in lines["raises"]
+    assert "¶" in told[0]["raises"]  # with the traceback, where the run is kept
+    assert "placed_script.py" in told[0]["raises"]
+    assert told[1]["raises"] == "a defect of the task"
+    for lines in told[:2]:
+        assert f"worker 2 on {host} (process " in lines["killed"]
+        assert "is lost: the connection ended without a goodbye; last seen " in lines["killed"]
+        assert "rank 2 of 3 did not come within 1 s" in lines["missing"]
+    assert "missing" not in told[2]
+    assert "worker 2" in json.dumps([json.loads(line) for line in _members(tmp_path / "e")])
+
+
+def _members(folder: Path) -> list[str]:
+    return (folder / "members.jsonl").read_text().splitlines()

@@ -1,0 +1,34 @@
+"""State that goes to another process as bytes comes back equal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from manyhands.errors import ManyhandsError
+from manyhands.store.portable import pack_tree, unpack_tree
+
+
+def test_a_tree_with_tensors_comes_back_equal() -> None:
+    shared = torch.randn(3, 4, dtype=torch.float64)
+    tree = {
+        "model": {"a.weight": shared, "b.weight": shared, "half": torch.ones(2, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.99)}]},
+        "rows": [{"step": 1, "loss": math.inf}],
+        "none": None,
+    }
+    back = unpack_tree(b"".join(pack_tree(tree)))
+    assert torch.equal(back["model"]["a.weight"], shared)
+    assert back["model"]["b.weight"] is back["model"]["a.weight"]
+    assert back["model"]["half"].dtype == torch.bfloat16
+    assert back["optimizer"]["state"][0]["step"].item() == 3.0
+    assert back["optimizer"]["param_groups"] == [{"betas": (0.9, 0.99)}]
+    assert (back["rows"], back["none"]) == (tree["rows"], None)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"{}", b"\0" * 8 + b"xx"])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ManyhandsError, match="no state of a run"):
+        unpack_tree(data)
