@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import queue
 import random
+import sys
 
 import pytest
+import torch
 from torch.distributed import HashStore, PrefixStore
 
+import manyhands as mh
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.hosts.place import Place
+from manyhands.hosts.standing import standing
 from manyhands.onray.cluster import RayCluster
+from manyhands.onray.connection import ray_module
 from manyhands.onray.following import Less, More, SizeFollower
+from manyhands.onray.lead import Casting
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
 from manyhands.onray.store import Noticeboard, RayStore
+from manyhands.server.roles import ps_ranks
+from manyhands.server.strategy import Ps
+from manyhands.strategy import Strategy
 from manyhands.training.commands import AddWorker, Command, RemoveWorker
 
 
@@ -170,3 +180,49 @@ def test_no_more_workers_are_asked_for_than_a_run_can_have() -> None:
     assert [follower.look(space, now_s) for now_s in (1.0, 10.0, 20.0)] == [[], [], []]
     assert commands.empty()
     assert SizeFollower(None, 2, commands).look(space, 0.0) == []
+
+
+def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"Ray is not installed here .*; pip install 'manyhands\[ray\]'"):
+        ray_module()
+
+
+def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = mh.Task(
+        model=lambda: torch.nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch).mean(),
+        data=torch.ones(8, 1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    with pytest.raises(UserError, match="cluster='rya' is no Ray cluster"):
+        mh.fit(task, cluster="rya")
+    bounded = mh.Options(max_workers=4)
+    with pytest.raises(UserError, match="follow the size of a cluster; give cluster= as well"):
+        mh.fit(task, workers=2, options=bounded)
+    with pytest.raises(UserError, match="strategy allreduce needs the workers it began with"):
+        mh.fit(task, "allreduce", workers=2, options=bounded, cluster="ray")
+    with (
+        standing(Place(rank=0, world=2, kind="torchrun")),
+        pytest.raises(UserError, match="torchrun has started"),
+    ):
+        mh.fit(task, cluster="auto")
+
+
+def test_who_leads_and_who_is_which_rank() -> None:
+    ring = Casting.of(Strategy.parse("allreduce"), 3)
+    assert (ring.leader, ring.world) == (("worker", 0), 3)
+    assert [ring.seat("worker", index, "a").rank for index in (1, 2)] == [1, 2]
+    served = Casting.of(Strategy.parse("ps servers=2"), 3, later=16)
+    assert (served.leader, served.world) == (("chief", 0), 1 + 2 + 3 + 16)
+    ranks = [
+        served.seat("ps", 1, "a").rank,
+        served.seat("worker", 0, "a").rank,
+        served.seat("worker", 5, "a").rank,
+    ]
+    assert ranks == [2, 3, 8], "later workers follow the first ones"
+    strategy = Strategy.parse("ps servers=2")
+    assert isinstance(strategy, Ps)
+    found = ps_ranks(strategy, Place(rank=0, world=served.world, kind="ray", role="chief"))
+    assert (found.servers, found.workers[:2], len(found.workers)) == ((1, 2), (3, 4), 19)
+    assert [found.names[rank] for rank in (0, 2, 3)] == ["chief", "ps 1", "worker 0"]
