@@ -68,8 +68,8 @@ class Cluster:
         self.roles: dict[tuple[str, int], RoleProcess] = {}
         self._started = 0
 
-    def tf_config(self, kind: str, index: int, spec: Mapping[str, Any] | None = None) -> str:
-        return json.dumps({"cluster": spec or self.spec, "task": {"type": kind, "index": index}})
+    def tf_config(self, kind: str, index: int) -> str:
+        return json.dumps({"cluster": self.spec, "task": {"type": kind, "index": index}})
 
     def start(
         self,
@@ -78,13 +78,16 @@ class Cluster:
         command: Sequence[str | Path],
         *,
         before: Sequence[str] = (),
-        by_environment: bool = True,
-        spec: Mapping[str, Any] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> RoleProcess:
-        """A process of Python with these words; `before` goes before them, to run it on another host."""
+        """A process of Python with these words; `before` goes before them, to run it on another host.
+
+        `variables` say which role it is; None: TF_CONFIG does.
+        """
         self._started += 1
         log = self.folder / f"{kind}-{index}.{self._started}.log"
-        variables = {"TF_CONFIG": self.tf_config(kind, index, spec)} if by_environment else {}
+        if variables is None:
+            variables = {"TF_CONFIG": self.tf_config(kind, index)}
         options: dict[str, Any] = {
             "stderr": subprocess.STDOUT,
             "env": {**os.environ, "OMP_NUM_THREADS": "1", **variables},

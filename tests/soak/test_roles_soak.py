@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import warm
 from hosts import switched_hosts
 from manyhands.server.audit_files import audit_run
 from manyhands.store.rundir import RunDirectory
-from roles import Cluster, cluster
+from roles import Cluster, cluster, free_ports
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -59,7 +60,7 @@ def test_a_worker_and_a_server_that_were_killed_are_started_again_by_hand(tmp_pa
         spec = written(tmp_path, roles.spec)
 
         def start(kind: str, index: int) -> None:
-            roles.start(kind, index, by_hand(spec, kind, index, *words), by_environment=False)
+            roles.start(kind, index, by_hand(spec, kind, index, *words), variables={})
 
         everyone = [("ps", 0), ("worker", 1), ("ps", 1), ("worker", 0)]
         for one in everyone:
@@ -133,8 +134,27 @@ def test_a_role_that_nobody_starts_is_named(tmp_path: Path) -> None:
             assert f"ps 0 at {roles.spec['ps'][0]}" in one.said, roles.told()
 
 
+def test_under_torchrun_the_first_ranks_serve(tmp_path: Path) -> None:
+    """Rank 0 leads, and a child of it serves."""
+    (port,) = free_ports(1)
+    where = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with cluster(tmp_path, {}) as ranks:
+        for rank in range(4):
+            command = [SCRIPT, "ps servers=2", "30", "out=run"]
+            ranks.start("rank", rank, command, variables={**where, "RANK": str(rank)})
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+        require_one_model(ranks)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["workers"] == 2
+    assert len(summary["servers"]) == 2
+    require_clean(tmp_path / "run")
+
+
 def test_four_hosts_end_with_the_weights_of_four_processes(tmp_path: Path) -> None:
-    """Started in any order; the sums are in the order of the ring on both, so the weights are the same to the bit."""
+    """Started in any order; the sums are in the order of the ring on both, so the weights are the same to the bit.
+
+    Each process has one thread, as four on this machine have: a sum over two threads is another one.
+    """
     train = [
         "train",
         "language",
@@ -158,7 +178,8 @@ def test_four_hosts_end_with_the_weights_of_four_processes(tmp_path: Path) -> No
             spec = written(tmp_path, roles.spec)
             for host in (2, 0, 3, 1):
                 asked = by_hand(spec, "worker", host, *train, "--insecure", "--out", "there")
-                roles.start("worker", host, asked, before=hosts.inside(host), by_environment=False)
+                alone = [*hosts.inside(host), "taskset", "-c", str(min(os.sched_getaffinity(0)))]
+                roles.start("worker", host, asked, before=alone, variables={})
             assert [one.ended() for one in roles.roles.values()] == [0] * 4, roles.told()
     one, other = (
         RunDirectory.open(tmp_path / name, lock=False).checkpoints().load().model
@@ -181,7 +202,7 @@ def test_a_worker_whose_cable_was_out_for_a_while_comes_again(tmp_path: Path) ->
                 asked = by_hand(
                     spec, kind, index, *words, *([f"out={tmp_path}/run"] if kind == "chief" else [])
                 )
-                roles.start(kind, index, asked, before=hosts.inside(host), by_environment=False)
+                roles.start(kind, index, asked, before=hosts.inside(host), variables={})
             run, chief, worker = tmp_path / "run", roles.roles["chief", 0], roles.roles["worker", 1]
             roles.wait_for(lambda: steps_done(run) > 20, "step 20")
             hosts.plug(2, plugged=False)

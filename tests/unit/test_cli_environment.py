@@ -41,6 +41,7 @@ def test_commands_that_start_workers_say_that_it_is_not_read(
 def test_train_is_the_role_that_it_names(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("manyhands.hosts.standing._alone", False)  # commands before may have said otherwise
     cluster = {"worker": ["a:1", "b:1"]}
     for index, sentence in (
         (2, "TF_CONFIG: task.index=2: the cluster lists 2 of type worker"),
@@ -52,6 +53,15 @@ def test_train_is_the_role_that_it_names(
         error = capfd.readouterr().err
         assert sentence in error
         assert error.count("\n") == 1
+
+
+def test_an_evaluator_ends_in_peace(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = {"type": "evaluator", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1"]}, "task": task}))
+    assert run_command(monkeypatch, "train", "digits") == 0
+    assert capfd.readouterr().err.startswith("manyhands: an evaluator has nothing to do here, and ends")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 
+import typer
+
+from manyhands.hosts.specification import EVALUATOR, TF_CONFIG, ClusterSpec
 from manyhands.hosts.standing import stand_alone
 
-__all__ = ["ignored_variables", "start_own_workers"]
+__all__ = ["ignored_variables", "leave_if_evaluator", "start_own_workers"]
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -16,7 +19,7 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def ignored_variables(environment: Mapping[str, str]) -> list[str]:
     """One sentence for each launcher whose variables are set, with what to do instead."""
     told = []
-    if environment.get("TF_CONFIG"):
+    if environment.get(TF_CONFIG):
         told.append(
             "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
             "`manyhands train` with a task such as digits, or a script that calls mh.fit(), is the role that it names"
@@ -29,6 +32,14 @@ def ignored_variables(environment: Mapping[str, str]) -> list[str]:
             "`manyhands train` with a task such as digits, or a script that calls mh.fit() or mh.join()"
         )
     return told
+
+
+def leave_if_evaluator() -> None:
+    """End a process that TF_CONFIG makes an evaluator, with a sentence and in peace: it takes no part in a run."""
+    text = os.environ.get(TF_CONFIG, "").strip()
+    if text and text != "{}" and ClusterSpec.from_tf_config(text)[1].type == "evaluator":
+        print(f"manyhands: {EVALUATOR}", file=sys.stderr)
+        raise typer.Exit
 
 
 def start_own_workers() -> None:

@@ -26,7 +26,10 @@ def role_command(
     role_type: Annotated[str, typer.Option("--type", help="chief, worker, ps or evaluator.")],
     index: Annotated[int, typer.Option(help="Which of that type, from 0.")] = 0,
 ) -> None:
-    """Be one role of a cluster: `manyhands role --spec cluster.toml --type ps --index 1 -- train digits …`."""
+    """Be one role of a cluster specification: a worker, a server, or the chief that leads.
+
+    As in `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`.
+    """
     from manyhands.errors import UserError
     from manyhands.hosts.place import place_of
     from manyhands.hosts.specification import EVALUATOR, ClusterSpec

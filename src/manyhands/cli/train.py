@@ -20,6 +20,7 @@ from manyhands.cli.commands import (
     parameter,
     write_json,
 )
+from manyhands.cli.environment import leave_if_evaluator
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import (
     CheckpointEvery,
@@ -40,7 +41,7 @@ from manyhands.tasks.builtin import BuiltinTask
 
 __all__ = ["train_app"]
 
-train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
 
 _WORKERS = 2
 """Where nobody says how many."""
