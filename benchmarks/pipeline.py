@@ -11,9 +11,10 @@ round; a round is the median of its steps, and the table has the median of the r
 overlaps (`naive`, for which torch has no schedule). `alone` is one process on one core: where `compute` is above a p-th
 of it, cores that are busy at the same time slow each other down.
 
-The wavefront is an LSTM of L layers over T time steps on two workers with a core each: the recurrent task under
-`pipeline schedule=wavefront`, beside the same two workers layer by layer (one slice of time), and beside one process
-with both cores.
+The wavefront is an LSTM of L layers over T time steps, with a worker and a thread for each layer, all on two cores: the
+recurrent task under `pipeline schedule=wavefront`, beside the same workers layer by layer (one slice of time, so that a
+layer is through with all of T before the next begins), and beside one process with both cores. Batches are so large
+that a slice of time has enough to compute: `nn.LSTM` has a cost for every call, whatever it is given.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ BLOCKS, WIDTH, HEADS, CONTEXT, SAMPLES = 8, 256, 4, 64, 32
 WARM_UP, STEPS = 2, 6
 TORCH_HAS = ("gpipe", "1f1b")
 Paces = dict[str, float]
-TIME_STEPS, SLICES = 128, 8
-RECURRENT = {"width": 256, "context": TIME_STEPS, "batch_size": 16}
+TIME_STEPS, SLICES, WAVE_CORES = 128, 16, 2
+RECURRENT = {"width": 256, "context": TIME_STEPS, "batch_size": 128}
+WAVE_CONTENDERS = ("wavefront", "layer by layer", "one process")
 
 
 def chain() -> nn.Sequential:
@@ -182,8 +184,10 @@ def recurrent(layers: int) -> mh.Task:
 
 
 def wavefront(layers: int, slices: int, _: str) -> Paces:
-    strategy = f"pipeline stages=2 microbatches={slices} schedule=wavefront"
-    return {"": pace(recurrent(layers), strategy, 2)}
+    """A stage for each layer; the first has the embedding too, and the last the head."""
+    cuts = ",".join(str(layer + 1) for layer in range(1, layers))
+    strategy = f"pipeline stages={layers} microbatches={slices} schedule=wavefront cuts={cuts}"
+    return {"": pace(recurrent(layers), strategy, layers)}
 
 
 def layer_by_layer(layers: int, _: int, __: str) -> Paces:
@@ -286,25 +290,30 @@ def stage_row(
 def wave_rows(layers: list[int], rounds: int) -> list[dict[str, Any]]:
     rows = []
     for count in layers:
-        found: dict[str, list[float]] = {"wavefront": [], "layer by layer": [], "one process": []}
+        found: dict[str, list[float]] = {name: [] for name in WAVE_CONTENDERS}
         for _ in range(rounds):
             for name, times in found.items():
-                times.append(measured(name, count, SLICES, "", 2)[""])
-        wave, layered, alone_s = (statistics.median(times) for times in found.values())
-        rows.append(
-            {
-                "layers": count,
-                "time_steps": TIME_STEPS,
-                "slices": SLICES,
-                "cores": 2,
-                "wavefront_s": wave,
-                "layer_by_layer_s": layered,
-                "one_process_s": alone_s,
-                "speed_up": layered / wave,
-                "rounds": found,
-            }
-        )
+                times.append(measured(name, count, SLICES, "", WAVE_CORES)[""])
+        rows.append(wave_row(count, found))
     return rows
+
+
+def wave_row(layers: int, rounds: dict[str, list[float]]) -> dict[str, Any]:
+    wave, layered, alone_s = (statistics.median(rounds[name]) for name in WAVE_CONTENDERS)
+    return {
+        "layers": layers,
+        "time_steps": TIME_STEPS,
+        "slices": SLICES,
+        "width": RECURRENT["width"],
+        "batch_size": RECURRENT["batch_size"],
+        "workers": layers,
+        "cores": WAVE_CORES,
+        "wavefront_s": wave,
+        "layer_by_layer_s": layered,
+        "one_process_s": alone_s,
+        "speed_up": layered / wave,
+        "rounds": rounds,
+    }
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
@@ -345,13 +354,17 @@ def main() -> None:
     layers = [int(word) for word in options.layers.split(",") if word]
     about = {"cores": cores, "python": platform.python_version(), "torch": torch.__version__}
 
-    def keep(pipelines: list[dict[str, Any]], wavefronts: list[dict[str, Any]] | None = None) -> None:
-        result = {**about, "pipelines": pipelines, "wavefronts": wavefronts or []}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    before = json.loads(options.json.read_text()) if options.json.exists() else {}
 
-    pipelines = stage_rows(stages, options.microbatches, options.rounds, keep)
+    def keep(**rows: list[dict[str, Any]]) -> None:
+        """Write these; what is not measured this time stays as it was."""
+        before.update(about, **rows)
+        options.json.write_text(json.dumps(before, indent=1) + "\n")
+
+    pipelines = stage_rows(stages, options.microbatches, options.rounds, lambda rows: keep(pipelines=rows))
     wavefronts = wave_rows(layers, options.rounds)
-    keep(pipelines, wavefronts)
+    if layers:
+        keep(wavefronts=wavefronts)
     show(pipelines, f"pipelines: seconds a step, {cores} cores, median of {options.rounds} rounds")
     show(wavefronts, f"LSTM over {TIME_STEPS} time steps")
 

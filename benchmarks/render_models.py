@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from manyhands.errors import format_bytes
 from results_read import load, markdown, show_percent
 
@@ -24,33 +26,43 @@ def pipeline_bubbles() -> str:
 
 
 def pipeline_speed() -> str:
-    """A step beside compute + bubble, and beside torch's pipelines on Gloo."""
-    result = load("pipeline")
-    rows = [["schedule", "stages", "a step", "÷ (compute + bubble)", "torch on Gloo", "torch ÷ ours"]]
-    for row in result["pipelines"]:
+    """A step beside compute + bubble, and beside torch's pipelines on Gloo; on 16 cores beside an ideal."""
+    two, sixteen = load("pipeline"), load("pipeline-16")
+    rounds = f"{sixteen['rounds']} round" + ("s" if sixteen["rounds"] > 1 else "")
+    return (
+        f"**{two['cores']} cores**, a core for each stage\n\n"
+        f"{_speed(two['pipelines'], '÷ (compute + bubble)', 'over_formula')}\n\n"
+        f"**{sixteen['cores']} cores**, a core for each stage, {rounds}\n\n"
+        f"{_speed(sixteen['pipelines'], '÷ (alone ÷ p + bubble)', 'over_ideal')}"
+    )
+
+
+def _speed(pipelines: list[dict[str, Any]], beside: str, over: str) -> str:
+    rows = [["schedule", "stages", "a step", beside, "torch on Gloo", "torch ÷ ours"]]
+    for row in pipelines:
         torchs = row["torch_s"]
         rows.append(
             [
                 row["schedule"],
                 str(row["stages"]),
                 f"{1000 * row['ours_s']:.0f} ms",
-                f"{row['over_formula']:.2f}",
+                f"{row[over]:.2f}",
                 "" if torchs is None else f"{1000 * torchs:.0f} ms",
                 "" if torchs is None else f"{row['torch_over_ours']:.2f}×",
             ]
         )
-    return f"**{result['cores']} cores**, a core for each stage\n\n{markdown(rows)}"
+    return markdown(rows)
 
 
 def wavefronts() -> str:
-    """An LSTM as a wavefront on two workers, beside them layer by layer, and one process with both cores."""
+    """An LSTM as a wavefront on two cores, beside the same workers layer by layer, and one process with both cores."""
     result = load("pipeline")
-    rows = [["layers", "time steps", "layer by layer", "wavefront", "faster by", "one process, 2 threads"]]
+    head = ["layers", "workers", "sequences", "time steps", "slices"]
+    rows = [[*head, "layer by layer", "wavefront", "faster by", "one process, 2 threads"]]
     for row in result["wavefronts"]:
         rows.append(
             [
-                str(row["layers"]),
-                str(row["time_steps"]),
+                *(str(row[name]) for name in ("layers", "workers", "batch_size", "time_steps", "slices")),
                 f"{1000 * row['layer_by_layer_s']:.0f} ms",
                 f"{1000 * row['wavefront_s']:.0f} ms",
                 f"{row['speed_up']:.2f}×",

@@ -72,10 +72,33 @@ def children() -> set[int]:
 def segments() -> set[str]:
     """The shared memory that this process holds, by inode: descriptors of it and mappings."""
     found = {str(os.fstat(descriptor).st_ino) for descriptor in _descriptors(("/memfd:", "/dev/shm/"))}
-    for line in Path("/proc/self/maps").read_bytes().splitlines():
-        if b"/memfd:" in line or b"/dev/shm/" in line:
-            found.add(line.split()[4].decode())
+    mapped = Path("/proc/self/maps").read_bytes()
+    for name in (
+        b"/memfd:",
+        b"/dev/shm/",
+    ):  # looked for in all lines at once: there are thousands, and mostly none
+        at = mapped.find(name)
+        while at >= 0:
+            found.add(mapped[mapped.rfind(b"\n", 0, at) + 1 : at].split()[4].decode())
+            at = mapped.find(name, at + 1)
     return found
+
+
+class _Held:
+    """The shared memory that the last test left, which is what the next one finds.
+
+    Looking takes a millisecond, in which most tests are over. Only what lives longer than a test, set up meanwhile,
+    makes it necessary to look again.
+    """
+
+    segments: set[str] | None = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+    if fixturedef.scope != "function":
+        _Held.segments = None
+    return (yield)
 
 
 def listening() -> set[str]:
@@ -113,15 +136,20 @@ def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     children_before, threads_before = children(), set(threading.enumerate())
-    segments_before, listening_before = segments(), listening()
+    segments_before = segments() if _Held.segments is None else _Held.segments
+    listening_before = listening()
+    _Held.segments = None
     yield
     new_threads = lambda: [t for t in threading.enumerate() if t not in threads_before and not t.daemon]  # noqa: E731
     assert settles(lambda: not new_threads()), f"threads left behind: {new_threads()}"
     new_children = lambda: children() - children_before  # noqa: E731
     assert settles(lambda: not new_children()), f"processes left behind: {new_children()}"
-    assert _collected(lambda: segments() <= segments_before), (
-        f"memory left behind: inodes {segments() - segments_before}"
-    )
+
+    def no_more_segments() -> bool:
+        _Held.segments = segments()
+        return _Held.segments <= segments_before
+
+    assert _collected(no_more_segments), f"memory left behind: inodes {segments() - segments_before}"
     if request.node.get_closest_marker("gloo") is None:
         assert _collected(lambda: listening() <= listening_before), (
             f"listening sockets left: {listening() - listening_before}"

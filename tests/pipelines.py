@@ -94,15 +94,23 @@ def train_alone(task: mh.Task, steps: int, start: Any = None) -> Ended:
 
 
 def train_in_stages(
-    task: mh.Task, text: str, workers: int, steps: int, start: Any = None, folder: Path | None = None
+    task: mh.Task,
+    text: str,
+    workers: int,
+    steps: int,
+    start: Any = None,
+    folder: Path | None = None,
+    check_every: int = 0,
+    spoil: Callable[[PipelineExchange], None] = lambda _: None,
 ) -> Ended:
     """By the strategy, every worker in a thread of its own; a worker's error is raised here, the first one's first.
 
-    The last step is saved in `folder`, where there is one.
+    The last step is saved in `folder`, where there is one. `spoil` gets each worker's exchange before it trains.
     """
     strategy = Strategy.parse(text)
     assert isinstance(strategy, Pipeline)
-    plan = in_microbatches(plan_of(task, steps, checkpoint_every=steps if folder else 0), strategy)
+    more = {"checkpoint_every": steps if folder else 0, "check_every": check_every}
+    plan = in_microbatches(plan_of(task, steps, **more), strategy)
     links = links_between(workers)
     told = [Told() for _ in range(workers)]
     trained: list[Trained | None] = [None] * workers
@@ -117,6 +125,7 @@ def train_in_stages(
         try:
             with closing(PipelineExchange(strategy, resources, plan, told[rank].mark)) as exchange:
                 exchanges[rank] = exchange
+                spoil(exchange)
                 given = copy.deepcopy(start)
                 store = CheckpointStore(folder) if folder is not None else None
                 trained[rank] = Trainer(plan, exchange, told[rank], store).run(given)

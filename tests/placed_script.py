@@ -1,7 +1,7 @@
 """What every process of a run does that somebody else started: several calls of `fit`, one after the other.
 
 placed_script.py equal DIRECTORY            runs that must come out alike; prints `<name> <digest> <rows> <path>`
-placed_script.py trouble DIRECTORY          runs that must fail; prints `<name>: <error>`
+placed_script.py trouble DIRECTORY          runs that must fail; prints `<name>: <error>`, and `<name> took: <seconds>`
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,12 +76,14 @@ def equal(directory: Path) -> None:
 
 
 def expect(name: str, call: Callable[[], object]) -> None:
+    began = time.monotonic()
     try:
         call()
     except Exception as error:
         say(f"{name}:", str(error).replace("\n", "¶"))
     else:
         say(f"{name}: came to its end")
+    say(f"{name} took:", f"{time.monotonic() - began:.1f}")
 
 
 def at_third(deed: Callable[[], object], rank: int) -> Callable[..., Tensor]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from manyhands.cluster.template import warm
     from manyhands.data.own import Files, PerWorker
     from manyhands.errors import ManyhandsError, UserError
+    from manyhands.exporting import load
     from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.hosts.specification import ClusterSpec
@@ -78,6 +79,7 @@ __all__ = [
     "__version__",
     "fit",
     "join",
+    "load",
     "place",
     "replay",
     "start",
@@ -107,6 +109,7 @@ _HOMES = {
     "WandbLogger": "loggers",
     "fit": "fitting",
     "join": "loop.join",
+    "load": "exporting",
     "place": "placement.placed",
     "replay": "server.replay",
     "start": "running",

@@ -42,6 +42,9 @@ class Estimate:
     how: str
     """Where the number of bytes of activations comes from, as a part of a sentence."""
 
+    model: nn.Module
+    """The task's, whose tensors may have no memory."""
+
 
 def estimate(task: Task) -> Estimate:
     """The memory that `task` needs; a UserError says what is wrong with a task that cannot be computed."""
@@ -87,7 +90,7 @@ def _estimate(task: Task, mode: FakeTensorMode | None) -> Estimate:
             for unit in units
         ),
     )
-    return Estimate(footprint=footprint, how=_HOW[mode is not None])
+    return Estimate(footprint=footprint, how=_HOW[mode is not None], model=model)
 
 
 def _samples(task: Task) -> BatchSource:

@@ -34,7 +34,7 @@ from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import NoCheckpoint
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import Backlog
-from manyhands.store.rundir import RunDirectory
+from manyhands.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.training.passes import PassLosses
 from manyhands.training.request import Request
@@ -111,7 +111,8 @@ def _open_directory(
         return None, None
     config = request.config(model)
     if not resume:
-        return RunDirectory.create(out, config, request.options.own_files), None
+        instead = ON_COMMAND_LINE if request.options.resume_command else IN_PYTHON
+        return RunDirectory.create(out, config, request.options.own_files, instead), None
     directory = RunDirectory.open(out)
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))

@@ -25,11 +25,13 @@ __all__ = [
     "setting",
     "settings_of",
     "show_size",
+    "switch_setting",
     "whole_number",
 ]
 
 MIB = 1024 * 1024
 LINKS = ("shared", "tcp")
+_SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -93,6 +95,16 @@ def whole_number(text: str) -> int:
     if not text.isdigit():
         raise UserError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def switch_setting(default: bool = False) -> Any:
+    """`name=yes` or `name=no`; true and false are read as well."""
+
+    def read(text: str) -> bool:
+        check_choice("value", text, tuple(_SWITCH))
+        return _SWITCH[text]
+
+    return setting(default, read, lambda value: "yes" if value else "no")
 
 
 def parse_size(text: str) -> int:

@@ -108,6 +108,7 @@ def test_a_parameter_that_spoils_others_is_the_first_in_the_models_order() -> No
     assert describe_difference(["a", "b", "c", "d"], hashes) == (
         "rank 2 differs from the other 2 in 'b' and in 1 other parameter"
     )
+    assert describe_difference(["a"], hashes[1:, 1:2], [3, 5]) == "ranks 3 and 5 differ in 'a'"
 
 
 def test_hashes_see_every_bit_whatever_the_type_and_layout() -> None:
@@ -119,10 +120,11 @@ def test_hashes_see_every_bit_whatever_the_type_and_layout() -> None:
             nn.Parameter(torch.zeros(0)),
         ]
     )
-    before = parameter_hashes(model)
+    before = parameter_hashes(model.named_parameters())
     with torch.no_grad():
         model[0][2] = -0.0
-    assert (parameter_hashes(model) != before).tolist() == [True, False, False, False]
+    assert (parameter_hashes(model.named_parameters()) != before).tolist() == [True, False, False, False]
+    assert parameter_hashes([("elsewhere", None)]).tolist() == [0]
 
 
 def own_loop(group: Any, *, skips: bool) -> int:

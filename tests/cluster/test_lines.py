@@ -206,8 +206,10 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
         hub._heart.end()  # nothing is sent any more, though both connections stand
     began = time.monotonic()
     ended = party.one(Ended)
-    assert "nothing heard for 0.5 s" in ended.failure.sentence
     party.until(lambda: line.over is not None)
+    assert "worker 1 on host1" in ended.failure.sentence
+    assert "worker 0 on " in line.over.sentence
+    assert "nothing heard for 0.5 s" in ended.failure.sentence + line.over.sentence  # who looked first
     assert time.monotonic() - began < 5.0
 
 
@@ -272,3 +274,21 @@ def test_a_wall_clock_hours_off_is_told_and_ends_nothing(make: Callable[..., Par
     assert isinstance(started, Started)
     assert isinstance(remarked, Remarked)
     assert "the clock of worker 1 on hostB is 2.0 h behind the leader's" in remarked.sentence
+
+
+def test_what_comes_right_behind_the_welcome_is_not_lost(make: Callable[..., Party]) -> None:
+    party = make(2)
+    greet = party.front._greet
+
+    def greet_and_tell(connection: int, hello: Any) -> Any:
+        told = greet(connection, hello)
+        for number in range(50):
+            party.front.tell(1, {"number": number})
+        party.front._send_letters()
+        return told
+
+    party.front._greet = greet_and_tell  # type: ignore[method-assign]
+    line = party.join(1)
+    said: list[Any] = []
+    party.until(lambda: said.extend(line.told()) or len(said) == 50)
+    assert [one["number"] for one in said] == list(range(50))

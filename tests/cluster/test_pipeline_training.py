@@ -15,8 +15,11 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
-from manyhands.errors import UserError
-from manyhands.pipeline.schedules import MOST_HELD
+from manyhands.errors import Desync, UserError
+from manyhands.pipeline.borders import ChainPart, Passed, StageBorders
+from manyhands.pipeline.exchange import PipelineExchange
+from manyhands.pipeline.post import StagePost
+from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from pipelines import Ended, adamw, sgd, task_of, train_alone, train_in_stages
 
@@ -48,7 +51,7 @@ def test_replicas_share_out_the_batch(text: str) -> None:
     ("name", "text", "workers"),
     [
         ("transformer", "pipeline tensor=2 data=2", 8),
-        ("transformer", "pipeline microbatches=2 schedule=interleaved tensor=2 recompute=true", 4),
+        ("transformer", "pipeline microbatches=2 schedule=interleaved tensor=2 recompute=yes", 4),
         ("transformer", "pipeline schedule=zb-h1 tensor=2", 4),
         ("cnn", "pipeline schedule=zb-h1 tensor=3", 6),
         ("cnn", "pipeline stages=1 schedule=interleaved tensor=2", 2),
@@ -95,9 +98,59 @@ def test_recomputed_activations_give_the_same_gradients_and_running_statistics(s
     task = replace(task_of("cnn"), model=partial(copy.deepcopy, nn.Sequential(*layers).double()))
     text = f"pipeline schedule={schedule}"
     kept = train_in_stages(task, text, 2, steps=3)
-    again = train_in_stages(task, f"{text} recompute=true", 2, steps=3)
+    again = train_in_stages(task, f"{text} recompute=yes", 2, steps=3)
     assert same_bits(again.weights, kept.weights)
     assert int(kept.weights["1.num_batches_tracked"]) == 4 + 4 + 3, "each micro-batch counts once"
+
+
+def flip_a_bit(exchange: PipelineExchange) -> None:
+    """Have worker 2 hold something else than its copy after the second step: it is the replica of worker 0."""
+    apply = exchange.apply
+    done = 0
+
+    def apply_and_flip() -> None:
+        nonlocal done
+        apply()
+        done += 1
+        if exchange.rank == 2 and done == 2:
+            named = dict(exchange.held_parameters(nn.Identity()))
+            held = named["0.weight"]
+            assert held is not None
+            assert named["8.weight"] is None, "another stage's"
+            held.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1)
+
+    exchange.apply = apply_and_flip  # type: ignore[method-assign]
+
+
+def test_each_part_is_compared_with_its_copies() -> None:
+    task = task_of("cnn", sgd)
+    text = "pipeline stages=2 microbatches=2"
+    train_in_stages(task, text, workers=4, steps=2, check_every=1)
+    told = r"after step 2 .* ranks 0 and 2 differ in '0\.weight'; after step 1 they still did"
+    with pytest.raises(Desync, match=told):
+        train_in_stages(task, text, workers=4, steps=3, check_every=1, spoil=flip_a_bit)
+
+
+def test_a_turn_is_slow_before_it_sends_and_what_passes_between_slices_is_told_apart() -> None:
+    table = SCHEDULES["gpipe"](2, 1)
+    layer = ChainPart(0, 0, [nn.Linear(2, 2)])
+    happened: list[str] = []
+    post = StagePost(0, range(2), {}, 1.0)
+    post.send = lambda *_: happened.append("sent")  # type: ignore[method-assign]
+    borders = StageBorders(table, 0, [layer], post)
+    borders.slow_down = lambda _: happened.append("slow")
+    borders.passed = lambda: Passed(300, {1: 100})
+    forward, backward = table.of_stage(0)
+    with borders.timed(forward):
+        borders.send_output(layer, 0, torch.zeros(1, 2))
+    with borders.timed(backward):
+        pass
+    borders.send_output(layer, 0, torch.zeros(1, 2))  # of an evaluation
+    assert happened == ["slow", "sent", "slow", "sent"]
+    computed, waited, *_ = times = borders.take_times()
+    assert [one.waited_for for one in times] == [None, 1, None, 1]
+    assert (waited.begin_ns, waited.end_ns - waited.begin_ns) == (computed.end_ns, 100)
+    assert [one.exchange_ns for one in times] == [0, 200, 0, 200]
 
 
 def test_running_statistics_of_sliced_stages_are_put_together() -> None:

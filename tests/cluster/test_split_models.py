@@ -197,7 +197,7 @@ WAYS: dict[str, Callable[[mh.Task], State]] = {
     for text, workers in (
         ("pipeline", 2),
         ("pipeline stages=3 schedule=zb-h1", 3),
-        ("pipeline stages=2 recompute=true data=2", 4),
+        ("pipeline stages=2 recompute=yes data=2", 4),
         ("pipeline stages=2 tensor=2 microbatches=3", 4),
     )
 } | {
@@ -258,7 +258,7 @@ def test_optimizers_that_look_at_whole_tensors_step_no_slices(optimizer: Any, na
         with pytest.raises(UserError, match=sentence):
             WAYS[way](task)
     expected = train_alone(task, STEPS).weights
-    for way in ("pipeline", "pipeline stages=2 recompute=true data=2", "sharded"):
+    for way in ("pipeline", "pipeline stages=2 recompute=yes data=2", "sharded"):
         assert distance(WAYS[way](task), expected) < 1e-9
 
 

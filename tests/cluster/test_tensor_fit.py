@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task
+from manyhands.errors import Desync
 from manyhands.grid.layout import Grid
 from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.text import next_byte_loss
 from manyhands.tasks.vision import ImageClassifier, accuracy, classification_loss
+from manyhands.tensor.exchange import TensorExchange
 from manyhands.training.exchange import SingleExchange
 from sliced import train, train_sliced
 
@@ -167,6 +169,21 @@ def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data
         assert all(one[2][1] == evaluated[1] for one in found), "each sample once"
         for metric, value in evaluated[0].items():
             assert all(math.isclose(one[2][0][metric], value, rel_tol=1e-9) for one in found)
+
+
+def test_each_slice_is_compared_with_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = TensorExchange.apply
+
+    def apply_and_flip(exchange: TensorExchange) -> None:
+        apply(exchange)
+        if exchange.rank == 3:
+            held = dict(exchange.held_parameters(nn.Identity()))["blocks.0.expand.weight"]
+            assert held is not None
+            held.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1)
+
+    monkeypatch.setattr(TensorExchange, "apply", apply_and_flip)
+    with pytest.raises(Desync, match=r"ranks 1 and 3 differ in 'blocks\.0\.expand\.weight'"):
+        train_sliced(TASKS["transformer"](), Grid(slices=2, data=2), 1)
 
 
 def test_checkpoint_goes_on_under_one_process_and_back() -> None:

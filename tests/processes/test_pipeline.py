@@ -50,7 +50,7 @@ def test_random_numbers_do_not_depend_on_cuts_stages_or_recomputing() -> None:
     task = make(with_dropout)
     one = mh.fit(task, "pipeline stages=1", workers=1, steps=4)
     cut = mh.fit(task, "pipeline cuts=2", workers=2, steps=4)
-    other = mh.fit(task, "pipeline cuts=4 schedule=gpipe recompute=true", workers=2, steps=4)
+    other = mh.fit(task, "pipeline cuts=4 schedule=gpipe recompute=yes", workers=2, steps=4)
     assert distance(cut.model.state_dict(), one.model.state_dict()) < 1e-12
     assert distance(other.model.state_dict(), one.model.state_dict()) < 1e-12
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.record.events import EventKind
 from manyhands.training.booking import StepBook
-from manyhands.training.exchange import Post, Traffic
+from manyhands.training.exchange import Post, Traffic, TurnTime
 
 
 class Book:
@@ -40,6 +40,25 @@ def test_each_part_begins_where_the_one_before_it_ended() -> None:
     ]
     parts = sum(duration for kind, _, duration, _ in kept.rows if kind is not EventKind.STEP)
     assert parts == 800, "what is hidden behind computing is not counted twice"
+
+
+def test_what_passes_between_slices_inside_a_turn_is_exchange() -> None:
+    kept = Book()
+    book = StepBook(kept.record, 0, 1000)
+    turns = [
+        TurnTime(begin_ns=1000, end_ns=1100, microbatch=0),
+        TurnTime(begin_ns=1100, end_ns=1130, microbatch=0, waited_for=1, exchange_ns=70),
+    ]
+    book.turns(turns)
+    book.compute(1210)
+    book.exchange(1300, Traffic(), 0, hidden_ns=70)
+    told = [(kind, begin, duration) for kind, begin, duration, _ in kept.rows]
+    assert told == [
+        (EventKind.COMPUTE, 1000, 100),
+        (EventKind.WAIT, 1100, 30),
+        (EventKind.COMPUTE, 1200, 10),
+        (EventKind.EXCHANGE, 1210, 160),
+    ]
 
 
 def test_what_clocks_say_of_a_moment_before_is_no_time() -> None:

@@ -1,19 +1,22 @@
 """`torch._dynamo` is not imported by eager training, and is the real one for whoever asks more of it."""
 
 import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
+import warm
+
 # Forks itself for every script that it is given: each has torch, and of its compiler what is of others.
 _EACH = """
 import json, os, sys, traceback
 import sympy, torch
+import torch.distributed.fsdp, torch._functorch._aot_autograd.schemas, torch.fx.experimental.symbolic_shapes
 from manyhands.training import dynamo
+assert "torch._dynamo" not in sys.modules
 print(flush=True)
-for script in json.loads(sys.stdin.read()):
+for script in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:
         status = 1
@@ -31,14 +34,8 @@ for script in json.loads(sys.stdin.read()):
 
 def _tell(*scripts: str) -> list[str]:
     """What each script printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", _EACH],
-        input=json.dumps([textwrap.dedent(script) for script in scripts]),
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    given = json.dumps([textwrap.dedent(script) for script in scripts])
+    done = warm.run([sys.executable, "-c", _EACH, given], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.lstrip("\n").split("-----\n")[:-1]
 

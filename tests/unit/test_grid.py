@@ -30,6 +30,7 @@ def test_neighbours_share_the_layers_they_slice() -> None:
     assert grid.along(GridAxis.SLICE, 5) == (4, 5)
     assert grid.along(GridAxis.STAGE, 5) == (5, 7)
     assert grid.along(GridAxis.DATA, 5) == (1, 5)
+    assert grid.copies == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert grid.place(5) == Coordinates(data=1, stage=0, slice=1)
 
 

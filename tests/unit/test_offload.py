@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_plainly
 from manyhands.errors import NonFinite, UserError
+from manyhands.sharding.units import REST
 from manyhands.single.budget import Budget, UnitBytes, plan_budget
 from manyhands.single.movers import ThreadMover
 from manyhands.single.offload import OffloadExchange, SavedAway
@@ -226,6 +227,17 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
         mh.fit(task(), "single device_memory=1MiB offload=/nowhere/at/all", steps=1)
 
 
+def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"^optimizer LBFGS asks for the loss again .*; use .*, such as AdamW$"
+    ):
+        mh.fit(task(optimizer=lambda parameters: optim.LBFGS(parameters)), "single", steps=1)
+    scheduled = task(
+        scheduler=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1)
+    )  # which wraps `step`
+    assert mh.fit(scheduled, "single", steps=1).history.loss
+
+
 def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations() -> None:
     units = [
         UnitBytes(name="a", values=100, gradients=100, state=200),
@@ -235,6 +247,11 @@ def test_a_budget_is_spent_on_a_layer_then_on_the_next_and_then_on_activations()
     assert plan_budget(2000, units, buffers=5) == Budget(ahead=True, activations=1700 - 15 - 400 - 300 - 300)
     with pytest.raises(UserError, match="the largest layer, 'a', takes 400 B"):
         plan_budget(480, units)
+    shared = UnitBytes(name=REST, values=100, gradients=100, state=0, lasts=True)
+    with pytest.raises(
+        UserError, match=r": what layers share takes 200 B .*, and what stays through a step 100 B"
+    ):
+        plan_budget(200, [shared])
 
 
 def test_the_least_limit_that_is_said_is_enough_and_not_much_more() -> None:

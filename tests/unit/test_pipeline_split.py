@@ -9,7 +9,7 @@ import re
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.pipeline.exchange import most_held
+from manyhands.pipeline.check import most_held
 from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES
 from manyhands.pipeline.split import LayerCost, balanced, check_cuts, part_bytes, parts_of, planned
 
@@ -90,7 +90,7 @@ def test_cuts_of_ones_own_must_make_the_parts(cuts: tuple[int, ...], sentence: s
 def test_activations_that_a_cut_counts_with_are_those_of_the_schedule(name: str) -> None:
     for stages, microbatches in ((1, 1), (2, 4), (4, 8)):
         table = SCHEDULES[name](stages, microbatches)
-        held = most_held(table)
+        held = most_held(table, by_part=True)
         for stage in range(stages):
             of_stage = sum(held[part] for part in range(stage, table.parts, stages))
             assert of_stage >= MOST_HELD[name](table, stage) >= max(held[stage::stages])

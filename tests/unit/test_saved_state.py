@@ -28,11 +28,13 @@ from manyhands.store.tensorfile import encode_tensors
 
 
 def assert_same(left: Any, right: Any, where: str = "") -> None:
-    """Equal in type and in every bit of every number."""
+    """Equal in type and in every bit of every number; of a float that is none, only that it is none."""
     assert type(left) is type(right), where
     if isinstance(left, Tensor):
         assert (left.dtype, left.shape) == (right.dtype, right.shape), where
         assert list(encode_tensors({"x": left})) == list(encode_tensors({"x": right})), where
+    elif isinstance(left, float) and math.isnan(left):
+        assert math.isnan(right), where  # JSON has one word for all of them
     elif isinstance(left, float):
         assert struct.pack("d", left) == struct.pack("d", right), where
     elif isinstance(left, dict):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import pytest
@@ -55,16 +56,29 @@ def config(consistency: str, *, shards: int = 1, slots: int = 2, steps: int = 60
     return ShardConfig(shard=0, num_shards=shards, policy=policy, steps=steps, slots=tuple(range(slots)))
 
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
+@cache
+def _field_names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
 def everything(value: Any) -> Any:
     """All that an object holds, as values that can be compared."""
-    if isinstance(value, Enum | Policy | str | int | float | None):
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if is_dataclass(value):
-        return type(value), [(field.name, everything(getattr(value, field.name))) for field in fields(value)]
+    if kind is tuple or kind is list:
+        return [everything(one) for one in value]
+    if is_dataclass(kind):
+        return kind, [everything(getattr(value, name)) for name in _field_names(kind)]
     if isinstance(value, Mapping):
         return [(everything(key), everything(one)) for key, one in value.items()]
-    if isinstance(value, set | frozenset):
+    if isinstance(value, (set, frozenset)):
         return sorted(map(everything, value), key=repr)
+    if isinstance(value, (Enum, Policy)):
+        return value
     if hasattr(value, "__dict__"):
         return type(value), [(name, everything(one)) for name, one in vars(value).items()]
     return [everything(one) for one in value]

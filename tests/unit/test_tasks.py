@@ -359,6 +359,8 @@ def test_recurrent_takes_its_layers_and_width() -> None:
     assert isinstance(model, RecurrentNetwork)
     assert len(model.layers) == 4
     assert model(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 7, 256)
+    with pytest.raises(UserError, match="layers is 7; it must be a whole number of at least 1 and at most 4"):
+        build("recurrent", layers=7)
 
 
 def test_a_hundred_million_parameters() -> None:

@@ -6,7 +6,7 @@ of the mean over the batch, whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,8 +25,6 @@ __all__ = ["AllReduceExchange"]
 class AllReduceExchange(Exchange):
     """One worker's end of a synchronous all-reduce over the given collective."""
 
-    holds_copies = True
-
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank = collective.rank
         self.world = collective.world
@@ -36,6 +34,11 @@ class AllReduceExchange(Exchange):
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._reducer: Reducer | None = None
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model."""
+        return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""

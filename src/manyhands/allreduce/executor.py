@@ -164,18 +164,20 @@ class ScheduleExecutor:
             refused = self._mailbox.post((d.to, arithmetic.vector[d.begin : d.end]) for d in work.departures)
         else:
             refused = self._mailbox.post(encoded.letters(work.departures))
+        deferred: list[tuple[Landing, torch.Tensor]] = []
         for landing in work.landings:
             space = arithmetic.space(landing)
             if encoded is None:
                 refused, _ = self._mailbox.receive(landing.source, space, refused)
             else:
                 refused = encoded.receive(self._mailbox, landing, space, refused)
-            if not landing.deferred:
-                arithmetic.apply(landing)
-        self._mailbox.flush(refused, work.peers)
-        for landing in work.landings:
             if landing.deferred:
-                arithmetic.apply(landing)
+                deferred.append((landing, space))
+            else:
+                arithmetic.apply(landing, space)
+        self._mailbox.flush(refused, work.peers)
+        for landing, space in deferred:
+            arithmetic.apply(landing, space)
         for fold in work.folds:
             arithmetic.fold(fold)
 
@@ -215,11 +217,11 @@ class _Arithmetic:
             return self.vector[landing.begin : landing.end]
         return self._scratch[landing.scratch : landing.scratch + landing.end - landing.begin]
 
-    def apply(self, landing: Landing) -> None:
-        """Let a message that landed take effect; one that is kept has none yet."""
+    def apply(self, landing: Landing, got: torch.Tensor) -> None:
+        """Let a message that landed in its space take effect; one that is kept has none yet."""
         if landing.scratch is None or landing.how is How.KEEP:
             return
-        mine, got = self.vector[landing.begin : landing.end], self.space(landing)
+        mine = self.vector[landing.begin : landing.end]
         if landing.how is How.COPY:
             mine.copy_(got)
         elif landing.source < self._rank:

@@ -108,7 +108,7 @@ class Mailbox:
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
         """Post what is still refused, whichever link has room first, and wait until all has left."""
         left_s = self._timeout_s
-        while still := self.post(refused):
+        while refused and (still := self.post(refused)):
             left_s = self._timeout_s if len(still) < len(refused) else left_s - _RETRY_S
             refused = still
             if left_s <= 0:
@@ -124,11 +124,13 @@ class Mailbox:
             while True:
                 slice_s = min(timeout_s, self._slice_s)
                 outcome = self._link(peer).flush(slice_s)
-                if isinstance(outcome, Closed | PeerDied):
+                if isinstance(outcome, Flushed):
+                    return True
+                if not isinstance(outcome, TimedOut):
                     self._lost(peer, outcome)
                 timeout_s -= slice_s
-                if isinstance(outcome, Flushed) or timeout_s <= 0:
-                    return isinstance(outcome, Flushed)
+                if timeout_s <= 0:
+                    return False
                 self._heed_alarm()
                 wait.goes_on(peer)
 
@@ -140,12 +142,13 @@ class Mailbox:
             return False
         if not isinstance(outcome, Queued):
             self._lost(peer, outcome)
+        num_bytes = payload.nbytes
         self.messages_sent += 1
-        self.bytes_sent += message.payload_bytes
+        self.bytes_sent += num_bytes
         post = self._post_of(peer)
         post.sent_ns = post.sent_ns or time.monotonic_ns()
         post.messages_sent += 1
-        post.bytes_sent += message.payload_bytes
+        post.bytes_sent += num_bytes
         return True
 
     def _post_of(self, peer: int) -> Post:

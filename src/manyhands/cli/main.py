@@ -65,6 +65,10 @@ COMMANDS = {
         home="manyhands.cli.graph:graph_app",
         help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
     ),
+    "export": Later(
+        home="manyhands.cli.export:export_command",
+        help="Write a run's weights as one file to deploy, in fewer bits if wanted, and say what that costs.",
+    ),
     "predict": Later(
         home="manyhands.cli.regression:predict_command",
         help="Print for every example the probability of the larger label, one a line.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,12 @@ from manyhands.cli.commands import add_task_command, check_writable, parameter, 
 from manyhands.errors import UserError, format_bytes
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
+
+if TYPE_CHECKING:
+    from manyhands.estimate import Estimate
+    from manyhands.holding import WorkerMemory
+    from manyhands.kernel import AnyTask
+    from manyhands.strategy import Strategy
 
 __all__ = ["memory_app"]
 
@@ -42,13 +48,19 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
     workers = shared["workers"]
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
-    strategies = _strategies(shared["strategy"], workers)
+    asked = _asked(shared["strategy"], workers)
     task = entry.build(**task_options)
     found = estimate(task)
     model = found.footprint
-    rows = [
-        (text, one) for text, strategy in strategies for one in strategy.needs(model, _of(strategy, workers))
-    ]
+    rows = []
+    for text, strategy in asked or _all():
+        try:
+            needs = _needs(task, strategy, workers, found)
+        except UserError:
+            if asked:
+                raise
+            continue  # not for this network, or not with so many workers
+        rows += [(text, one) for one in needs]
     out = Console()
     if not out.is_terminal:
         out.width = 120
@@ -79,28 +91,37 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
     )
 
 
-def _strategies(text: str | None, workers: int) -> list[tuple[str, Any]]:
-    """By their texts: what was asked for, or all that train a network with so many workers."""
+def _asked(text: str | None, workers: int) -> list[tuple[str, Strategy]]:
+    """By their texts; none where none was named. What no task could be trained by is refused before one is built."""
+    from manyhands.strategy import Strategy
+
+    asked = [Strategy.parse(one) for one in text.split(";")] if text is not None else []
+    for strategy in asked:
+        strategy.check(_of(strategy, workers), "cpu")
+    return [(str(strategy), strategy) for strategy in asked]
+
+
+def _all() -> list[tuple[str, Strategy]]:
+    """By their words."""
     from manyhands.registry import STRATEGIES
     from manyhands.strategy import Strategy
 
-    if text is not None:
-        asked = [Strategy.parse(one) for one in text.split(";")]
-        for strategy in asked:
-            strategy.check(_of(strategy, workers), "cpu")
-        return [(str(strategy), strategy) for strategy in asked]
-    found = []
-    for word in STRATEGIES:
-        strategy = Strategy.parse(word)
-        try:
-            strategy.check(_of(strategy, workers), "cpu")
-        except UserError:  # not for a network, or not with so many workers
-            continue
-        found.append((word, strategy))
-    return found
+    return [(word, Strategy.parse(word)) for word in STRATEGIES]
 
 
-def _of(strategy: Any, workers: int) -> int:
+def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> list[WorkerMemory]:
+    """What each worker holds; whatever `train` would refuse before it begins is refused with its sentence."""
+    from manyhands.training.options import Options
+    from manyhands.training.request import Request
+    from manyhands.training.training import training_class
+
+    count = _of(strategy, workers)
+    request = Request.make(task, strategy, count, (1, None), 0, Options(), "cpu")
+    training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
+    return strategy.needs(found.footprint, count)
+
+
+def _of(strategy: Strategy, workers: int) -> int:
     """As many workers as it may have."""
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 

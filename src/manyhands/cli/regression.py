@@ -294,7 +294,7 @@ def _keeping(asked: _TrainLogreg, out: Path) -> Keeping:
     """Where the run is kept; UserError where it cannot be, before anything is read."""
     from manyhands.errors import UserError
     from manyhands.regression.model import MODEL_FILE
-    from manyhands.store.rundir import RunDirectory, require_free
+    from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
     from manyhands.training.kept import Keeping
     from manyhands.training.options import Options
 
@@ -304,7 +304,7 @@ def _keeping(asked: _TrainLogreg, out: Path) -> Keeping:
             raise UserError("--resume needs --out, the directory of the run to go on with")
         RunDirectory.open(out, lock=False)
     else:
-        require_free(out, own_files)
+        require_free(out, own_files, ON_COMMAND_LINE)
     options = Options(
         checkpoint_every=asked.checkpoint_every,
         watchdog_s=asked.watchdog,

@@ -157,6 +157,12 @@ class HeldModel:
         """Of the parameters that are wanted, as far as they have one."""
         return [one.local.grad for one in self.held if one.local.grad is not None and wanted(one)]
 
+    def named(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter of the whole by the first of its names, and what this worker holds of it, if anything."""
+        local = {id(one.whole): one.local for one in self.held}
+        for parameter in dict.fromkeys(self._outline.parameters.values()):
+            yield self._names[id(parameter)], local.get(id(parameter))
+
     def model_state(self, group: LinkGroup, model: nn.Module | None = None) -> dict[str, Tensor] | None:
         """Collective: the whole model's `state_dict()` on the first member, None on the others.
 

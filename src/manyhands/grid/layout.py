@@ -92,6 +92,11 @@ class Grid:
                 places = [Coordinates(data=at.data, stage=at.stage, slice=k) for k in range(self.slices)]
         return tuple(self.rank(place) for place in places)
 
+    @property
+    def copies(self) -> list[tuple[int, ...]]:
+        """The workers that hold the same part of the model, part by part."""
+        return [self.along(GridAxis.DATA, rank) for rank in range(self.stages * self.slices)]
+
 
 def require_multiple(workers: int, each: int, words: str) -> None:
     """UserError with the nearest numbers where `workers` is no multiple of `each`, which `words` call."""

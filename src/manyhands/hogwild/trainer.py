@@ -121,6 +121,10 @@ class HogwildTrainer:
         """Everyone's memory is the whole; worker 0 gives it."""
         return model.state_dict() if self.rank == 0 else None
 
+    def memory(self) -> Mapping[str, Any]:
+        """Nothing but the model."""
+        return {}
+
     def close(self) -> None:
         """Let go of what is shared."""
         if self._stepper is not None:

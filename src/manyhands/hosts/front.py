@@ -439,14 +439,14 @@ class Front:
     ) -> Ended:
         member.ended = True
         self._register.leave(rank)
-        name = member.hello.name
+        short = member.hello.name.partition(" on ")[0]  # as the run's own files call it
         return Ended(
             member=rank,
-            name=name,
+            name=member.hello.name,
             status=None,
             last_words="",
             payload=payload,
-            failure=replace(failure, name=name) if failure is not None else None,
+            failure=replace(failure, name=short) if failure is not None else None,
         )
 
 

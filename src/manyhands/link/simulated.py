@@ -21,7 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -43,7 +43,7 @@ from manyhands.link.base import (
     hand_out,
 )
 from manyhands.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header, Message
-from manyhands.link.virtual import RoleKilled, VirtualTime
+from manyhands.link.virtual import RoleClock, RoleKilled, VirtualTime
 
 __all__ = ["RoleKilled", "SimulatedLink", "SimulatedNetwork", "TraceEvent"]
 
@@ -62,8 +62,7 @@ class TraceEvent:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """A message that will be, or is, at the receiver's; no header: the goodbye."""
 
     at_s: float
@@ -71,10 +70,16 @@ class _Arrival:
     payload: torch.Tensor | None
 
 
+_Seen = tuple[float, str, str, int, int]
+"""A TraceEvent without its role."""
+
+
 @dataclass(slots=True)
 class _Wire:
-    """One direction of a link."""
+    """One direction of a link, from the role with the first clock to the one with the second."""
 
+    source: RoleClock
+    destination: RoleClock
     sent: int = 0
     free_s: float = 0.0  # when the last byte of the last message has left
     last_arrival_s: float = 0.0
@@ -126,7 +131,7 @@ class SimulatedNetwork:
         self._links: dict[tuple[str, str], SimulatedLink] = {}
         self._wires: dict[tuple[str, str], _Wire] = {}
         self._partitions: dict[frozenset[str], list[tuple[float, float]]] = {}
-        self._events: dict[str, list[TraceEvent]] = {}
+        self._events: dict[str, list[_Seen]] = {}
 
     def link(self, role: str, peer: str) -> SimulatedLink:
         """The end that `role` has of its one link with `peer`."""
@@ -134,7 +139,8 @@ class SimulatedNetwork:
             raise UserError(f"link({role!r}, {peer!r}): a link joins two roles")
         with self.time.changed:
             for pair in ((role, peer), (peer, role)):
-                self._wires.setdefault(pair, _Wire())
+                if pair not in self._wires:
+                    self._wires[pair] = _Wire(self.time.clock(pair[0]), self.time.clock(pair[1]))
             if (role, peer) not in self._links:
                 self._links[role, peer] = SimulatedLink(self, role, peer)
             return self._links[role, peer]
@@ -148,13 +154,15 @@ class SimulatedNetwork:
 
     def clock_s(self, role: str) -> float:
         """What the clock of `role` shows."""
-        return self.time.clock_s(role)
+        return self.time.clock(role).now_s
 
     def spend(self, role: str, seconds: float) -> None:
         """Let `role` compute for this long; called by the role itself."""
         if not 0 <= seconds < math.inf:
             raise UserError(f"seconds={seconds}: must be finite and not negative")
-        self.time.move(role, self.time.clock_s(role) + seconds)
+        with self.time.changed:
+            clock = self.time.clock(role)
+            clock.move(clock.now_s + seconds)
 
     def kill(self, role: str, at_s: float | None = None) -> None:
         """End `role` at this moment of its clock (default: now); its calls raise RoleKilled from then on."""
@@ -179,59 +187,56 @@ class SimulatedNetwork:
         """Everything the roles saw, by time, role and order: the same for the same seed and roles."""
         with self.time.changed:
             ordered = sorted(
-                (event.time_s, role, index, event)
+                (seen[0], role, index, seen)
                 for role, events in self._events.items()
-                for index, event in enumerate(events)
+                for index, seen in enumerate(events)
             )
-        return tuple(entry[-1] for entry in ordered)
+        return tuple(TraceEvent(time_s, role, *seen[1:]) for time_s, role, _, seen in ordered)
 
-    def _transmit(self, pair: tuple[str, str], header: Header, payload: torch.Tensor | None) -> bool:
+    def _transmit(self, wire: _Wire, header: Header, payload: torch.Tensor | None) -> bool:
         """Put a message on the wire; whether it will arrive."""
-        wire, total = self._wires[pair], HEADER_BYTES + header.payload_bytes
-        left_s = max(self.clock_s(pair[0]), wire.free_s) + total / self.bandwidth_bytes_per_s
+        total, source = HEADER_BYTES + header.payload_bytes, wire.source
+        left_s = max(source.now_s, wire.free_s) + total / self.bandwidth_bytes_per_s
         wire.free_s = left_s
         wire.leaving.append((left_s, total))
         wire.leaving_bytes += total
-        lost, late = self._draw(pair, wire.sent)
+        lost, late = self._draw(wire, wire.sent)
         wire.sent += 1
-        if lost < self.loss or self._reaches_s(pair, left_s) > left_s or left_s > self.time.dies_s(pair[0]):
+        if lost < self.loss or self._reaches_s(wire, left_s) > left_s or left_s > source.dies_s:
             return False
         wire.last_arrival_s = max(left_s + self.latency_s + self.jitter_s * late, wire.last_arrival_s)
         wire.arrivals.append(_Arrival(wire.last_arrival_s, header, payload))
-        self.time.wake(pair[1])
+        self.time.wake(wire.destination.role)
         return True
 
-    def _say_goodbye(self, pair: tuple[str, str]) -> None:
+    def _say_goodbye(self, wire: _Wire) -> None:
         """Tell the peer, after all messages, that this end closed."""
-        wire = self._wires[pair]
-        at_s = self._reaches_s(pair, max(self.clock_s(pair[0]), wire.free_s)) + self.latency_s
+        at_s = self._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + self.latency_s
         if at_s < math.inf:
             wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
-            self.time.wake(pair[1])
+            self.time.wake(wire.destination.role)
 
-    def _death_noticed_s(self, pair: tuple[str, str]) -> float:
-        """When the death of the first role is noticed by the second."""
-        return self._reaches_s(pair, self.time.dies_s(pair[0])) + self.latency_s
+    def _death_noticed_s(self, wire: _Wire) -> float:
+        """When the death of the role at the wire's beginning is noticed at its end."""
+        return self._reaches_s(wire, wire.source.dies_s) + self.latency_s
 
-    def _reaches_s(self, pair: tuple[str, str], at_s: float) -> float:
+    def _reaches_s(self, wire: _Wire, at_s: float) -> float:
         """The first moment from `at_s` on without a partition between the two."""
         if not self._partitions:
             return at_s
-        for start_s, end_s in sorted(self._partitions.get(frozenset(pair), [])):
+        pair = frozenset((wire.source.role, wire.destination.role))
+        for start_s, end_s in sorted(self._partitions.get(pair, [])):
             if start_s <= at_s < end_s:
                 at_s = end_s
         return at_s
 
-    def _draw(self, pair: tuple[str, str], number: int) -> tuple[float, float]:
+    def _draw(self, wire: _Wire, number: int) -> tuple[float, float]:
         """Two numbers from 0 to 1 that belong to this message, where anything depends on them."""
         if not self.loss and not self.jitter_s:
             return 0.0, 0.0
-        digest = hashlib.blake2b(repr((self.seed, *pair, number)).encode(), digest_size=16).digest()
+        place = (self.seed, wire.source.role, wire.destination.role, number)
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=16).digest()
         return int.from_bytes(digest[:8]) / 2**64, int.from_bytes(digest[8:]) / 2**64
-
-    def _note(self, role: str, peer: str, what: str, number: int, num_bytes: int = 0) -> None:
-        event = TraceEvent(self.clock_s(role), role, peer, what, number, num_bytes)
-        self._events.setdefault(role, []).append(event)
 
 
 class SimulatedLink(Link):
@@ -243,7 +248,9 @@ class SimulatedLink(Link):
         self.counters = LinkCounters()
         self._network = network
         self._time = network.time
+        self._clock = network.time.clock(role)
         self._out, self._in = network._wires[role, peer], network._wires[peer, role]
+        self._seen = network._events.setdefault(role, [])
         self._closed = False
         self._end: Closed | PeerDied | None = None
 
@@ -262,7 +269,7 @@ class SimulatedLink(Link):
                 self._note("full", number, num_bytes)
                 return Full(pending, self._network.queue_bytes)
             payload = None if message.payload is None else message.payload.detach().clone()
-            arrives = self._network._transmit((self.role, self.peer), Header.of(message, number), payload)
+            arrives = self._network._transmit(self._out, Header.of(message, number), payload)
             self.counters.messages_sent += 1
             self.counters.bytes_sent += num_bytes
             self._note("sent" if arrives else "lost", number, num_bytes)
@@ -279,7 +286,7 @@ class SimulatedLink(Link):
                 return ended
 
             def until_s() -> float:
-                return min(deadline_s, self._network._death_noticed_s((self.peer, self.role)))
+                return min(deadline_s, self._network._death_noticed_s(self._in))
 
             arrives = self._time.wait(self.role, until_s, lambda: self._closed or bool(self._in.arrivals))
             ended = self._ended()
@@ -287,15 +294,13 @@ class SimulatedLink(Link):
                 return ended
             if arrives and self._in.arrivals[0].at_s <= deadline_s:
                 return self._take(self._in.arrivals[0], into)
-            noticed_s = self._network._death_noticed_s((self.peer, self.role))
+            noticed_s = self._network._death_noticed_s(self._in)
             if not arrives and noticed_s <= deadline_s:
-                self._time.move(self.role, noticed_s)
-                self._end = PeerDied(
-                    f"{self.peer} died at {self._time.dies_s(self.peer):g} s of virtual time"
-                )
+                self._clock.move(noticed_s)
+                self._end = PeerDied(f"{self.peer} died at {self._in.source.dies_s:g} s of virtual time")
                 self._note("died", self.counters.messages_received)
                 return self._end
-            self._time.move(self.role, deadline_s)
+            self._clock.move(deadline_s)
             self._note("timed out", self.counters.messages_received)
             return TimedOut(timeout_s)
 
@@ -308,7 +313,7 @@ class SimulatedLink(Link):
             ended = self._ended()
             if ended is not None:
                 return ended
-            self._time.move(self.role, min(self._out.free_s, now_s + timeout_s))
+            self._clock.move(min(self._out.free_s, now_s + timeout_s))
             return Flushed() if self._out.free_s <= now_s + timeout_s else TimedOut(timeout_s)
 
     def close(self) -> None:
@@ -317,11 +322,11 @@ class SimulatedLink(Link):
             if not self._closed:
                 self._closed = True
                 self._time.wake(self.role)
-                if self._time.clock_s(self.role) < self._time.dies_s(self.role):
-                    self._network._say_goodbye((self.role, self.peer))
+                if self._clock.now_s < self._clock.dies_s:
+                    self._network._say_goodbye(self._out)
 
     def _take(self, arrival: _Arrival, into: torch.Tensor | None) -> ReceiveOutcome:
-        self._time.move(self.role, arrival.at_s)
+        self._clock.move(arrival.at_s)
         if arrival.header is None:
             self._in.arrivals.popleft()
             self._end = Closed()
@@ -341,10 +346,10 @@ class SimulatedLink(Link):
 
     def _now_s(self) -> float:
         """This role's clock; RoleKilled if it is dead."""
-        now_s = self._time.clock_s(self.role)
-        if now_s >= self._time.dies_s(self.role):
-            self._time.move(self.role, now_s)  # which raises
-        return now_s
+        clock = self._clock
+        if clock.now_s >= clock.dies_s:
+            clock.move(clock.now_s)  # which raises
+        return clock.now_s
 
     def _note(self, what: str, number: int, num_bytes: int = 0) -> None:
-        self._network._note(self.role, self.peer, what, number, num_bytes)
+        self._seen.append((self._clock.now_s, self.peer, what, number, num_bytes))

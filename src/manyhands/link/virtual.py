@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["RoleKilled", "VirtualTime"]
+__all__ = ["RoleClock", "RoleKilled", "VirtualTime"]
 
 T = TypeVar("T")
 
@@ -24,11 +25,29 @@ class RoleKilled(ManyhandsError):
     """Raised inside a role that was killed on purpose, so that nothing of its code runs on."""
 
 
+@dataclass(slots=True)
+class RoleClock:
+    """What the clock of `role` shows, and when that role dies: infinity for one that was not killed.
+
+    Put forward by its own role alone.
+    """
+
+    role: str
+    now_s: float = 0.0
+    dies_s: float = math.inf
+
+    def move(self, to_s: float) -> None:
+        """Put it forward; RoleKilled if its role does not live to see that."""
+        self.now_s = max(self.now_s, min(to_s, self.dies_s))
+        if self.now_s >= self.dies_s:
+            raise RoleKilled(f"{self.role} was killed at {self.dies_s:g} s of virtual time")
+
+
 class VirtualTime:
     """The clocks of all roles, who waits for what, and who dies when.
 
     `changed` guards everything, also in the code that uses this class; methods that say so want it held. A clock is
-    read without it: one number of a dict is whole.
+    read without it: a number is whole.
     `stall_s` is the one real time here: how long to wait for a role that neither waits nor ends.
     """
 
@@ -36,33 +55,22 @@ class VirtualTime:
         self.changed = threading.RLock()
         self._bells: dict[str, threading.Condition] = {}  # of those who wait; all of the one lock
         self._stall_s = stall_s
-        self._clock_s: dict[str, float] = {}
-        self._dies_s: dict[str, float] = {}
+        self._clocks: dict[str, RoleClock] = {}
         self._running: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._expired: set[str] = set()
 
-    def clock_s(self, role: str) -> float:
-        """What the clock of `role` shows."""
-        return self._clock_s.get(role, 0.0)
-
-    def dies_s(self, role: str) -> float:
-        """When `role` dies; infinity for a role that was not killed."""
-        return self._dies_s.get(role, math.inf)
+    def clock(self, role: str) -> RoleClock:
+        """The clock of `role`, always the same one."""
+        clock = self._clocks.get(role)
+        return clock if clock is not None else self._clocks.setdefault(role, RoleClock(role))
 
     def kill(self, role: str, at_s: float) -> None:
         """Let `role` die when its clock reaches `at_s`."""
         with self.changed:
-            self._dies_s[role] = min(at_s, self.dies_s(role))
+            clock = self.clock(role)
+            clock.dies_s = min(at_s, clock.dies_s)
             self.wake_all()
-
-    def move(self, role: str, to_s: float) -> None:
-        """Put the clock of `role` forward; RoleKilled if it does not live to see that."""
-        with self.changed:
-            now_s, dies_s = self.clock_s(role), self.dies_s(role)
-            self._clock_s[role] = max(now_s, min(to_s, dies_s))
-            if self._clock_s[role] >= dies_s:
-                raise RoleKilled(f"{role} was killed at {dies_s:g} s of virtual time")
 
     def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
         """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held.
@@ -73,11 +81,13 @@ class VirtualTime:
             raise UserError(
                 f"two threads act as {role!r} at once; a role of a simulated network is one thread"
             )
+        if ready():
+            return True
         try:
             while not ready():
                 if role in self._expired:
                     return False
-                self._waiting[role] = min(until_s(), self.dies_s(role))
+                self._waiting[role] = min(until_s(), self.clock(role).dies_s)
                 self._expire_one()
                 if role not in self._expired and not self._bell(role).wait(self._stall_s):
                     raise ManyhandsError(
@@ -91,8 +101,8 @@ class VirtualTime:
 
     def wake(self, role: str) -> None:
         """`role` may be ready now: it counts as running until it waits again; `changed` is held."""
-        self._waiting.pop(role, None)
-        self._bell(role).notify_all()
+        if self._waiting.pop(role, None) is not None:
+            self._bell(role).notify_all()
 
     def wake_all(self) -> None:
         """Deadlines may have changed: everybody looks again before time passes; `changed` is held."""
@@ -115,8 +125,9 @@ class VirtualTime:
             except RoleKilled:
                 pass
             except BaseException as error:
-                errors.append((self.clock_s(role), role, error))
-                self.kill(role, self.clock_s(role))
+                died_s = self.clock(role).now_s
+                errors.append((died_s, role, error))
+                self.kill(role, died_s)
             finally:
                 with self.changed:
                     self._running.discard(role)
@@ -148,4 +159,7 @@ class VirtualTime:
             self._bell(role).notify_all()
 
     def _bell(self, role: str) -> threading.Condition:
-        return self._bells.setdefault(role, threading.Condition(self.changed))
+        bell = self._bells.get(role)
+        if bell is None:
+            bell = self._bells[role] = threading.Condition(self.changed)
+        return bell

@@ -11,8 +11,9 @@ between, a wish to stop and losses that are not finite travel with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,27 +21,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective
+from manyhands.local.gossip import Gossip
+from manyhands.local.outer import Mean, OuterStep
 from manyhands.local.replica import Replica
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.training.computing import Computer
+from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
 
-__all__ = ["LocalExchange"]
+__all__ = ["ApartExchange", "LocalExchange"]
 
 _STOP, _FLAGS = 0, 1
 
 
 class LocalExchange(Exchange):
-    """Averages replicas over the given collective after every `steps` steps, and at the end of the run."""
+    """Averages replicas over the given collective after every `steps` steps, and at the end of the run.
 
-    holds_copies = True
+    The `first` steps end with an average each. `outer` is what becomes of a mean, `gossip` what is done between two.
+    """
+
     when_broken = "the others went on to the next average, and no replica was averaged with its"
 
-    def __init__(self, collective: Collective, steps: float) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        steps: float,
+        *,
+        first: int = 0,
+        outer: OuterStep | None = None,
+        gossip: Gossip | None = None,
+    ) -> None:
         self.rank = collective.rank
         self.world = collective.world
         self.wire = collective.wire
         self._collective = collective
         self._steps = steps
+        self._first = first
+        self._outer = outer or Mean()
+        self._gossip = gossip
+        self._meets = False
+        self._step = 0
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._replica: Replica | None = None
@@ -50,10 +69,15 @@ class LocalExchange(Exchange):
         self._due = False
         self._listener: Callable[[], None] | None = None
 
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model; they are alike after each average."""
+        return (range(self.world),)
+
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: give every worker worker 0's weights, and room for one replica."""
         self._model, self._optimizer = model, optimizer
-        self._replica = Replica(self._collective, model, optimizer)
+        self._replica = Replica(self._collective, model, optimizer, self._outer)
         self._replica.broadcast()
         self._replica.on_gradient = self._on_gradient
         keep_freed_memory()  # every step frees what the next one takes
@@ -79,7 +103,8 @@ class LocalExchange(Exchange):
         self._broken = self._broken or not local.is_finite
         self._weight += local.share
         self._losses.append(local.loss * local.share if local.is_finite and local.share else 0.0)
-        self._due = local.last or (local.step + 1) % self._steps == 0
+        self._step, self._meets = local.step + 1, True
+        self._due = local.last or self._step <= self._first or self._step % self._steps == 0
         if not self._due:
             return SharedStep(loss=math.nan, settled=False)
         return self._agree_on_all(local.stop)
@@ -98,10 +123,15 @@ class LocalExchange(Exchange):
 
     def settle(self, *, end: bool = False) -> bool:
         """Collective where it is due: every replica becomes the weighted mean."""
-        if not self._due and not (end and self._losses):
-            return False
         assert self._replica is not None, "attach comes before settle"
-        self._replica.average(self._weight / len(self._losses))
+        if not self._due and not (end and self._losses):
+            if self._gossip is None or not self._meets:
+                return False
+            self._meets = False
+            self._gossip.meet(self._step, self._replica.parameters)
+            return True
+        plainly = self._step <= self._first
+        self._replica.average(self._weight / len(self._losses), plainly=plainly)
         self._weight, self._losses, self._due = 0.0, [], False
         return True
 
@@ -110,23 +140,44 @@ class LocalExchange(Exchange):
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
+    def memory(self) -> Mapping[str, Any]:
+        """What the outer step remembers, the same on all workers."""
+        remembered = self._outer.memory() if self.rank == 0 else {}
+        return {"outer": remembered} if remembered else {}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on with it."""
+        self._outer.recall(memory.get("outer", {}))
+
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
         assert self._replica is not None, "attach comes before total"
         return self._replica.total(values)
 
     def take_times(self) -> Times:
-        """What the collective measured."""
-        return self._collective.take_times()
+        """What the collective measured, and the meetings between averages."""
+        times = self._collective.take_times()
+        if self._gossip is None:
+            return times
+        waits = dict(times.wait_ns)
+        for worker, waited_ns in self._gossip.take_waits().items():
+            waits[worker] = waits.get(worker, 0) + waited_ns
+        posts = {**self._gossip.take_posts()}
+        for worker, post in times.posts.items():
+            posts.setdefault(worker, Post()).add(post)
+        return replace(times, wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
-        """What the collective sent."""
-        return self._collective.traffic()
+        """What the collective sent, and what was sent between averages."""
+        sent = self._collective.traffic()
+        return sent if self._gossip is None else sent + self._gossip.traffic()
 
     def close(self) -> None:
         """Take the hooks off, and let go of the memory."""
         if self._replica is not None:
             self._replica.close()
+        if self._gossip is not None:
+            self._gossip.close()
         self._collective.close()
 
     def _on_gradient(self) -> None:
@@ -143,3 +194,25 @@ class LocalExchange(Exchange):
         bad = tuple(rank for rank in range(self.world) if said[_FLAGS + rank])
         *earlier, loss = said[_FLAGS + self.world :]
         return SharedStep(loss=loss, bad_workers=bad, stop=bool(said[_STOP]), earlier=tuple(earlier))
+
+
+class ApartExchange(LocalExchange):
+    """Where replicas stay apart after an average: what the run has to show is their centre."""
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Nobody: each goes its own way."""
+        return ()
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Of the centre."""
+        assert self._replica is not None, "attach comes before evaluate"
+        with self._outer.shown(self._replica.parameters):
+            return super().evaluate(computer, model)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """The centre's."""
+        assert self._replica is not None, "attach comes before model_state"
+        with self._outer.shown(self._replica.parameters):
+            state = super().model_state(model)
+            return {name: value.clone() for name, value in state.items()} if state is not None else None

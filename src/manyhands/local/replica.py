@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.errors import UserError
+from manyhands.local.outer import Mean, OuterStep
 from manyhands.sharding.kept import kept_by
 from manyhands.wire.layout import BucketLayout, bucket_of, trainable
 from manyhands.wire.parcels import Parcel
@@ -58,13 +59,16 @@ class _Place:
 class Replica:
     """One worker's, from construction (collective) to `close`; `on_gradient` is called at every gradient."""
 
-    def __init__(self, collective: Collective, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, collective: Collective, model: nn.Module, optimizer: Optimizer, outer: OuterStep | None = None
+    ) -> None:
         self._collective = collective
+        self._outer = outer or Mean()
         self._model = model
         self._optimizer = optimizer
         self._parameters = list(trainable(model))
         self._reached = [False] * len(self._parameters)
-        held = self._held()
+        held = [one for one in self._held() if one.state is None or not self._outer.keeps_apart]
         layouts = _lay_out(held)
         parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
         count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
@@ -88,17 +92,27 @@ class Replica:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast(self._collective, len(self._buckets), self._status, tensors)
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those that are trained."""
+        return self._parameters
+
     @torch.no_grad()
     def begin(self) -> None:
         """Before the first step since the last average: keep what all have, where changes travel."""
+        self._outer.begin(self._parameters)
         for place in self._places:
             tensor = self._tensor(place.held)
             if place.before is not None and tensor is not None:
                 place.before.copy_(tensor.reshape(-1))
 
     @torch.no_grad()
-    def average(self, weight: float) -> None:
-        """Collective: the sum of `weight` times each worker's replica becomes everyone's."""
+    def average(self, weight: float, *, plainly: bool = False) -> None:
+        """Collective: the sum of `weight` times each worker's replica is what the outer step takes for their mean.
+
+        `plainly`: it becomes everyone's, whatever the outer step is.
+        """
+        outer = Mean() if plainly else self._outer
         reached, kept = self._agree_on_parts()
         for place in self._places:
             tensor = self._tensor(place.held)
@@ -117,7 +131,7 @@ class Replica:
         for place in self._places:
             held = place.held
             if held.state is None and reached[held.number]:
-                self._parameters[held.number].copy_(place.room.view(held.shape))
+                outer.take(held.number, self._parameters[held.number], place.room.view(held.shape))
             elif held.state is not None and reached[held.number] and kept[held.number]:
                 self._keep(held, place.room.view(held.shape))
         self._reached = [False] * len(self._parameters)

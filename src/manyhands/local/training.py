@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.collective import Collective, SharedCollective, across_hosts, over_links
-from manyhands.local.exchange import LocalExchange
+from manyhands.link.base import Link
+from manyhands.local.exchange import ApartExchange, LocalExchange
+from manyhands.local.gossip import Gossip
+from manyhands.local.outer import outer_step
 from manyhands.local.strategy import Local
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
@@ -19,14 +25,32 @@ class LocalTraining(ExchangeTraining):
     @classmethod
     def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
         """One worker's end: in the shared memory of one host, or in a ring of links."""
-        if resources.world == 1:
+        world = resources.world
+        if world == 1:
             return SingleExchange()  # an average of one
-        if strategy.uses_links:
-            return LocalExchange(over_links(ALGORITHMS["ring"], resources, strategy.codec), strategy.steps)
-        return LocalExchange(SharedCollective(resources.group()), strategy.steps)
+        links = resources.links() if strategy.uses_links else {}
+        resources = replace(resources, links=lambda: links)  # once for averages and what is between them
+        if strategy.uses_network:
+            collective: Collective = over_links(ALGORITHMS["ring"], resources, strategy.codec)
+        else:
+            collective = SharedCollective(resources.group())
+        return _end(strategy, collective, links, resources.timeout_s)
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:
-        """In a ring of links."""
+        """Averages in a ring of links."""
+        links = resources.links()
+        resources = replace(resources, links=lambda: links)
         replicas, words = across_hosts(ALGORITHMS["ring"], resources, strategy.codec)
-        return LocalExchange(replicas, strategy.steps), words
+        return _end(strategy, replicas, links, resources.timeout_s), words
+
+
+def _end(
+    strategy: Local, collective: Collective, links: Mapping[int, Link], timeout_s: float
+) -> LocalExchange:
+    """One worker's end of averages over a collective, and of gossip over links."""
+    rank, world = collective.rank, collective.world
+    gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
+    outer = outer_step(strategy.outer, world)
+    kind = ApartExchange if outer.keeps_apart else LocalExchange
+    return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)

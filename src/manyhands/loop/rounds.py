@@ -54,7 +54,7 @@ class Rounds:
         """All have agreed to."""
 
         self._around = around
-        self._check_every = check_every if exchange.holds_copies else 0
+        self._check_every = check_every if exchange.copies else 0
         self._agreement: Agreement | None = None
         self._says_stop = False
         self._holding = 0
@@ -86,7 +86,9 @@ class Rounds:
         self._model = model
         self._buffers = BufferKeeper(model, buffers, self.words)
         if self._check_every and self.world > 1:
-            self._agreement = Agreement(model, rank=self.rank, world=self.world, total=self.words.total)
+            self._agreement = Agreement(
+                model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
+            )
         self._weigh(self.readings.part.share)
         self.exchange.on_next_gradient(self._begin_backward)
         for one in models:

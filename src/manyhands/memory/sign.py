@@ -59,15 +59,18 @@ class LongWait:
     def begin_again(self) -> None:
         """What was waited for is here; from now on it is the next wait."""
         self._began_ns = time.monotonic_ns()
-        if self._is_shown:
-            take_down(self._sign)
-            self._is_shown = False
+        self._hide()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.begin_again()
+        self._hide()
+
+    def _hide(self) -> None:
+        if self._is_shown:
+            take_down(self._sign)
+            self._is_shown = False
 
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from manyhands.pipeline.post import Flow, StagePost, Waited
 from manyhands.pipeline.table import Schedule, StageTurn
 from manyhands.training.exchange import TurnTime
 
-__all__ = ["ChainPart", "Ends", "StageBorders"]
+__all__ = ["ChainPart", "Ends", "Passed", "StageBorders"]
 
 
 class ChainPart:
@@ -87,6 +87,14 @@ class Ends(Protocol):
         """A module of the chain is about to be applied to a micro-batch: set the random generators."""
 
 
+class Passed(NamedTuple):
+    """What went into passing things between the slices of a stage's layers."""
+
+    spent_ns: int = 0
+    waits_ns: Mapping[int, int] = {}
+    """Of it: waiting for each worker."""
+
+
 class StageBorders:
     """What one stage takes and gives, of all its parts, on its device; `times` are those of its turns, in order."""
 
@@ -104,6 +112,13 @@ class StageBorders:
         self.post = post
         self._device = device if device is not None else torch.device("cpu")
         self._times: list[TurnTime] = []
+        self._begin_ns: int | None = None  # of the turn, as long as nothing slowed it down
+        self.passed: Callable[[], Passed] = Passed
+        """Says what went into passing things between slices since it was last asked."""
+
+        self.slow_down: Callable[[float], None] = lambda _: None
+        """Called once in each turn, before it sends anything, with the seconds that it has taken."""
+
         post.heed = self._waited
 
     def is_last(self, part: ChainPart) -> bool:
@@ -129,6 +144,7 @@ class StageBorders:
     def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
         """To the part after."""
         output = self.tensor(output, part, microbatch)
+        self._be_slow()
         self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
 
     def send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
@@ -140,6 +156,7 @@ class StageBorders:
             return
         gradient = x.grad if x.grad is not None else x.new_empty(0)
         before = part.number - 1
+        self._be_slow()
         self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
 
     def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Any:
@@ -164,11 +181,36 @@ class StageBorders:
     @contextmanager
     def timed(self, turn: StageTurn) -> Iterator[None]:
         """What is done inside is the turn's own work."""
-        begin_ns = time.monotonic_ns()
+        begin_ns = self._begin_ns = time.monotonic_ns()
         yield
-        self._times.append(
-            TurnTime(begin_ns=begin_ns, end_ns=time.monotonic_ns(), microbatch=turn.microbatch)
-        )
+        self._be_slow()
+        spent_ns, waits_ns = self.passed()
+        at_ns = time.monotonic_ns() - spent_ns
+        parts: list[tuple[int, int | None]] = [(at_ns - begin_ns, None)]
+        parts += [(waited_ns, worker) for worker, waited_ns in waits_ns.items()]
+        self._add(begin_ns, turn.microbatch, parts, spent_ns - sum(waits_ns.values()))
+
+    def _be_slow(self) -> None:
+        """Where this worker is to be slower than it is: once in a turn, and before others get what they wait for."""
+        begin_ns, self._begin_ns = self._begin_ns, None
+        if begin_ns is not None:
+            self.slow_down((time.monotonic_ns() - begin_ns) / 1e9)
+
+    def _add(
+        self, at_ns: int, microbatch: int, parts: Sequence[tuple[int, int | None]], exchange_ns: int
+    ) -> None:
+        """Note a turn as (nanoseconds, whom that was a wait for), one after the other; passing things comes last."""
+        for number, (duration_ns, worker) in enumerate(parts, 1):
+            self._times.append(
+                TurnTime(
+                    begin_ns=at_ns,
+                    end_ns=at_ns + duration_ns,
+                    microbatch=microbatch,
+                    waited_for=worker,
+                    exchange_ns=exchange_ns if number == len(parts) else 0,
+                )
+            )
+            at_ns += duration_ns
 
     def take_times(self) -> list[TurnTime]:
         """What took how long since the last call, in order."""

@@ -13,7 +13,7 @@ from manyhands.allreduce.schedule import ScheduleError
 from manyhands.pipeline.schedules import MOST_HELD
 from manyhands.pipeline.table import Pass, Schedule, StageTurn
 
-__all__ = ["check", "held_during"]
+__all__ = ["check", "held_during", "most_held"]
 
 
 def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None = None) -> None:
@@ -33,17 +33,28 @@ def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None =
         raise ScheduleError(f"{schedule.name} of {sizes}: {error}") from None
 
 
-def held_during(schedule: Schedule) -> Iterator[tuple[StageTurn, int]]:
+def held_during(schedule: Schedule, *, by_part: bool = False) -> Iterator[tuple[StageTurn, int]]:
     """Every turn by tick, and of how many (micro-batch, chunk) its stage holds activations while it is taken.
 
-    They are held from forward until backward, or until the weight gradient where the schedule splits it off.
+    They are held from forward until backward, or until the weight gradient where the schedule splits it off. With
+    `by_part` it is of how many micro-batches the turn's part of the chain does.
     """
     release = Pass.WEIGHTS if schedule.splits_backward else Pass.BACKWARD
-    held = [0] * schedule.stages
+    held = [0] * schedule.parts
     for turn in schedule.turns:
-        held[turn.stage] += turn.work is Pass.FORWARD
-        yield turn, held[turn.stage]
-        held[turn.stage] -= turn.work is release
+        holder = schedule.part(turn) if by_part else turn.stage
+        held[holder] += turn.work is Pass.FORWARD
+        yield turn, held[holder]
+        held[holder] -= turn.work is release
+
+
+def most_held(schedule: Schedule, *, by_part: bool = False) -> tuple[int, ...]:
+    """The most that each stage holds at once, or each part of the chain."""
+    most = [0] * (schedule.parts if by_part else schedule.stages)
+    for turn, held in held_during(schedule, by_part=by_part):
+        holder = schedule.part(turn) if by_part else turn.stage
+        most[holder] = max(most[holder], held)
+    return tuple(most)
 
 
 _Done = dict[Pass, list[int]]

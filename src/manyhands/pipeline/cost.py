@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError
-from manyhands.pipeline.check import held_during
+from manyhands.pipeline.check import most_held
 from manyhands.pipeline.play import PartTimes, play
 from manyhands.pipeline.table import Pass, Schedule
 
@@ -94,13 +94,10 @@ def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()
     begins = play(schedule, orders, times)
     took = times.of_turns(schedule)
     lengths = [[took[turn.work][schedule.part(turn)] for turn in own] for own in turns]
-    peaks = [0] * schedule.stages
-    for turn, held in held_during(schedule):
-        peaks[turn.stage] = max(peaks[turn.stage], held)
     return PipelineCost(
         time=max(own[-1] + took_s[-1] for own, took_s in zip(begins, lengths, strict=True)),
         busy=tuple(map(sum, lengths)),
-        peaks=tuple(peaks),
+        peaks=most_held(schedule),
         boundaries=_boundaries(schedule, message_bytes),
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -19,7 +19,8 @@ from manyhands.grid.group import LinkGroup, waits_of
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.grid.layout import GridAxis
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.pipeline.borders import StageBorders
+from manyhands.pipeline.borders import Passed, StageBorders
+from manyhands.pipeline.check import most_held
 from manyhands.pipeline.ends import MeasureEnds, TrainingEnds
 from manyhands.pipeline.holding import Holding, holding_of
 from manyhands.pipeline.measure import layer_costs
@@ -28,7 +29,7 @@ from manyhands.pipeline.split import part_bytes, planned
 from manyhands.pipeline.stage import PipelineStage
 from manyhands.pipeline.standin import input_of
 from manyhands.pipeline.strategy import Pipeline
-from manyhands.pipeline.table import Pass, Schedule
+from manyhands.pipeline.table import Schedule
 from manyhands.pipeline.wave import WaveStage
 from manyhands.sharding.optimizers import check_sharing
 from manyhands.tensor.finding import find_plan
@@ -83,6 +84,7 @@ class PipelineExchange(Exchange):
         self._tied: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []
         self._posts: dict[int, Post] = {}
         self._steps = 0
+        self._passed_ns = 0
 
     @property
     def table(self) -> Schedule:
@@ -103,6 +105,16 @@ class PipelineExchange(Exchange):
     def parts(self) -> int:
         """One for each replica."""
         return self._grid.data
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """The replicas of each stage, or of each slice of it."""
+        return self._grid.copies
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+        """Those of this worker's layers, under the names that they have in the whole model."""
+        del model
+        return self._held.named()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: cut the model, and keep this worker's layers of worker 0's."""
@@ -130,6 +142,7 @@ class PipelineExchange(Exchange):
             group = self._group(members, _TIED + number, "stages that share weights")
             self._tied.append((group, tuple(local[id(one)] for one in parameters)))
         self._borders = StageBorders(self._table, place.stage, holding.parts, self._post, computer.device)
+        self._borders.passed = self._passed
         self._stage = (
             WaveStage(self._borders)
             if self._table.over_time
@@ -143,17 +156,17 @@ class PipelineExchange(Exchange):
         """This worker's turns of the schedule, on its replica's share of the batch."""
         del model  # the parts are its
         waits_of(self._groups())  # of what was done between steps
-        begin = time.monotonic()
         share = computer.share(step, self.part, self.parts)
         ends = TrainingEnds(computer, share, step, self.part)
         stage = self._place.stage
+        self._passed()  # of what was done between steps
+        self._borders.slow_down = partial(computer.slow_down, step)
         self._stage.run(
             ends,
             len(share.pieces),
             lambda microbatch: self._mark(step + 1, State.COMPUTING, place=(stage, microbatch)),
         )
         loss = ends.mean_loss()
-        computer.slow_down(step, time.monotonic() - begin)
         samples = share.samples if self._counts else 0
         return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
 
@@ -228,9 +241,9 @@ class PipelineExchange(Exchange):
     def take_times(self) -> Times:
         """The turns of the last step; once all have agreed, its messages and whom this worker waited for."""
         posts, self._posts = self._posts, {}
-        self._slices.take_waits()  # inside of turns, and part of their time
-        waits = waits_of(self._groups())
-        return Times(wait_ns=waits, posts=posts, turns=self._borders.take_times())
+        waits, turns = waits_of(self._groups()), self._borders.take_times()
+        passed_ns = sum(turn.exchange_ns for turn in turns)
+        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
 
     def traffic(self) -> Traffic:
         """Of the stage and of all its groups."""
@@ -249,6 +262,13 @@ class PipelineExchange(Exchange):
     def _counts(self) -> bool:
         """Whether this worker speaks for all of its replica, of which it has the loss."""
         return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
+
+    def _passed(self) -> Passed:
+        """What went into passing things between the slices of layers since the last call."""
+        spent_ns = self._sliced.clock.spent_ns
+        passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
+        self._passed_ns = spent_ns
+        return passed
 
     def _groups(self) -> list[LinkGroup]:
         return [self._all, self._replicas, self._slices, *(group for group, _ in self._tied)]
@@ -310,18 +330,6 @@ class PipelineExchange(Exchange):
             )
         model.zero_grad()  # what layers use without having it got a gradient as well
         strategy = self._strategy
-        need = part_bytes(layers, most_held(self._table), recompute=strategy.recompute)
+        need = part_bytes(layers, most_held(self._table, by_part=True), recompute=strategy.recompute)
         limit = strategy.memory * strategy.tensor  # of the slices of a stage together
         return planned(layers, strategy.stages, self._table.chunks, need, limit)
-
-
-def most_held(table: Schedule) -> list[int]:
-    """Of how many micro-batches each part keeps activations at once, by part."""
-    release = Pass.WEIGHTS if table.splits_backward else Pass.BACKWARD
-    now, most = [0] * table.parts, [0] * table.parts
-    for turn in table.turns:
-        part = table.part(turn)
-        now[part] += turn.work is Pass.FORWARD
-        most[part] = max(most[part], now[part])
-        now[part] -= turn.work is release
-    return most

@@ -137,7 +137,7 @@ def planned(
         f"memory={format_bytes(limit)}: no cut of {len(layers)} layers into {parts} parts fits; the best needs "
         f"{format_bytes(least)} on a worker (the largest layer is number {largest}): give "
         f"memory={enough(least)}, more stages, a schedule that keeps fewer micro-batches (1f1b) or "
-        "recompute=true"
+        "recompute=yes"
     )
 
 

@@ -10,7 +10,7 @@ from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Split, Truth
 from manyhands.grid.layout import Grid
 from manyhands.holding import ModelFootprint, WorkerMemory
-from manyhands.pipeline.check import held_during
+from manyhands.pipeline.check import most_held
 from manyhands.pipeline.cost import cost, equal_times
 from manyhands.pipeline.schedules import SCHEDULES
 from manyhands.pipeline.split import balanced, check_cuts, parts_of
@@ -22,6 +22,7 @@ from manyhands.settings import (
     parse_size,
     setting,
     show_size,
+    switch_setting,
     whole_number,
 )
 from manyhands.strategy import Strategy
@@ -31,11 +32,6 @@ __all__ = ["Pipeline"]
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(whole_number(number) for number in text.split(","))
-
-
-def _yes_or_no(text: str) -> bool:
-    check_choice("value", text, ("true", "false"))
-    return text == "true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +64,7 @@ class Pipeline(Strategy):
     """How many replicas of the pipeline share out a batch; 0: as many as there are workers for."""
     tensor: int = setting(1, whole_number)
     """Over how many workers each layer of a stage is sliced."""
-    recompute: bool = setting(False, _yes_or_no, lambda value: str(value).lower())
+    recompute: bool = switch_setting()
     """Keep only a stage's inputs until backward, and compute the rest again: less memory, a third more time."""
     cuts: tuple[int, ...] = setting((), _numbers, lambda cuts: ",".join(map(str, cuts)) or "3,7")
     """The layers that begin the second and later parts, from 0; without them, measured and balanced."""
@@ -86,7 +82,7 @@ class Pipeline(Strategy):
         table = self.table()
         if table.over_time and self.recompute:
             raise UserError(
-                f"recompute=true: schedule={self.schedule} cannot; it needs the states of all slices"
+                f"recompute=yes: schedule={self.schedule} cannot; it needs the states of all slices"
             )
         if self.cuts and self.memory:
             raise UserError(
@@ -161,7 +157,7 @@ class Pipeline(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
         grid, table = self.grid(workers), self.table()
-        held = max(held for _, held in held_during(table))
+        held = max(most_held(table))
         samples = -(-model.batch_size // (grid.data * self.microbatches))
         return [
             WorkerMemory(

@@ -41,8 +41,7 @@ class PipelineTraining(ProcessTraining):
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """And what all workers together sent for each sliced layer, in a step of training."""
         samples, besides = super().gather(finished)
-        layers = layers_together(one["layers"] for one in finished)
-        return samples, {**besides, "layers": layers} if layers else besides
+        return samples, {**besides, **layers_together(finished)}
 
     @classmethod
     @contextmanager
@@ -74,8 +73,6 @@ def check_model(strategy: Pipeline, model: nn.Module) -> None:
         )
     if strategy.cuts:
         check_cuts(strategy.cuts, len(chain), parts)
-    if strategy.tensor > 1:
-        check_plan(model, strategy.tensor)
     if strategy.table().over_time:
         check_over_time(chain)
     check_plan(model, strategy.tensor)

@@ -1,7 +1,7 @@
 """A trained logistic regression: its weights, how its features are found, and its file.
 
-The file is safetensors: `weight`, one number for each feature, and `bias`; the header says how a file of examples must
-be read for it (bits, hash) and what its labels are. It holds no code.
+The file is safetensors: `weight`, one number for each feature, and `bias`, in single precision or, exported, in fewer
+bits; the header says how a file of examples must be read for it (bits, hash) and what its labels are. It holds no code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
@@ -23,6 +23,8 @@ from manyhands.regression import kernels
 from manyhands.regression.labels import PAIRS, Labels
 from manyhands.regression.metrics import Metrics, measure
 from manyhands.store.atomic import write_atomically
+from manyhands.store.exported import narrow, widen
+from manyhands.store.tensorfile import encode_tensors
 
 __all__ = ["MODEL_FILE", "LogregModel"]
 
@@ -73,31 +75,41 @@ class LogregModel:
         margins, targets, weights = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return measure(margins, targets, weights)
 
-    def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+    def save(self, path: Path, precision: str = "fp32") -> None:
+        """Write the file, whole or not at all; in fewer bits where wanted, see `store.exported`."""
         header = {
             "format": _FORMAT,
             "labels": str(self.labels),
             "bits": str(self.bits or ""),
             "hash": self.hash,
         }
-        tensors = {"weight": self.weight.copy(), "bias": self.table[:1].copy()}
-        write_atomically(path, [safetensors.numpy.save(tensors, header)])
+        tensors = {name: torch.from_numpy(part.copy()) for name, part in self._parts.items()}
+        write_atomically(path, encode_tensors(narrow(tensors, precision), header))
+
+    def narrowed(self, precision: str) -> LogregModel:
+        """This model as it is read back from a file of that precision."""
+        tensors = {name: torch.from_numpy(part.copy()) for name, part in self._parts.items()}
+        read = widen(narrow(tensors, precision))
+        return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
+
+    @property
+    def _parts(self) -> dict[str, NDArray[np.float32]]:
+        return {"weight": self.weight, "bias": self.table[:1]}
 
     @staticmethod
     def load(path: Path | str) -> LogregModel:
         """Read what `save` wrote, from the file or from the directory that holds it; UserError says what is wrong."""
         file = Path(path) / MODEL_FILE if Path(path).is_dir() else Path(path)
         try:
-            with safe_open(file, framework="numpy") as opened:
+            with safe_open(file, framework="pt") as opened:
                 header: dict[str, str] = opened.metadata() or {}
-                tensors: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                written = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except OSError as error:
             raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, ValueError) as error:  # of numpy: more dimensions than it knows
             raise UserError(f"model {file} is no safetensors file: {error}") from error
         try:
-            return _from_parts(header, tensors)
+            return _from_parts(header, {name: part.numpy() for name, part in widen(written).items()})
         except (KeyError, ValueError) as error:
             raise UserError(
                 f"model {file} is no logistic regression of `manyhands train logreg`: {error}"

@@ -52,10 +52,11 @@ def plan_budget(limit: int, units: Sequence[UnitBytes], buffers: int = 0) -> Bud
     usable = int(limit * _KEPT)
     tight = lasting + largest.to_step
     if usable < tight:
+        what = largest.name if largest.lasts else f"the largest layer, {largest.name!r},"
         raise UserError(
-            f"device_memory={show_size(limit)}: the largest layer, {largest.name!r}, takes "
+            f"device_memory={show_size(limit)}: {what} takes "
             f"{format_bytes(largest.to_step)} with its gradient and its optimizer state, and what stays "
-            f"{format_bytes(lasting)}; use at least device_memory={enough(tight / _KEPT + 1)}"
+            f"through a step {format_bytes(lasting)}; use at least device_memory={enough(tight / _KEPT + 1)}"
         )
     coming = max((unit.values + unit.state for unit in units), default=0)
     leaving = max((unit.values + unit.state for unit in units), default=0)

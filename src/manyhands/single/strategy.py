@@ -11,6 +11,7 @@ from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth, Waits
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import parse_size, setting, show_size
+from manyhands.single.budget import UnitBytes, plan_budget
 from manyhands.strategy import Strategy
 
 __all__ = ["Single"]
@@ -85,6 +86,7 @@ class Single(Strategy):
         """Everything, or, with a limit, what is on the device and where the rest is."""
         if not self.device_memory:
             return super().needs(model, workers)
+        plan_budget(self.device_memory, _units(model), model.buffers)  # refuses what is too little
         return [
             WorkerMemory(
                 who="device", besides=self.device_memory, what="some layers at a time, up to the limit"
@@ -99,3 +101,20 @@ class Single(Strategy):
         return Promises(
             worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=same
         )
+
+
+def _units(model: ModelFootprint) -> list[UnitBytes]:
+    """Its layers; each has its part of the optimizer's state, by its size."""
+    gradients, state = (
+        part / model.parameters if model.parameters else 0.0 for part in (model.gradients, model.state)
+    )
+    return [
+        UnitBytes(
+            name=layer.name,
+            values=layer.parameters,
+            gradients=int(layer.parameters * gradients),
+            state=int(layer.parameters * state),
+            lasts=layer.lasts,
+        )
+        for layer in model.layers
+    ]

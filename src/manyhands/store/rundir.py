@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
 from manyhands.store.atomic import (
@@ -39,9 +39,15 @@ from manyhands.store.lines import LineFile
 from manyhands.store.lock import RunLock
 from manyhands.store.metrics import MetricsLog
 
-__all__ = ["RunDirectory", "require_free"]
+__all__ = ["IN_PYTHON", "ON_COMMAND_LINE", "RunDirectory", "require_free"]
 
 _log = logging.getLogger("manyhands")
+IN_PYTHON: Final = "pass resume=True or choose another out"
+"""What to do where a run is in the way, as Python has it."""
+
+ON_COMMAND_LINE: Final = "add --resume to go on with it, or choose another --out"
+"""The same on the command line."""
+
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG = "hang.txt"
 _MEMBERS = "members.jsonl"
@@ -68,16 +74,20 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, path: Path | str, config: Mapping[str, Any], own_files: Collection[str] = ()
+        cls,
+        path: Path | str,
+        config: Mapping[str, Any],
+        own_files: Collection[str] = (),
+        instead: str = IN_PYTHON,
     ) -> RunDirectory:
         """Start a run in a new or empty directory, locked; UserError where something else is there already.
 
         `config` is any JSON; `fingerprint` says which fields it must have. `own_files` may be there: they are the
-        caller's.
+        caller's. `instead` says what to do where a run is there.
         """
         path = Path(path)
         fingerprint(config)
-        require_free(path, own_files)
+        require_free(path, own_files, instead)
         try:
             make_directory(path)
         except OSError as error:
@@ -85,7 +95,7 @@ class RunDirectory:
         lock = RunLock(path / _LOCK)
         lock.acquire()
         try:
-            require_free(path, own_files)  # again, now that nobody else can be creating it
+            require_free(path, own_files, instead)  # again, now that nobody else can be creating it
             _write_config(path, config)
             return cls(path, _read_config(path), lock)._with_folders()
         except BaseException:
@@ -231,7 +241,7 @@ class RunDirectory:
         return self
 
 
-def require_free(path: Path, own_files: Collection[str] = ()) -> None:
+def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_PYTHON) -> None:
     """UserError unless a run may start at `path`; nothing is touched, and files with these names may be there."""
     try:
         others = sorted({entry.name for entry in path.iterdir()} - _UNFINISHED - set(own_files))
@@ -247,7 +257,7 @@ def require_free(path: Path, own_files: Collection[str] = ()) -> None:
         except UserError:
             pass
         else:
-            raise UserError(f"{path} already holds a run of {task!r}; pass resume=True or choose another out")
+            raise UserError(f"{path} already holds a run of {task!r}; {instead}")
     raise UserError(
         f"{path} is not empty and holds no run (it has {others[0]!r} in it); choose another out, or empty it"
     )

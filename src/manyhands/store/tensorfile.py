@@ -43,12 +43,15 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
-    """The bytes of a safetensors file of `tensors`; UserError names one that the format cannot hold."""
+def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[bytes]:
+    """The bytes of a safetensors file of `tensors`; UserError names one that the format cannot hold.
+
+    `about` goes into its header.
+    """
     require_storable(tensors)
     # The widest items first, as the library does: every tensor is then aligned to its item.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+    header: dict[str, object] = {_METADATA: {"format": "pt", **(about or {})}}
     offset = 0
     for name in ordered:
         tensor = tensors[name]

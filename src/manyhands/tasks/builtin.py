@@ -26,9 +26,15 @@ _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", Path: "a path"}
 
 
-def about(help_text: str, *, at_least: float | None = None, above: float | None = None) -> dict[str, Any]:
-    """The metadata of an options field: what it is for, and the bound of a number."""
-    return {"help": help_text, "at_least": at_least, "above": above}
+def about(
+    help_text: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> dict[str, Any]:
+    """The metadata of an options field: what it is for, and the bounds of a number."""
+    return {"help": help_text, "at_least": at_least, "above": above, "at_most": at_most}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +50,7 @@ class Option:
     help: str
     at_least: float | None
     above: float | None
+    at_most: float | None = None
 
     def parse(self, text: str) -> Any:
         """The value that `text` stands for; UserError where it stands for none."""
@@ -67,6 +74,7 @@ class Option:
                 (isinstance(value, int) or math.isfinite(value))
                 and (self.at_least is None or value >= self.at_least)
                 and (self.above is None or value > self.above)
+                and (self.at_most is None or value <= self.at_most)
             )
         if fits and self.kind is Path:
             fits = _is_path(value)
@@ -82,6 +90,8 @@ class Option:
             words += f" of at least {self.at_least:g}"
         if self.above is not None:
             words += f" above {self.above:g}"
+        if self.at_most is not None:
+            words += f" and at most {self.at_most:g}"
         return words
 
 

@@ -27,7 +27,7 @@ __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions"
 class RecurrentOptions(TextOptions):
     """What may be chosen about the recurrent task."""
 
-    layers: int = field(default=2, metadata=about("LSTM layers, one above the other", at_least=1))
+    layers: int = field(default=2, metadata=about("LSTM layers, one above the other", at_least=1, at_most=4))
     width: int = field(default=128, metadata=about("features per position and layer", at_least=1))
     learning_rate: float = field(default=4e-3, metadata=about("step size of AdamW", above=0))
 

@@ -7,7 +7,7 @@ data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are sum
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,16 @@ class TensorExchange(Exchange):
     def parts(self) -> int:
         """As many as replicas."""
         return self._grid.data
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """The replicas of each slice."""
+        return self._grid.copies
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
+        """This worker's slices, under the names of the wholes."""
+        del model
+        return self._need().named()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: everybody takes worker 0's weights, and keeps its slice of them, on its device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manyhands.tensor.moves import LayerTraffic
@@ -27,12 +27,15 @@ def layers_told(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[st
     ]
 
 
-def layers_together(told: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """All workers': what they sent for each layer is added up; layers are in the order in which they are told of."""
+def layers_together(finished: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all workers, by what each ended with, sent for each layer is added up, as `layers`; nothing where none did.
+
+    Layers are in the order in which they are told of.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for rows in told:
-        for row in rows:
+    for one in finished:
+        for row in one.get("layers", ()):
             total = found.setdefault(row["layer"], {**row, **dict.fromkeys(_AMOUNTS, 0)})
             for name in _AMOUNTS:
                 total[name] += row[name]
-    return list(found.values())
+    return {"layers": list(found.values())} if found else {}

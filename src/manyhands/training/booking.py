@@ -47,7 +47,7 @@ class StepBook:
             who = {} if turn.waited_for is None else {"peer": turn.waited_for}
             duration_ns = turn.end_ns - turn.begin_ns
             self._record(kind, turn.begin_ns, duration_ns, step=self._step, count=turn.microbatch + 1, **who)
-            self._at_ns = turn.end_ns
+            self._at_ns = turn.end_ns + turn.exchange_ns
 
     def waits(self, waited_ns: Mapping[int, int]) -> None:
         """For each worker that was late, one after the other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -91,6 +91,9 @@ class TurnTime:
     waited_for: int | None = None
     """Which worker; None: the time was this worker's own work."""
 
+    exchange_ns: int = 0
+    """What went, after it and inside the same turn, into passing things between slices of a layer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
@@ -138,9 +141,6 @@ class Exchange(ABC):
     wire: int = Wire.NONE
     """What carries the gradients, and in which codec: made by `wire_of`."""
 
-    holds_copies: ClassVar[bool] = False
-    """Whether every worker holds parameters of its own, which must be the same on all after every step."""
-
     when_broken: ClassVar[str] = "all workers stopped before this step and no parameter was changed"
     """What a loss that is not finite has done to the run."""
 
@@ -159,6 +159,15 @@ class Exchange(ABC):
     def parts(self) -> int:
         """How many parts a batch has: fewer than workers where several share the work on one."""
         return self.world
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Workers, in groups, whose parameters must be the same after every step; none: nobody holds copies."""
+        return ()
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
+        """After `attach`: every parameter by name, in one order on all workers; None where another holds it."""
+        return model.named_parameters()
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -228,6 +237,16 @@ class Exchange(ABC):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective, between steps: the whole model's `state_dict()` on worker 0, None on the others."""
         return model.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """Collective, between steps: what a resumed run needs besides model and optimizer, on worker 0; else nothing.
+
+        A tree of plain values and tensors, kept with the checkpoint; other strategies pass over it.
+        """
+        return {}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
+        """After `attach`, where the run goes on from a checkpoint: take over what `memory` gave, on every worker."""
 
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,10 @@ class KernelTrainer:
         """Whole on worker 0 since `optimizer_state`."""
         return model.state_dict() if self.rank == 0 else None
 
+    def memory(self) -> Mapping[str, Any]:
+        """Nothing but the model."""
+        return {}
+
     def _until_met(self, step: int) -> tuple[int, bool]:
         """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
         order, per_pass = self._control.order, self._steps_per_pass

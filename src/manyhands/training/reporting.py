@@ -98,6 +98,9 @@ class Peers(Protocol):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
 
+    def memory(self) -> Mapping[str, Any]:
+        """Collective: what the exchange itself remembers from step to step, on worker 0."""
+
 
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
@@ -216,6 +219,7 @@ class Reporter:
         self._around.mark(step, State.SAVING)
         begin = time.monotonic_ns()
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
+        memory = self._peers.memory()
         if optimizer_state is None or model_state is None:
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
@@ -225,6 +229,8 @@ class Reporter:
             kept["early_stopping"] = self._patience.state()
         if self._scheduler is not None:
             kept["scheduler"] = self._scheduler.state_dict()
+        if memory:
+            kept["exchange"] = memory
         snapshot = Snapshot(
             step=step,
             model=model_state,

@@ -478,4 +478,4 @@ def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
         return error
     reported = report(error, step)
     sentence = f"{name} raised {reported.error} at step {step}: {printable(reported.message)}"
-    return Failure(rank=0, sentence=sentence, name=name, reported=reported).error()
+    return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()

@@ -6,6 +6,7 @@ are taken before the exchange, so that a straggler shows as itself and not as ev
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.board import State
-from manyhands.errors import NonFinite
+from manyhands.errors import NonFinite, UserError
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
@@ -83,6 +85,9 @@ class Trainer:
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
+        _require_plain_step(optimizer)
+        if start is not None:
+            self._exchange.recall(start.extra.get("exchange", {}))
         self._model = model
         model.train()
         agreement = self._agreement(model, first)
@@ -145,7 +150,8 @@ class Trainer:
         book = StepBook(around.record, step, begin)
         book.input(mine.input_ns, mine.samples)
         book.turns(during.turns)
-        book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped)
+        in_turns = sum(turn.exchange_ns for turn in during.turns)
+        book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped - in_turns)
         book.waits(during.wait_ns)
         book.waits(times.wait_ns)
         if exchange.world > 1:
@@ -186,10 +192,15 @@ class Trainer:
     def _agreement(self, model: nn.Module, first: int) -> Agreement | None:
         """What compares parameters, where there are several copies and somebody wants to know."""
         exchange = self._exchange
-        if not (self._plan.check_every and exchange.holds_copies and exchange.world > 1):
+        if not (self._plan.check_every and any(len(group) > 1 for group in exchange.copies)):
             return None
         return Agreement(
-            model, rank=exchange.rank, world=exchange.world, total=exchange.total, agreed_step=first
+            partial(exchange.held_parameters, model),
+            rank=exchange.rank,
+            world=exchange.world,
+            total=exchange.total,
+            copies=exchange.copies,
+            agreed_step=first,
         )
 
     def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
@@ -216,4 +227,16 @@ class Trainer:
             seconds=self._reporter.seconds,
             stopped_early=stopped,
             weights=weights,
+        )
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    """UserError for an optimizer whose step computes the loss by itself: here that was done before the step."""
+    _, *asked = inspect.signature(
+        type(optimizer).step
+    ).parameters.values()  # a scheduler hides the optimizer's own
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
+            "computes it once for each; use another optimizer, such as AdamW"
         )

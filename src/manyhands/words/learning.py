@@ -22,7 +22,7 @@ from manyhands.compiled.warming import prepare
 from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
 from manyhands.store.atomic import reason
-from manyhands.store.rundir import RunDirectory, require_free
+from manyhands.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, require_free
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 from manyhands.words.corpus import Corpus
@@ -104,7 +104,8 @@ def learn_vectors(
     if resume:
         RunDirectory.open(out, lock=False)  # UserError where there is none
     else:
-        require_free(out, OWN_FILES)
+        commanded = options is not None and options.resume_command
+        require_free(out, OWN_FILES, ON_COMMAND_LINE if commanded else IN_PYTHON)
     _make_folder(out)
     prepare("glove")
     clock = _Clock()

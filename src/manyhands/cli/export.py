@@ -1,0 +1,80 @@
+"""`manyhands export RUN`: the trained weights as one file to deploy, in as few bits as wanted, with what that costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from manyhands.cli.commands import check_writable
+
+if TYPE_CHECKING:
+    from manyhands.exporting import Export
+
+__all__ = ["export_command"]
+
+
+def export_command(
+    run: Annotated[Path, typer.Argument(help="The run's directory.")],
+    precision: Annotated[
+        str, typer.Option(help="fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
+    ] = "fp32",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write there.", show_default="RUN/model-PRECISION.safetensors"),
+    ] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Of logreg: examples to measure on; the others have evaluation data."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """Write a run's newest weights as one safetensors file, and say what its precision costs.
+
+    The size is that of the file; the loss of accuracy is measured on the task's evaluation data, before and after.
+    `mh.load(FILE)` gives the module with these weights; `manyhands predict FILE` reads that of logreg.
+    """
+    # Imported here so that help texts do not wait for torch.
+    from dataclasses import asdict
+
+    from manyhands.cli.commands import write_json
+    from manyhands.errors import UserError, format_bytes
+    from manyhands.exporting import export_run
+    from manyhands.regression.export import export_logreg, is_logreg
+
+    check_writable(out, "--out")
+    check_writable(json_file)
+    if is_logreg(run):
+        export = export_logreg(run, out, precision, test)
+    elif test is not None:
+        raise UserError("--test: only logreg is measured on a file; leave it out for this run")
+    else:
+        export = export_run(run, out, precision)
+    write_json(json_file, {**asdict(export), "path": str(export.path)})
+    share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
+    size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"
+    print(f"{export.precision}, after {export.steps} steps: {size}")
+    _print_cost(export)
+    print(f"model  {export.path}")
+
+
+def _print_cost(export: Export) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not export.before:
+        print("there is no evaluation data: what the precision costs was not measured")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("evaluation")
+    for column in ("as trained", "exported", "change"):
+        table.add_column(column, justify="right")
+    for name, value in export.before.items():
+        after = export.after[name]
+        table.add_row(name, f"{value:.6g}", f"{after:.6g}", f"{after - value:+.2g}")
+    Console().print(table)

@@ -1,0 +1,150 @@
+"""A trained model outside of its run: loaded into a module, or exported in fewer bits with what that costs.
+
+model = mh.load("runs/digits-1")            a run's directory, or a file of `manyhands export`
+manyhands export runs/digits-1 --precision int8
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.randomness import preserved, seed_all
+from manyhands.store.exported import check_precision, read_exported, write_exported
+from manyhands.store.rundir import RunDirectory
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.tasks import TASKS
+from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.training.kept import last_kept
+
+__all__ = ["Export", "export_run", "load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What was exported, and what its fewer bits cost."""
+
+    path: Path
+    precision: str
+    steps: int
+    """How many steps the weights have seen."""
+
+    num_bytes: int
+    """Of the file."""
+
+    full_bytes: int
+    """Of the same weights in single precision."""
+
+    before: dict[str, float] = field(default_factory=dict)
+    """Metrics on the task's evaluation data with the weights as they were trained; empty where it has none."""
+
+    after: dict[str, float] = field(default_factory=dict)
+    """The same with the weights of the file."""
+
+
+def load(path: str | Path, task: Task | None = None) -> nn.Module:
+    """The module of a run with its newest weights, or of a file of `manyhands export`; in evaluation mode, on the CPU.
+
+    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed.
+    """
+    place = Path(path)
+    if place.is_dir():
+        config, built = _task_of(place, task)
+        return _filled(built, _newest(place, config, built)[1])
+    exported = read_exported(place)
+    name, options = exported.about.get("task", ""), exported.about.get("options", "{}")
+    return _filled(task or _builtin(name, json.loads(options), place), exported.weights)
+
+
+def export_run(
+    run: str | Path, out: str | Path | None = None, precision: str = "fp32", task: Task | None = None
+) -> Export:
+    """Write the newest weights of a run as one safetensors file, and measure what the fewer bits cost.
+
+    Into `out`, or RUN/model-PRECISION.safetensors.
+    """
+    check_precision(precision)
+    place = Path(run)
+    config, built = _task_of(place, task)
+    steps, weights = _newest(place, config, built)
+    file = Path(out) if out is not None else place / f"model-{precision}.safetensors"
+    about = {
+        "task": str(config["task"]),
+        "options": json.dumps(config.get("task_options", {})),
+        "steps": str(steps),
+        "manyhands_version": str(config.get("versions", {}).get("manyhands", "")),
+    }
+    write_exported(file, weights, precision, about)
+    full = sum(
+        4 * tensor.numel() if tensor.dtype.is_floating_point else tensor.nbytes for tensor in weights.values()
+    )
+    return Export(
+        path=file,
+        precision=precision,
+        steps=steps,
+        num_bytes=file.stat().st_size,
+        full_bytes=full,
+        before=_measured(built, _filled(built, weights)),
+        after=_measured(built, _filled(built, read_exported(file).weights)),
+    )
+
+
+def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:
+    if not (place / "config.json").is_file():
+        raise UserError(
+            f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
+        )
+    directory = RunDirectory.open(place, lock=False)
+    config = directory.config
+    directory.close()
+    return config, task or _builtin(str(config["task"]), config.get("task_options", {}), place)
+
+
+def _builtin(name: str, options: Mapping[str, Any], place: Path) -> Task:
+    if name not in TASKS:
+        raise UserError(
+            f"{place} is of the task {name!r}, which is not built in; give the task that it was trained with: "
+            "mh.load(path, task=...)"
+        )
+    return TASKS[name].build(**options)
+
+
+def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:
+    kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
+    if kept is None:
+        raise UserError(
+            f"{place} has no checkpoint yet; wait for the first, or train with a smaller checkpoint_every"
+        )
+    return kept.steps, dict(kept.values)
+
+
+def _filled(task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
+    with preserved():
+        seed_all(0)
+        model = task.model()
+    try:
+        missing, unexpected = model.load_state_dict(dict(weights), strict=False)
+    except RuntimeError as error:
+        raise UserError(f"the weights do not fit the task's model: {error}") from error
+    parameters = {name for name, _ in model.named_parameters()}
+    lacking = [name for name in missing if name in parameters]
+    if lacking or unexpected:
+        raise UserError(
+            f"the weights do not fit the task's model: {len(lacking)} are missing and {len(unexpected)} too many, as "
+            f"{[*lacking, *unexpected][0]!r}; give the task that they were trained with"
+        )
+    return model.eval()
+
+
+def _measured(task: Task, model: nn.Module) -> dict[str, float]:
+    with preserved():
+        found = Computer(TrainingPlan(task=task, steps=1, seed=0, evaluate_every=1, checkpoint_every=0), 0)
+        measured = found.evaluate(model)
+    return dict(measured[0]) if measured is not None else {}
