@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Hundreds of processes of the tests import the same sources: they are compiled once, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run test test-here test-processes check layout types bench soak clean
+.PHONY: help setup run test test-processes check layout types bench soak clean
 
 help:
 	@echo "make run    train digits on 2 workers (the main job, on data that comes with a dependency)"
@@ -34,17 +34,15 @@ layout: setup
 	$(BIN)/lint-imports
 
 types: setup
-	nice -n 5 $(BIN)/mypy
+	$(BIN)/mypy
 
-# What waits (for processes to start, to be missed, to end) has the cores first; what computes takes what is left.
 test: layout
-	$(MAKE) --no-print-directory -j 3 types test-here test-processes
+	$(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
+	$(MAKE) --no-print-directory -j 2 types test-processes
 
-test-here: setup
-	nice -n 5 $(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
-
+# Most of its time is waiting: for processes to start, to be missed, to end.
 test-processes: setup
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder tests/processes
+	$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder tests/processes
 
 bench: setup
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json

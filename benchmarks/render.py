@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manyhands.errors import format_bytes
 from render_choosing import choosing
+from render_links import links_speed, tls_cost
 from render_models import offload, pipeline_bubbles, pipeline_speed, wavefronts
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
@@ -46,18 +47,6 @@ def backend_speed() -> str:
         cells = [f"{show_time(cell['median_us'])}, {show_ratio(cell['times_gloo'])}" for cell in ours]
         rows.append([f"{result['workers']} on {result['cores']}", *cells])
     return markdown(rows)
-
-
-def links_speed() -> str:
-    """The round trip of one message over each link, and how many times longer TCP takes than shared memory."""
-    rows = load("links")["rows"]
-    trips = {(row["num_bytes"], row["link"]): row["round_trip_s"] * 1e6 for row in rows}
-    links = list(dict.fromkeys(row["link"] for row in rows))
-    table = [["message", *links, "TCP ÷ shared memory"]]
-    for size in dict.fromkeys(row["num_bytes"] for row in rows):
-        ratio = trips[size, "TCP"] / trips[size, "shared memory"]
-        table.append([format_bytes(size), *(show_time(trips[size, link]) for link in links), f"{ratio:.1f}"])
-    return markdown(table)
 
 
 def allreduce_table(name: str) -> Callable[[], str]:
@@ -350,6 +339,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "backend speed": backend_speed,
     "choosing": choosing,
     "links": links_speed,
+    "tls": tls_cost,
     "events overhead": events_overhead,
     "events cost": events_cost,
     "desync cost": desync_cost,

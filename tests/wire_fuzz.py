@@ -42,14 +42,14 @@ from manyhands.hub.frames import (
     encode_header,
 )
 from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, HandshakeRefused, Proof
-from manyhands.hub.hub import Arrived, Hub, Joined, Lost, Shared, TurnedAway
+from manyhands.hub.hub import Arrived, Hub, Joined, Lost, Settings, Shared, TurnedAway
 from manyhands.hub.strangers import Tally
 from manyhands.link.message import Header as LinkHeader
 from manyhands.link.message import ProtocolError
 from manyhands.server.live.job import CODEC
 from manyhands.wire.dtypes import LINKED
 
-__all__ = ["TARGETS", "Failure", "fuzz"]
+__all__ = ["TARGETS", "Failure", "LiveHub", "a_frame", "damaged", "dialled", "frame", "fuzz", "send"]
 
 TOKEN = b"the secret of this run, 32 bytes"
 NUMBERS = (0, 1, -1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 10**400)
@@ -316,11 +316,13 @@ class TellsAll(Tally):
 class LiveHub:
     """A hub with one honest member, and bare sockets that come to it one after the other."""
 
-    def __init__(self) -> None:
-        self.hub = Hub(Credentials(member=1, role="server", token=TOKEN, fingerprint="task"), CODEC)
+    def __init__(self, settings: Settings | None = None, *ways: str) -> None:
+        server = Credentials(member=1, role="server", token=TOKEN, fingerprint="task")
+        self.hub = Hub(server, CODEC, settings=settings)
         self.hub._entrance.away = TellsAll()
-        self.addresses = [self.hub.listen("tcp"), self.hub.listen("unix")]
-        self.friend = Hub(Credentials(member=2, role="worker", token=TOKEN, fingerprint="task"), CODEC)
+        self.addresses = [self.hub.listen(way) for way in ways or ("tcp", "unix")]
+        worker = Credentials(member=2, role="worker", token=TOKEN, fingerprint="task")
+        self.friend = Hub(worker, CODEC, settings=settings)
         self.friend.connect(1, self.addresses[0])
 
     def begin(self) -> None:
@@ -358,15 +360,15 @@ class LiveHub:
         def is_gone() -> bool:
             return 9 not in self.hub.members() if is_member else self.hub.turned_away > away
 
-        with _dialled(address) as end:
+        with dialled(address) as end:
             if is_member:
                 self._come_in(end)
                 data = b"".join(a_frame(rng) for _ in range(rng.randrange(3)))
-                _send(end, data + damaged(a_frame(rng), rng, lambda: a_frame(rng)))
+                send(end, data + damaged(a_frame(rng), rng, lambda: a_frame(rng)))
             else:
                 shake = Handshake(Credentials(member=9, role="", token=TOKEN, fingerprint="task"), expected=1)
                 knock = frame(CONTROL, shake.knock(), OF_TRANSPORT)
-                _send(end, damaged(knock, rng, lambda: a_frame(rng)))
+                send(end, damaged(knock, rng, lambda: a_frame(rng)))
             end.shutdown(socket.SHUT_WR)
             if rng.random() < 0.5:  # else it leaves without hearing why
                 self.await_that(is_gone)
@@ -374,7 +376,7 @@ class LiveHub:
 
     def _come_in(self, end: socket.socket) -> None:
         shake = Handshake(Credentials(member=9, role="worker", token=TOKEN, fingerprint="task"), expected=1)
-        _send(end, frame(CONTROL, shake.knock(), OF_TRANSPORT))
+        send(end, frame(CONTROL, shake.knock(), OF_TRANSPORT))
         heard = bytearray()
         end.setblocking(False)
 
@@ -387,12 +389,12 @@ class LiveHub:
 
         self.await_that(challenged)
         end.setblocking(True)
-        _send(end, frame(CONTROL, shake.handle(_one_message(bytes(heard))), OF_TRANSPORT))
+        send(end, frame(CONTROL, shake.handle(_one_message(bytes(heard))), OF_TRANSPORT))
         self.await_that(lambda: 9 in self.hub.members())
 
 
 @contextmanager
-def _dialled(address: str) -> Iterator[socket.socket]:
+def dialled(address: str) -> Iterator[socket.socket]:
     how, _, place = address.partition(":")
     end = socket.socket(socket.AF_UNIX if how == "unix" else socket.AF_INET)
     with end:
@@ -401,7 +403,7 @@ def _dialled(address: str) -> Iterator[socket.socket]:
         yield end
 
 
-def _send(end: socket.socket, data: bytes) -> None:
+def send(end: socket.socket, data: bytes) -> None:
     try:
         end.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
@@ -455,8 +457,8 @@ def _strange(rng: random.Random, ports: list[int]) -> bool:
     """One damaged handshake of somebody without the token; whether it could be said."""
     shake = Handshake(Credentials(member=9, role="", token=rng.randbytes(32), fingerprint="task"), expected=1)
     try:
-        with _dialled(f"tcp:127.0.0.1:{rng.choice(ports)}") as end:
-            _send(end, damaged(frame(CONTROL, shake.knock(), OF_TRANSPORT), rng, lambda: a_frame(rng)))
+        with dialled(f"tcp:127.0.0.1:{rng.choice(ports)}") as end:
+            send(end, damaged(frame(CONTROL, shake.knock(), OF_TRANSPORT), rng, lambda: a_frame(rng)))
             end.shutdown(socket.SHUT_WR)
             told = end.recv(4096)
     except ConnectionResetError:
@@ -477,7 +479,7 @@ PURE: dict[str, Callable[[random.Random], None]] = {
     "link_headers": link_headers,
     "handshakes": handshakes,
 }
-TARGETS = {"frames": 0.60, "link_headers": 0.05, "handshakes": 0.30, "hub": 0.05}
+TARGETS = {"frames": 0.58, "link_headers": 0.05, "handshakes": 0.30, "hub": 0.05, "tls": 0.02}
 """Which part of the cases each target gets; `live` is for whoever asks."""
 
 
@@ -487,7 +489,7 @@ def fuzz(target: str, seed: int, first: int, count: int) -> None:
     if target == "live":
         live(seed, first, count)
         return
-    hub = LiveHub() if target == "hub" else None
+    hub = _hub(target)
     run = hub.case if hub is not None else PURE[target]
     try:
         if hub is not None:
@@ -503,6 +505,14 @@ def fuzz(target: str, seed: int, first: int, count: int) -> None:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
     if grown > _GROWTH_BYTES:
         raise Failure(f"{target}: {count} cases from seed {seed} took {grown >> 20} MiB")
+
+
+def _hub(target: str) -> LiveHub | None:
+    if target == "tls":
+        from wire_fuzz_tls import SecureHub  # it stands on this module
+
+        return SecureHub()
+    return LiveHub() if target == "hub" else None
 
 
 def _one(run: Callable[[random.Random], None], target: str, seed: int, case: int) -> None:

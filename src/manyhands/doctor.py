@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import ssl
 import sys
 from dataclasses import dataclass
 from enum import Enum
@@ -51,6 +52,7 @@ def examine() -> list[Finding]:
         *_engines(),
         _numba(),
         _kernels(),
+        _tls(),
         *_extras(),
     ]
 
@@ -163,6 +165,20 @@ def _kernels() -> Finding:
         advice="the others are compiled when they are needed, or now with manyhands doctor --warm"
         if missing
         else "",
+    )
+
+
+def _tls() -> Finding:
+    makes = importlib.util.find_spec("cryptography") is not None
+    advice = "connections between hosts need TLS 1.3; install a Python with OpenSSL 1.1.1 or newer"
+    if ssl.HAS_TLSv1_3:
+        advice = "" if makes else "manyhands certificates needs it: pip install 'manyhands[tls]'"
+    with_it = f"cryptography {importlib.metadata.version('cryptography')}" if makes else "no cryptography"
+    return Finding(
+        subject="TLS",
+        verdict=DoctorVerdict.NOTE if advice else DoctorVerdict.GOOD,
+        found=f"{ssl.OPENSSL_VERSION}, {with_it}",
+        advice=advice,
     )
 
 

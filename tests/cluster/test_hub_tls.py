@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -204,6 +205,40 @@ def test_garbage_ends_its_connection_and_nothing_else(party: Party, what: str) -
     assert "a defect of this library" not in reason
     assert two.send(1, Number(value=7))
     assert party.one(1, Arrived).message == Number(value=7)
+
+
+@pytest.mark.parametrize("said", [b"", b"x", "hello"])
+def test_whoever_resets_its_connection_at_once_is_forgotten(party: Party, said: bytes | str) -> None:
+    """A connection that is gone when it is accepted has no name any more, and no TLS can begin on it."""
+    one = party.add(1, settings=SECURE)
+    address = one.listen("tcp")
+    for number in range(20):
+        end = dial(address)
+        end.sendall(hello() if isinstance(said, str) else said)
+        if number % 2:
+            party.events[1] += one.poll(0)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end.close()  # with a reset
+    party.until(lambda: one.turned_away == 20 and not one._connections)
+    party.add(2, settings=SECURE).connect(1, address)
+    assert party.one(1, Joined).member == 2
+
+
+class PeerGoes:
+    """What ssl does when the peer goes between two of its looks: it has taken the descriptor, and raises."""
+
+    def wrap_socket(self, end: socket.socket, **_: object) -> None:
+        os.close(end.detach())
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_descriptor_that_tls_took_with_it_is_forgotten(party: Party) -> None:
+    security = careless_security(folders() / HOSTS[0])
+    security._contexts = careless(None), PeerGoes()  # type: ignore[assignment]
+    one = party.add(1, settings=Settings(security=security))
+    with dial(one.listen("tcp")):
+        assert "Connection reset by peer" in party.one(1, TurnedAway).reason
+    assert not one._connections
 
 
 def test_a_handshake_may_stop_at_any_byte_and_has_a_deadline(party: Party) -> None:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -123,6 +124,52 @@ def test_dates_are_those_that_cryptography_reads(tmp_path: Path) -> None:
 def test_what_is_no_certificate_is_a_value_error(content: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         validity(ssl.DER_cert_to_PEM_cert(content))
+
+
+# ── beside OpenSSL's own program, which nobody here wrote ─────────────────────────────────────────────────────────────
+
+
+def openssl(folder: Path, *words: str) -> str:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl program here")
+    done = subprocess.run(
+        ["openssl", *words], cwd=folder, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_openssl_accepts_our_certificates_to_the_letter(folder: Path) -> None:
+    for purpose in ("sslclient", "sslserver"):
+        words = ["-x509_strict", "-purpose", purpose, "-CAfile", "ca.pem", "cert.pem"]
+        assert "cert.pem: OK" in openssl(folder, "verify", *words)
+
+
+def test_certificates_that_openssl_made_work_as_well(tmp_path: Path) -> None:
+    """An authority, another below it that signed an RSA certificate, and a folder as a user would fill it."""
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    signs = ["-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"]
+    openssl(
+        tmp_path, "req", "-x509", *key, "-keyout", "root.key", "-out", "root.pem", "-subj", "/CN=root", *signs
+    )
+    below = ["-CA", "root.pem", "-CAkey", "root.key", "-subj", "/CN=below", *signs]
+    openssl(tmp_path, "req", "-x509", *key, "-keyout", "below.key", "-out", "below.pem", *below)
+    rsa = ["-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-subj", "/CN=a"]
+    openssl(
+        tmp_path, "req", "-x509", *rsa, "-CA", "below.pem", "-CAkey", "below.key", "-out", "leaf.pem",
+        "-addext", "extendedKeyUsage=clientAuth,serverAuth", "-addext", "basicConstraints=critical,CA:FALSE",
+    )  # fmt: skip
+    (tmp_path / "key.pem").chmod(0o600)
+    (tmp_path / "token").write_text("a text of 32 characters or more.")
+    (tmp_path / "token").chmod(0o600)
+    leaf, below_pem, root = ((tmp_path / f"{name}.pem").read_text() for name in ("leaf", "below", "root"))
+    for authority, chain in ((root, leaf + below_pem), (below_pem, leaf)):
+        (tmp_path / "ca.pem").write_text(authority)
+        (tmp_path / "cert.pem").write_text(chain)
+        assert Security.from_directory(tmp_path).tls
+    (tmp_path / "ca.pem").write_text(root)
+    with pytest.raises(UserError, match=r"cert\.pem: does not hold under ca\.pem: unable to get"):
+        Security.from_directory(tmp_path)
 
 
 # ── folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────

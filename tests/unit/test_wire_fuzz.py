@@ -9,6 +9,7 @@ import pytest
 import manyhands.hub.encoding as codec
 from manyhands.hub.frames import FrameDecoder
 from manyhands.hub.handshake import Handshake
+from manyhands.link import tls
 from wire_fuzz import TARGETS, Failure, fuzz
 
 SEED = 20_261_115
@@ -41,6 +42,7 @@ def _allocates_first(self: FrameDecoder[Any], header: Any, target: memoryview) -
         ("handshakes", Handshake, "_compare", _believes_all),
         ("handshakes", Handshake, "_compare", _stumbles),
         ("hub", Handshake, "_compare", _stumbles),
+        ("tls", tls, "why_refused", lambda error: {}[error]),
     ],
 )
 def test_the_fuzzer_finds_a_broken_reader(

@@ -435,7 +435,10 @@ class Hub:
         if connection.member is not None:
             del self._members[connection.member]
         connection.outbox.close()  # first: the other thread must not wake for it any more
-        self._epoll.unregister(connection.end)
+        try:
+            self._epoll.unregister(connection.descriptor)
+        except OSError:
+            pass  # it is closed: TLS could not begin, for the peer went in that moment
         connection.close()
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,12 +25,26 @@ from manyhands.errors import UserError
 from manyhands.link.certificate import validity
 from manyhands.link.tls import End, SecureSocket, TlsRefused, why_refused
 
-__all__ = ["FILES", "End", "SecureSocket", "Security", "TlsRefused", "is_loopback"]
+__all__ = [
+    "AUTHORITY",
+    "CERTIFICATE",
+    "FILES",
+    "HANDSHAKE_S",
+    "KEY",
+    "TOKEN",
+    "End",
+    "SecureSocket",
+    "Security",
+    "TlsRefused",
+    "is_loopback",
+]
 
 AUTHORITY, CERTIFICATE, KEY, TOKEN = FILES = ("ca.pem", "cert.pem", "key.pem", "token")
 """What a host's folder holds: the authority's certificate, the host's own, its key, and the run's secret."""
 
 HANDSHAKE_S: Final = 10.0
+"""How long the handshake of a link may take."""
+
 _SECRET: Final = (KEY, TOKEN)
 _LEAST_TOKEN_CHARACTERS: Final = 32
 _MOST_FILE_BYTES: Final = 1 << 20

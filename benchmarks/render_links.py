@@ -1,0 +1,41 @@
+"""What the documents say about links and hubs, from the committed results."""
+
+from __future__ import annotations
+
+from manyhands.errors import format_bytes
+from results_read import load, markdown, show_percent, show_time
+
+
+def links_speed() -> str:
+    """The round trip of one message over each link, and how many times longer TCP takes than shared memory."""
+    rows = load("links")["rows"]
+    trips = {(row["num_bytes"], row["link"]): row["round_trip_s"] * 1e6 for row in rows}
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    table = [["message", *links, "TCP ÷ shared memory"]]
+    for size in dict.fromkeys(row["num_bytes"] for row in rows):
+        ratio = trips[size, "TCP"] / trips[size, "shared memory"]
+        table.append([format_bytes(size), *(show_time(trips[size, link]) for link in links), f"{ratio:.1f}"])
+    return markdown(table)
+
+
+def tls_cost() -> str:
+    """Throughput of a link and a hub, plain and with TLS, and what TLS takes of it, by place and size."""
+    result = load("tls")
+    table = [
+        ["", "link, plain", "link, TLS", "cost", "hub, plain", "hub, TLS", "cost", "core s/GB, plain to TLS"]
+    ]
+    for place in result["places"]:
+        cells = {(row["num_bytes"], row["carrier"]): row for row in place["rows"]}
+        for size in dict.fromkeys(row["num_bytes"] for row in place["rows"]):
+            line = [f"{place['place']}, {format_bytes(size)}"]
+            for carrier in ("link", "hub"):
+                plain, tls = (cells[size, f"{carrier}, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
+                cost = show_percent(max(0.0, 1 - tls / plain))
+                line += [f"{plain / 1e9:.2f} GB/s", f"{tls / 1e9:.2f} GB/s", cost]
+            spent = [cells[size, f"link, {how}"]["core_seconds_per_gb"] for how in ("plain", "TLS")]
+            table.append([*line, f"{spent[0]:.2f} to {spent[1]:.2f}"])
+    about = (
+        f"{result['cores']} cores for both processes, medians of {result['rounds']} rounds, {result['openssl']}, load "
+        f"{result['load_before']:.1f} when it began."
+    )
+    return f"{about}\n\n{markdown(table)}"

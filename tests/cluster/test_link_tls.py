@@ -1,0 +1,163 @@
+"""Links over TLS: who is refused, by which sentence on both sides, and what somebody between them sees.
+
+That messages, deadlines and deaths are those of every other link is `test_link_contract`'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from certificates import HOSTS, careless_security, folders, run_security
+from manyhands.link.base import PeerDied, Queued, Received
+from manyhands.link.message import Message
+from manyhands.link.secure import End, Security, TlsRefused
+from manyhands.link.tcp import TcpLink, connected
+from manyhands.link.tls import SecureSocket
+from relay import Relay
+
+PATIENCE_S = 20.0
+pytestmark = pytest.mark.timeout(60)
+
+
+def both(first: Callable[[], End], second: Callable[[], End]) -> list[End | TlsRefused]:
+    """What two ends come to, that shake hands at the same time."""
+
+    def outcome(shake: Callable[[], End]) -> End | TlsRefused:
+        try:
+            return shake()
+        except TlsRefused as refused:
+            return refused
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(outcome, (first, second)))
+
+
+def linked(security: Security) -> tuple[TcpLink, TcpLink, Relay]:
+    """Two ends of a link with somebody in the middle."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay = Relay(server.getsockname()[1]).__enter__()
+        near = socket.create_connection(("127.0.0.1", relay.port), PATIENCE_S)
+        far, _ = server.accept()
+    ends = both(
+        lambda: security.wrap_client(near, "worker 1 on host-b"),
+        lambda: security.wrap_server(far, "worker 0 on host-a"),
+    )
+    links = []
+    for end, peer in zip(ends, ("worker 1", "worker 0"), strict=True):
+        assert not isinstance(end, TlsRefused), end
+        links.append(TcpLink(end, peer=peer))
+    return links[0], links[1], relay
+
+
+def test_whoever_reads_along_finds_no_tensor_with_tls_and_every_one_without() -> None:
+    content = os.urandom(400_000)
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    found = {}
+    for name, security in {"plain": Security.loopback(), "TLS": run_security()}.items():
+        first, second, relay = linked(security)
+        assert isinstance(first.send(Message(kind=1, payload=tensor)), Queued)
+        outcome = second.receive(PATIENCE_S)
+        assert isinstance(outcome, Received)
+        assert torch.equal(outcome.message.payload, tensor)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(TcpLink.close, (first, second)))
+        relay.__exit__()
+        heard = bytes(relay.heard)
+        assert len(heard) > len(content)
+        found[name] = [content[at : at + 16] in heard for at in range(0, len(content), 1000)]
+        assert (b"MHLK" in heard) is (name == "plain")
+    assert all(found["plain"])
+    assert not any(found["TLS"])
+
+
+def test_one_bit_changed_on_the_way_is_the_end_of_the_link() -> None:
+    first, second, relay = linked(run_security())
+    relay.spoil_next.set()
+    first.send(Message(kind=1, payload=torch.zeros(1000)))
+    outcome = second.receive(PATIENCE_S)
+    assert isinstance(outcome, PeerDied)
+    assert outcome.reason == "worker 0 is gone: its connection broke (what came was changed on its way)"
+    for link in (first, second):
+        link.abandon()
+    relay.__exit__()
+
+
+def test_an_end_of_another_authority_is_named_on_both_sides() -> None:
+    near, far = connected()
+    other = careless_security(folders("other") / HOSTS[1])
+    begin_s = time.monotonic()
+    refused = both(
+        lambda: other.wrap_client(near, "worker 0 on host-a"),
+        lambda: run_security().wrap_server(far, "worker 1 on host-b"),
+    )
+    assert [str(one) for one in refused] == [
+        "worker 0 on host-a: it refused this end's certificate, which is of another authority; give both hosts folders "
+        "that the same `manyhands certificates` made",
+        "worker 1 on host-b: its certificate is of another authority; give both hosts folders that the same "
+        "`manyhands certificates` made",
+    ]
+    assert time.monotonic() - begin_s < 5.0
+    assert near.fileno() == far.fileno() == -1
+
+
+def test_an_end_without_tls_is_named() -> None:
+    near, far = connected()
+    with near:
+        near.sendall(bytes(64))
+        with pytest.raises(
+            TlsRefused, match=r"worker 1: it does not speak TLS 1\.3; start it with --tls DIR"
+        ):
+            run_security().wrap_server(far, "worker 1")
+        near.settimeout(PATIENCE_S)
+        assert near.recv(100)[:2] == b"\x15\x03"  # and is told in the words of TLS
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"], ids=["nothing", "a beginning"])
+def test_a_handshake_that_stops_ends_at_its_deadline(said: bytes) -> None:
+    near, far = connected()
+    with near:
+        near.sendall(said)
+        begin_s = time.monotonic()
+        with pytest.raises(TlsRefused, match=r"worker 1: did not finish the TLS handshake within 0\.2 s"):
+            run_security().wrap_server(far, "worker 1", timeout_s=0.2)
+        assert time.monotonic() - begin_s < 5.0
+    near, far = connected()
+    near.close()
+    with pytest.raises(TlsRefused, match=r"worker 1: the connection broke in the TLS handshake"):
+        run_security().wrap_client(far, "worker 1")
+
+
+def test_nothing_is_sent_or_received_before_the_handshake() -> None:
+    near, far = connected()
+    with near, far:
+        end = run_security().begin(near, server_side=False)
+        assert isinstance(end, SecureSocket)
+        with pytest.raises(RuntimeError, match="before the TLS handshake"):
+            end.sendmsg([b"secret"])
+        with pytest.raises(RuntimeError, match="before the TLS handshake"):
+            end.recv_into(memoryview(bytearray(1)))
+        end.close()
+
+
+def test_both_ends_have_agreed_on_tls_1_3_with_certificates_of_the_run() -> None:
+    near, far = connected()
+    ends = both(
+        lambda: run_security(HOSTS[1]).wrap_client(near, "a"), lambda: run_security().wrap_server(far, "b")
+    )
+    for end, host in zip(ends, HOSTS, strict=True):
+        assert isinstance(end, SecureSocket)
+        tls = end._tls
+        assert isinstance(tls, ssl.SSLSocket)
+        assert tls.version() == "TLSv1.3"
+        names = tls.getpeercert()
+        assert names is not None
+        assert names["subjectAltName"] == (("DNS", host),)
+        end.close()
