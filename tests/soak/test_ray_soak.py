@@ -278,7 +278,7 @@ def test_workers_come_when_the_cluster_grows(nodes: Any, tmp_path: Path) -> None
     times: list[float] = []
     with striking(grow, times):
         mh.fit(
-            slowed(build("digits"), 0.1),
+            slowed(build("digits"), 0.3),
             "ps consistency=async",
             workers=2,
             steps=1500,
