@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,11 +31,6 @@ pytestmark = [
 ]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster of a head and one more node; this process is on the head."""
@@ -46,9 +40,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "240")  # a busy machine is no reason to fail
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    head = {"num_cpus": 4, "include_dashboard": False, "ray_client_server_port": free_port()}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.client_address = f"ray://127.0.0.1:{head['ray_client_server_port']}"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=4)
         ray.init(address=cluster.address, logging_level="ERROR")
@@ -251,41 +243,24 @@ def test_a_ray_dataset_is_read_by_its_workers(nodes: Any) -> None:
     assert run.history.loss[-1] < 0.1 * run.history.loss[0]
 
 
-def test_through_rays_client_a_node_of_the_cluster_leads(nodes: Any, tmp_path: Path) -> None:
-    import ray
-
-    task = build("digits")
-    here = mh.fit(task, "allreduce", workers=2, steps=10)
-    ray.shutdown()
-    run = mh.fit(task, "allreduce", workers=2, steps=10, cluster=nodes.client_address, out=tmp_path / "run")
-    for name, ours in run.model.state_dict().items():
-        assert torch.equal(ours, here.model.state_dict()[name]), name
-    assert run.path is None
-    assert f"the run is kept in {tmp_path / 'run'} on the node" in run.summary["notes"][-1]
-    with pytest.raises(mh.UserError, match="callbacks of this process cannot be called"):
-        mh.fit(task, steps=1, cluster=nodes.client_address, options=mh.Options(on_rows=lambda rows: None))
-
-
 def test_workers_come_when_the_cluster_grows(nodes: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for node in nodes.worker_nodes.copy():
         nodes.remove_node(node)
 
-    def grow() -> None:
+    running = mh.start(
+        slowed(build("digits"), 0.3),
+        "ps consistency=async",
+        workers=2,
+        steps=1500,
+        cluster="auto",
+        out=run,
+        options=mh.Options(max_workers=4),
+    )
+    with running:
         await_rows(run, 10)
-        nodes.add_node(num_cpus=2)
-
-    times: list[float] = []
-    with striking(grow, times):
-        mh.fit(
-            slowed(build("digits"), 0.3),
-            "ps consistency=async",
-            workers=2,
-            steps=1500,
-            cluster="auto",
-            out=run,
-            options=mh.Options(max_workers=4),
-        )
+        nodes.add_node(num_cpus=2)  # in the main thread, as Ray wants it
+        running.result(600)
     started = {event["name"] for event in events(run) if event["event"] == "started"}
     assert {"worker 0", "worker 1", "worker 2", "worker 3"} <= started
     assert "worker 4" not in started
