@@ -77,6 +77,49 @@ def two_hosts() -> Iterator[Hosts]:
         yield Hosts(names)
 
 
+@contextmanager
+def standing_on(name: str) -> Iterator[None]:
+    """What this thread makes meanwhile, its sockets, say, is of that namespace, and stays so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as here, open(f"/run/netns/{name}") as there:
+        _enter(libc, there.fileno())
+        try:
+            yield
+        finally:
+            _enter(libc, here.fileno())
+
+
+def _enter(libc: ctypes.CDLL, namespace: int) -> None:
+    if libc.setns(namespace, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+class Wiretap:
+    """Every packet that passes a host's end of the cable, as its bytes; a context manager."""
+
+    def __init__(self, name: str) -> None:
+        with standing_on(name):
+            self._packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
+        self._packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+        self._packets.bind(("cable", 0))
+        self._packets.setblocking(False)
+
+    def heard(self) -> bytes:
+        """What has passed since the last call."""
+        packets = []
+        try:
+            while True:
+                packets.append(self._packets.recv(1 << 17))
+        except BlockingIOError:
+            return b"".join(packets)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._packets.close()
+
+
 @dataclass(frozen=True)
 class Switched:
     """Network namespaces at one switch; host i has the address 10.231.78.(i + 1)."""
@@ -123,46 +166,3 @@ def switched_hosts(count: int) -> Iterator[Switched]:
             for device in ("cable", "lo"):
                 ip("-n", name, "link", "set", device, "up")
         yield Switched(names)
-
-
-@contextmanager
-def standing_on(name: str) -> Iterator[None]:
-    """What this thread makes meanwhile, its sockets, say, is of that namespace, and stays so."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as here, open(f"/run/netns/{name}") as there:
-        _enter(libc, there.fileno())
-        try:
-            yield
-        finally:
-            _enter(libc, here.fileno())
-
-
-def _enter(libc: ctypes.CDLL, namespace: int) -> None:
-    if libc.setns(namespace, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-
-
-class Wiretap:
-    """Every packet that passes a host's end of the cable, as its bytes; a context manager."""
-
-    def __init__(self, name: str) -> None:
-        with standing_on(name):
-            self._packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
-        self._packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
-        self._packets.bind(("cable", 0))
-        self._packets.setblocking(False)
-
-    def heard(self) -> bytes:
-        """What has passed since the last call."""
-        packets = []
-        try:
-            while True:
-                packets.append(self._packets.recv(1 << 17))
-        except BlockingIOError:
-            return b"".join(packets)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._packets.close()

@@ -10,6 +10,7 @@ from enum import Enum, unique
 
 __all__ = [
     "BY_CHANCE",
+    "ELASTIC",
     "ENDS",
     "IN_STEP",
     "NOBODY_JOINS",
@@ -130,3 +131,16 @@ IN_STEP = Promises(
     worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=TO_ROUNDING
 )
 """Of strategies whose workers take every step together, so that all are needed."""
+ELASTIC = Promises(
+    worker_dies=Promise(
+        answer=Answer.YES,
+        words="the others go on from their own memory, at most one step is computed twice, and another takes its place",
+    ),
+    server_dies=NO_SERVERS,
+    workers_join=Promise(
+        answer=Answer.YES,
+        words="they may come and go while it runs (mh.start); a new one has its state from another, at a step's border",
+    ),
+    same_numbers=TO_ROUNDING,
+)
+"""Of strategies whose workers take every step together, whoever is there."""

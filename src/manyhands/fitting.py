@@ -65,7 +65,10 @@ def fit(
         raise UserError(
             f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
         )
-    if ray_cluster is None and (options.min_workers is not None or options.max_workers is not None):
+    follows = options.max_workers is not None or (
+        options.min_workers is not None and not chosen.goes_on_with_fewer
+    )
+    if follows and ray_cluster is None and (chosen.can_change_workers or options.max_workers is not None):
         raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
     forks = place is None and ray_cluster is None
     if forks and chosen.forks_workers(compiled=getattr(task, "compiled", False)):

@@ -139,7 +139,9 @@ class Running:
 
     def _require_changeable(self) -> None:
         if not self._strategy.can_change_workers:
-            raise UserError(f"strategy {self._strategy} has a fixed number of workers; use ps to change it")
+            raise UserError(
+                f"strategy {self._strategy} has a fixed number of workers; use ps or allreduce elastic=yes to change it"
+            )
         if self._run.done():
             raise UserError("the run has ended")
 

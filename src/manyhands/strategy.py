@@ -65,9 +65,6 @@ class Strategy(ABC):
     cannot_stop: ClassVar[str] = ""
     """A sentence on why nobody outside can have all workers end after one step; empty where that can be."""
 
-    can_change_workers: ClassVar[bool] = False
-    """Whether workers may be added and removed while it runs."""
-
     logs_updates: ClassVar[bool] = False
     """Whether each update that was applied is in a log, for `audit` and `replay`."""
 
@@ -110,6 +107,16 @@ class Strategy(ABC):
     def forks_workers(self, *, compiled: bool) -> bool:
         """Whether the workers of a task, whose step is compiled or is not, are processes of their own."""
         return self.most_workers != 1 and not (compiled and self.in_threads)
+
+    @property
+    def can_change_workers(self) -> bool:
+        """Whether workers may be added and removed while it runs."""
+        return False
+
+    @property
+    def goes_on_with_fewer(self) -> bool:
+        """Whether a run goes on with those who are left when a worker is lost, down to `Options.min_workers`."""
+        return False
 
     @property
     def trains_compiled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from manyhands.cluster.board import State
 from manyhands.cluster.meeting import meet
 from manyhands.cluster.roster import Ended, Said, Started
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
-from manyhands.hosts.front import Front, FrontEvent, Remarked, Turned, hello_of
+from manyhands.hosts.front import Delivered, Front, FrontEvent, Remarked, Turned, hello_of
 from manyhands.hosts.line import Contact, Line, open_line
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
@@ -37,6 +38,7 @@ class Party:
         self.front = Front(Place(rank=0, world=world, kind="torchrun"), TERMS, TOKEN, settings=FAST)
         self.address = self.front.listen(how)
         self.events: list[FrontEvent] = []
+        self.dismissing: tuple[int, str] | None = None
         self._stop = threading.Event()
         self._stack = ExitStack()
         self._thread = threading.Thread(target=self._poll, daemon=True)
@@ -45,6 +47,9 @@ class Party:
     def _poll(self) -> None:
         while not self._stop.is_set():
             self.events += self.front.poll(0.02)
+            if self.dismissing is not None:  # by the thread that polls
+                self.front.dismiss(*self.dismissing)
+                self.dismissing = None
 
     def join(self, rank: int, *, terms: Any = TERMS, token: bytes = TOKEN, world: int = 0) -> Line:
         place = Place(rank=rank, world=world or self.world, kind="torchrun", host=f"host{rank}")
@@ -116,6 +121,53 @@ def test_what_is_said_arrives_in_order_with_events_marks_and_result(
     assert line.over is None
     line.close()
     assert not [event for event in party.events if isinstance(event, Ended)]
+
+
+def test_a_member_sends_something_large_in_order_with_what_it_says(make: Callable[..., Party]) -> None:
+    party = make(2, "tcp")
+    line = party.join(1)
+    data = np.random.default_rng(1).bytes(3 << 20)
+    line.send({"before": True})
+    line.give("a shard", [data[:10], data[10:]])
+    line.send({"after": True})
+    party.until(lambda: len(party.events) == 4)
+    started, before, delivered, after = party.events
+    assert isinstance(started, Started)
+    assert (before, after) == (Said(1, {"before": True}), Said(1, {"after": True}))
+    assert delivered == Delivered(1, "a shard", bytearray(data))
+
+
+def test_a_selector_wakes_when_the_leader_has_said_something(make: Callable[..., Party]) -> None:
+    party = make(2)
+    line = party.join(1)
+    party.one(Started)
+    ear = [line.control_fileno()]
+    line.told()
+    assert not select.select(ear, [], [], 0)[0]
+    party.front.tell(1, {"go": "on"})
+    assert select.select(ear, [], [], 10)[0]
+    assert line.told() == [{"go": "on"}]
+    assert not select.select(ear, [], [], 0)[0]
+    party.front.break_off(0, "it is over")
+    assert select.select(ear, [], [], 10)[0]
+    assert line.stopping
+
+
+def test_who_is_dismissed_is_told_and_another_may_come(make: Callable[..., Party]) -> None:
+    party = make(2)
+    first = party.join(1)
+    party.one(Started)
+    party.dismissing = (1, "the leader went on without it")
+    ended = party.one(Ended)
+    assert "the leader went on without it" in ended.failure.sentence
+    party.until(lambda: first.over is not None)
+    assert first.over is not None
+    assert first.over.sentence == "the leader went on without it"
+    assert not first.over.is_lost
+    second = party.join(1)
+    party.one(Started)
+    second.send({"here": True})
+    assert party.one(Said) == Said(1, {"here": True})
 
 
 def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_the_end(

@@ -135,7 +135,9 @@ class Roles:
         host = f"another{rank}" if self.moves and rank in self.deaths else f"h{rank}"
         place = Place(rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=host)
         contact = Contact(name="the chief", address=self._leader, token=TOKEN)
-        job = replace(self.job, strategy=replace(self.job.strategy, link="tcp"), listens_at=self.address)
+        strategy = replace(self.job.strategy, link="tcp")
+        # It is the leader that loses its patience first.
+        job = replace(self.job, strategy=strategy, listens_at=self.address, timeout_s=60.0)
         with open_line(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
             if act is not None:
                 act(line)

@@ -359,3 +359,52 @@ def test_a_thread_leaves_the_cores_of_others_and_stays_free() -> None:
         segment.array(8, 1, np.uint32)[0] = 4_000_000_000  # a core that cannot be
         leave_cores(word, 1, 128, room)
         assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_who_passes_an_exchange_proves_that_all_have_its_result_whatever_comes_after(world: int) -> None:
+    """What an elastic run stands on: a rank that is cut after its part can go on from its own memory."""
+    with ranks(world) as groups:
+        allocate(groups, 4096)
+        buckets = [group.bucket(0, 1000, torch.float32) for group in groups]
+        for rank, (group, bucket) in enumerate(zip(groups, buckets, strict=True)):
+            bucket.tensor.fill_(float(rank + 1))
+            group.launch(bucket)
+        for group in groups[1:]:
+            assert not group.poll()  # each does its part and looks no further
+        groups[0].finish()
+        groups[0].abort(None)
+        buckets[0].tensor.zero_()  # the one that passed goes on to its next gradient
+        for group, bucket in zip(groups[1:], buckets[1:], strict=True):
+            with pytest.raises(Aborted):
+                group.finish()
+            assert torch.equal(bucket.tensor, torch.full((1000,), world * (world + 1) / 2))
+
+
+def test_a_wait_shows_the_number_that_the_launcher_knows_a_rank_by() -> None:
+    with SharedGroupFiles.create(2) as files:
+        group = SharedGroup(
+            control=os.dup(files.control),
+            arena=os.dup(files.arena),
+            rank=0,
+            world=2,
+            timeout_s=1.3,
+            roles=[7, 9],
+        )
+        sign = np.zeros(2, np.int64)
+        group._state[progress.GROUP_SIGN] = sign.ctypes.data
+        seen = []
+
+        def look() -> None:
+            deadline = time.monotonic() + 20
+            while not seen and time.monotonic() < deadline:
+                if sign[1]:
+                    seen.append(int(sign[1]) - 1)
+                time.sleep(0.001)
+
+        with group, ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(look)
+            with pytest.raises(PeerTimeout, match="for rank 1 to arrive"):
+                group.barrier()
+            looking.result(30)
+        assert seen == [9]

@@ -57,6 +57,8 @@ ROWS = {
 }
 VARIANTS = {
     "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
+    "elastic": Row(text="allreduce elastic=yes"),
+    "elastic over links": Row(text="allreduce algorithm=ring elastic=yes", workers=3),
     "sharded by tcp": Row(text="sharded link=tcp"),
     "local by tcp": Row(text="local steps=1 link=tcp", optimizer="sgd"),
     "tensor by tcp": Row(text="tensor link=tcp"),
@@ -113,7 +115,10 @@ def breaking_loss(task: mh.Task, after: int) -> Any:
 
 @pytest.mark.parametrize(
     "row",
-    [*(ROWS[word] for word in ROWS if word != "single"), VARIANTS["allreduce by tcp"]],
+    [
+        *(ROWS[word] for word in ROWS if word != "single"),
+        *(VARIANTS[name] for name in ("allreduce by tcp", "elastic", "elastic over links")),
+    ],
     ids=lambda row: row.text,
 )
 def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(row: Row, tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def steps_done(run: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
+def has_guests(address: str) -> bool:
+    """Whether somebody is connected to this port of loopback."""
+    ended = f":{int(address.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[1].endswith(ended) and row[3] == "01" for row in rows)  # established
+
+
 def require_one_model(roles: Cluster) -> None:
     weights = {one.said.split("weights ")[1].split()[0] for one in roles.roles.values()}
     assert len(weights) == 1, roles.told()
@@ -100,8 +107,10 @@ def test_a_worker_that_was_asked_for_something_else_is_named_on_every_role(
     tmp_path: Path, asked: list[str], sentence: str
 ) -> None:
     with cluster(tmp_path, LEAST) as roles:
-        for kind in LEAST:
-            roles.start(kind, 0, [SCRIPT, *(asked if kind == "worker" else ["ps", "20"])])
+        for kind in ("chief", "ps"):
+            roles.start(kind, 0, [SCRIPT, "ps", "20"])
+        roles.wait_for(lambda: has_guests(roles.spec["chief"][0]), "server at the leader")
+        roles.start("worker", 0, [SCRIPT, *asked])
         assert [one.ended() for one in roles.roles.values()] == [1] * 3
         for one in roles.roles.values():
             assert sentence in one.said, roles.told()

@@ -42,10 +42,20 @@ class AllReduceExchange(Exchange):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: lay the gradients into buckets and give every worker worker 0's weights and buffers."""
+        self.lay_out(model, optimizer)
+        self.spread()
+
+    def lay_out(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: lay the gradients into buckets."""
         self._model, self._optimizer = model, optimizer
         self._reducer = Reducer(model, self._collective, gradient_layouts(model, self._bucket_bytes))
-        self._reducer.broadcast([*model.parameters(), *model.buffers()])
         keep_freed_memory()  # every step frees what the next one takes
+
+    def spread(self) -> None:
+        """Collective, after `lay_out`: give every worker worker 0's weights and buffers."""
+        assert self._reducer is not None, "lay_out comes before spread"
+        assert self._model is not None, "lay_out comes before spread"
+        self._reducer.broadcast([*self._model.parameters(), *self._model.buffers()])
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; full buckets leave while it runs."""

@@ -6,7 +6,7 @@ bucket in the hook that sees it first, still warm in the cache, and stays there:
 
 One more bucket carries what the workers must agree on besides gradients, so that it costs no round of its own:
 
-    loss · stop · one flag per worker whose loss is not finite · one flag per parameter that backward reached
+    loss · stop · pause · one flag per worker whose loss is not finite · one flag per parameter that backward reached
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from manyhands.wire.tap import GradientTap, put
 
 __all__ = ["Reducer", "gradient_layouts"]
 
-_LOSS, _STOP, _FLAGS = 0, 1, 2
+_LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
 _SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
 
 
@@ -108,6 +108,7 @@ class Reducer:
         status.zero_()
         status[_LOSS] = local.loss * local.share if local.is_finite and local.share else 0.0
         status[_STOP] = float(local.stop)
+        status[_PAUSE] = float(local.pause)
         status[_FLAGS + self._collective.rank] = float(not local.is_finite)
         flags = _FLAGS + self._collective.world
         status[flags : flags + len(self._reached)] = torch.tensor(self._reached, dtype=torch.float64)
@@ -242,7 +243,8 @@ class Reducer:
         self._start_step()
         bad = tuple(rank for rank in range(world) if status[_FLAGS + rank])
         loss = float("nan") if bad else status[_LOSS]
-        return SharedStep(loss=loss, bad_workers=bad, stop=status[_STOP] > 0)
+        stop, pause = status[_STOP] > 0, status[_PAUSE] > 0
+        return SharedStep(loss=loss, bad_workers=bad, stop=stop, pause=pause)
 
 
 def gradient_layouts(model: nn.Module, cap_bytes: int) -> tuple[BucketLayout, ...]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, ROUNDED, Promises, Truth
+from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Promises, Truth
 from manyhands.settings import (
     buckets_setting,
     check_buckets,
@@ -16,6 +16,7 @@ from manyhands.settings import (
     check_link,
     link_setting,
     setting,
+    switch_setting,
     whole_number,
 )
 from manyhands.strategy import Strategy
@@ -55,7 +56,8 @@ class AllReduce(Strategy):
     `direct` runs in place in shared memory on one host; every other algorithm runs its schedule over links.
     `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them), `link` how
     processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
-    hosts, `codec` makes gradients smaller on their way.
+    hosts, `codec` makes gradients smaller on their way. With `elastic=yes` the run goes on without a worker that is
+    lost, and workers may join and leave.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -70,6 +72,8 @@ class AllReduce(Strategy):
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
     codec: str = codec_setting()
+    elastic: bool = switch_setting()
+    """Whether the run goes on without a worker that is lost, and workers may join and leave it."""
 
     def __post_init__(self) -> None:
         check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
@@ -100,9 +104,33 @@ class AllReduce(Strategy):
         return replace(self, algorithm="hierarchical", group=len(hosts[0]))
 
     @property
+    def can_change_workers(self) -> bool:
+        """Where those who are there agree on each step among themselves."""
+        return self.elastic
+
+    @property
+    def goes_on_with_fewer(self) -> bool:
+        """Likewise."""
+        return self.elastic
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop of one's own cannot be put back to the beginning of a step."""
+        return "give mh.fit a Task for elastic=yes" if self.elastic else ""
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """Compiled steps have no way back."""
+        super().check(workers, device, compiled=compiled)
+        if compiled and self.elastic:
+            raise UserError(
+                "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out"
+            )
+
+    @property
     def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
-        return IN_STEP if self.codec == RAW else replace(IN_STEP, same_numbers=ROUNDED)
+        """All workers take every step together, so all are needed; or all that are there."""
+        promises = ELASTIC if self.elastic else IN_STEP
+        return promises if self.codec == RAW else replace(promises, same_numbers=ROUNDED)
 
 
 def in_order(hosts: Sequence[Sequence[int]]) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, SharedCollective, across_hosts, over_links
+from manyhands.allreduce.chosen import collective_for
+from manyhands.allreduce.collective import Collective, across_hosts
+from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
+from manyhands.training.training import Training
 
 __all__ = ["AllReduceTraining"]
 
@@ -22,7 +25,12 @@ class AllReduceTraining(ExchangeTraining):
         """One worker's end, on one host."""
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
-        return AllReduceExchange(_collective(strategy, resources), strategy.buckets)
+        return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
+
+    @classmethod
+    def chosen_for(cls, strategy: Strategy) -> type[Training]:
+        """Among a fixed number of workers, or by those who are there."""
+        return ElasticTraining if isinstance(strategy, AllReduce) and strategy.elastic else cls
 
     @classmethod
     def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
@@ -30,15 +38,3 @@ class AllReduceTraining(ExchangeTraining):
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
         gradients, words = across_hosts(algorithm, resources, strategy.codec)
         return AllReduceExchange(gradients, strategy.buckets), words
-
-
-def _collective(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
-    if isinstance(strategy, Mirrored) or not strategy.uses_links:
-        return SharedCollective(resources.group())
-    return over_links(_algorithm(strategy, resources.world), resources, strategy.codec)
-
-
-def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
-    if strategy.algorithm == "hierarchical":
-        return grouped(strategy.group or world)  # one host is one group
-    return ALGORITHMS[strategy.algorithm]

@@ -75,7 +75,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "min_workers": (
-        Annotated[int | None, typer.Option(help="With --cluster and ps: go on with so few if it shrinks.")],
+        Annotated[
+            int | None,
+            typer.Option(help="Go on with so few, or end: 'allreduce elastic=yes'; ps with --cluster."),
+        ],
         None,
     ),
     "max_workers": (
@@ -258,6 +261,14 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
     )
     out.print(f"final  {final}", highlight=False)
     out.print(table)
+    if summary.get("membership", {}).get("changes"):
+        counted, recoveries = summary["membership"], summary["recoveries"]
+        took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""
+        out.print(
+            f"workers  lost {counted['lost']}  joined {counted['joined']}   recoveries  {len(recoveries)}{took}   "
+            f"steps computed twice  {counted['steps_computed_twice']}",
+            highlight=False,
+        )
     if "staleness" in summary:
         stale, recoveries = summary["staleness"], summary["recoveries"]
         took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""

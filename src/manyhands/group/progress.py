@@ -97,7 +97,7 @@ SCATTER = 1 << 32  # added to an operation: the result of a rank's slice goes to
     GROUP_LATE_OPERATION,
     GROUP_LATE_NS,
     GROUP_SIGN,  # address of the two words that show whom this process waits for
-    GROUP_WAITING_NS,  # one word per rank
+    GROUP_WAITING_NS,  # one word per rank, and then one more each: the number that the launcher knows it by
 ) = range(18)
 
 (
@@ -202,7 +202,7 @@ def _part_from(group: Any, word: int, now_ns: int) -> None:
 @helper()
 def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> int:
     """Wait for one rank after the other: while several are late, the time counts for the first of them."""
-    waiting_ns = array_at(group_address + 8 * GROUP_WAITING_NS, group[GROUP_WORLD], int64)
+    waiting_ns = array_at(group_address + 8 * GROUP_WAITING_NS, 2 * group[GROUP_WORLD], int64)
     for rank in range(group[GROUP_WORLD]):
         word = group[GROUP_CONTROL] + _word_offset(rank, phase)
         if reached(word, number):
@@ -214,7 +214,7 @@ def _wait_for_all(group: Any, group_address: int, phase: int, number: int) -> in
         patient_ns = min(deadline_ns, began_ns + LONG_WAIT_NS)
         status = wait_until(word, number, abort, patient_ns, group[GROUP_SPINS])
         if status == TIMED_OUT and patient_ns < deadline_ns:
-            put_up(group[GROUP_SIGN], rank, began_ns)
+            put_up(group[GROUP_SIGN], waiting_ns[group[GROUP_WORLD] + rank], began_ns)
             status = wait_until(word, number, abort, deadline_ns, 0)
             take_down(group[GROUP_SIGN])
         waited_ns = clock_ns() - began_ns

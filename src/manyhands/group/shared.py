@@ -157,7 +157,17 @@ class SharedGroup:
     `Aborted`.
     """
 
-    def __init__(self, *, control: int, arena: int, rank: int, world: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        control: int,
+        arena: int,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        roles: Sequence[int] | None = None,
+    ) -> None:
+        """`roles` says by which number the launcher knows each rank, where that is not its rank."""
         if not 0 <= rank < world:
             raise UserError(f"rank={rank}: must be at least 0 and less than world={world}")
         self.rank = rank
@@ -171,7 +181,7 @@ class SharedGroup:
         self._part_bytes = 0
         self._blocks: list[np.ndarray] = []  # compiled code holds their addresses
         self._scratch = np.zeros(kernels.SCRATCH_BYTES, np.uint8)
-        self._state = self._new_block(progress.GROUP_WAITING_NS + world)
+        self._state = self._new_block(progress.GROUP_WAITING_NS + 2 * world)
         self._address = self._state.ctypes.data
         before = self._check_header()
         for word, value in {
@@ -186,6 +196,7 @@ class SharedGroup:
             progress.GROUP_FINISHED: before,
         }.items():
             self._state[word] = value
+        self._state[progress.GROUP_WAITING_NS + world :] = range(world) if roles is None else roles
         self._barrier = self._new_block(progress.BUCKET_TABLE + world)
         self.timeout_s = timeout_s
 
@@ -316,7 +327,7 @@ class SharedGroup:
 
     def take_stats(self) -> GroupStats:
         """Where this rank's time went since the last call."""
-        waiting = self._state[progress.GROUP_WAITING_NS :]
+        waiting = self._state[progress.GROUP_WAITING_NS :][: self.world]
         stats = GroupStats(
             reducing_ns=int(self._state[progress.GROUP_REDUCING_NS]), waiting_ns=tuple(waiting.tolist())
         )

@@ -31,6 +31,7 @@ __all__ = ["Company", "CompanyMember", "join_company", "lead_company"]
 _TICK_S: Final = 0.1
 _SEE_OFF_S: Final = 30.0
 _BREAK_OFF_S: Final = 3.0
+_STARTING_S: Final = 5.0
 
 
 class Company:
@@ -66,11 +67,18 @@ class Company:
                     case Remarked(_, sentence):
                         remark(sentence)
                     case Turned(sentence, field) if field != "rank":
+                        self._await_those_who_start()
                         raise UserError(sentence)
                     case Ended(failure=failure) if failure is not None:
                         raise failure.error()
                     case _:
                         self.early.append(event)
+
+    def _await_those_who_start(self) -> None:
+        """Before a run is given up: let those come who are about to, so that they are told why."""
+        deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
+        while self.front.missing and time.monotonic() < deadline:
+            self.front.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
         """What a rank is called that has not come."""

@@ -109,17 +109,17 @@ def open_line(
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(mine, LINE, settings=settings))
         hub.connect(_LEADER, contact.address)
-        welcome, early = _introduce(hub, place, contact, terms, timeout_s)
+        welcome, rest = _introduce(hub, place, contact, terms, timeout_s)
         line = Line(place, hub, leader=welcome.leader, same_clock=welcome.clock == str(clock_id()))
         stack.pop_all()
-    line.begin(early)
+    line.begin(rest)
     return line
 
 
 def _introduce(
     hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
 ) -> tuple[LineWelcome, list[HubEvent]]:
-    """The leader's welcome, and what came behind it at once."""
+    """Say who this is; the leader's welcome, and what has come right behind it."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -322,9 +322,9 @@ class Line:
 
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, early: Sequence[HubEvent] = ()) -> None:
-        """Compare clocks, and let the line's thread have the connection from now on; `early` came before."""
-        self._take(early)
+    def begin(self, rest: Sequence[HubEvent] = ()) -> None:
+        """Take what came behind the welcome, compare clocks, and let the line's thread have the connection."""
+        self._take(rest)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
             asked, deadline = len(self._brackets), time.monotonic() + 1.0

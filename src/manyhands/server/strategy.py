@@ -48,7 +48,6 @@ class Ps(Strategy):
     cannot_stop: ClassVar[str] = (
         "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
     )
-    can_change_workers: ClassVar[bool] = True
     logs_updates: ClassVar[bool] = True
 
     servers: int = setting(1, whole_number)
@@ -67,6 +66,11 @@ class Ps(Strategy):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
         check_codec(self.codec, link=self.link)
+
+    @property
+    def can_change_workers(self) -> bool:
+        """Servers give each slot its part of the work."""
+        return True
 
     @property
     def waits_for(self) -> Waits:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from manyhands.link.wire import Wire
 from manyhands.training.computing import Computed, Computer
 
 __all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic", "TurnTime"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,9 @@ class LocalStep:
 
     last: bool = False
     """The run ends with it."""
+
+    pause: bool = False
+    """It wants all to meet before the next step, because somebody comes or goes."""
 
     @property
     def is_finite(self) -> bool:
@@ -54,6 +59,9 @@ class SharedStep:
 
     stop: bool = False
     """A worker asked to stop: all stop after this step."""
+
+    pause: bool = False
+    """A worker wants all to meet before the next step."""
 
     settled: bool = True
     """Whether the workers' parameters are the same after this step; if not, nothing was agreed on yet."""
@@ -147,8 +155,16 @@ class Exchange(ABC):
     builds_on_host: ClassVar[bool] = False
     """Whether the model is built in the host's memory, and `attach` moves to a GPU what belongs there."""
 
+    may_lose_workers: ClassVar[bool] = False
+    """Whether the others go on when any of them is lost: what one alone has told may then be another's to tell."""
+
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
+
+    @property
+    def worker(self) -> int:
+        """Which worker this is, whoever else is there; its rank, where nobody comes or goes."""
+        return self.rank
 
     @property
     def part(self) -> int:
@@ -172,6 +188,19 @@ class Exchange(ABC):
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
+
+    def whole(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
+        """Collective: do `work`, all of it on every worker or nothing of it on any.
+
+        Where workers come and go it is done again, by those who are there, if it was cut; so it changes nothing of this
+        worker before the last exchange in it is over. `steps_done` says what was trained before it, `at_border` whether
+        it is a step, before which new workers may join.
+        """
+        del steps_done, at_border
+        return work()
+
+    def joined_by(self, tell: Callable[[], Mapping[str, Any]]) -> None:  # noqa: B027 - where nobody joins, nobody asks
+        """`tell` says what a worker that joins has to know besides model and optimizer, as a checkpoint's `extra`."""
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Forward and backward of this worker's part of batch `step`."""

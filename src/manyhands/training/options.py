@@ -69,6 +69,10 @@ class Options:
     watchdog_s: float = 60.0
     """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
 
+    min_workers: int | None = None
+    """With how few workers a run goes on that can lose some (None: one); with fewer it ends, naming who was lost. Under
+    `ps` on a cluster that shrinks: down to so many (None: the number that was asked for)."""
+
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
@@ -106,10 +110,6 @@ class Options:
     view: View | None = None
     """Shows the run while it goes on, in the place of `progress`."""
 
-    min_workers: int | None = None
-    """On a cluster that shrinks: go on with so few workers (None: the number that was asked for). Under strategies
-    whose workers may come and go."""
-
     max_workers: int | None = None
     """On a cluster that grows: up to so many workers (None: the number that was asked for)."""
 
@@ -122,6 +122,8 @@ class Options:
             raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
         if self.check_every < 0:
             raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
+        if self.min_workers is not None and self.min_workers < 1:
+            raise UserError(f"min_workers={self.min_workers} must be at least 1")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
         if self.progress not in PROGRESS:

@@ -24,6 +24,7 @@ from manyhands.training.computing import TrainingPlan
 __all__ = ["NOTES", "Peers", "Reporter", "Saved", "Surroundings", "WorkerNote", "is_due"]
 
 _ROWS_EVERY_S = 0.1
+_ROWS_KEPT = 4096  # of one that may have to tell them in another's place: more than comes in that time
 
 Evaluate = Callable[[nn.Module], tuple[dict[str, float], int] | None]
 """Collective: (model) -> means over the evaluation data and the number of samples."""
@@ -116,8 +117,13 @@ class Reporter:
         around: Surroundings,
         checkpoints: CheckpointStore | None,
         evaluate: Evaluate | None = None,
+        *,
+        keeps_rows: bool = False,
     ) -> None:
+        """With `keeps_rows`, every worker is given all rows; worker 0 tells them, and who follows it the newest."""
         self._evaluate = evaluate
+        self._keeps_rows = keeps_rows
+        self._owed: int | None = None  # the step of a checkpoint that worker 0 writes just now
         self._plan = plan
         self._peers = peers
         self._around = around
@@ -150,6 +156,8 @@ class Reporter:
         if scheduler is not None and extra and "scheduler" in extra:
             scheduler.load_state_dict(extra["scheduler"])
         self._began_ns = time.monotonic_ns()
+        if extra and "began_ns" in extra:  # from a worker of this host, who has trained before this one came
+            self._began_ns, self._evaluated = extra["began_ns"], dict(extra["evaluated"])
 
     @property
     def seconds(self) -> float:
@@ -169,10 +177,11 @@ class Reporter:
         What became due in steps since the last call, after which the workers were not alike, is done now. Returns
         whether the run ends here because an evaluation says so, on every worker the same.
         """
-        plan, before, self._reached = self._plan, self._reached, step
+        plan, before = self._plan, self._reached
         ends, due = False, is_due(before, step, plan.evaluate_every)
         if last or due:
             ends = self.evaluate(step, called, decides=due)
+        self._reached = step  # not before: an evaluation that was cut is made again
         last = last or ends
         if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
             self._save(step, model, self._checkpoints)
@@ -197,7 +206,7 @@ class Reporter:
         self._around.record(
             EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=samples
         )
-        if peers.rank == 0:
+        if peers.rank == 0 or self._keeps_rows:
             self.add(step=step, metrics=self._evaluated, at_s=self.seconds)
         if not decides:
             return False
@@ -221,21 +230,16 @@ class Reporter:
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
         memory = self._peers.memory()
         if optimizer_state is None or model_state is None:
+            self._owed = step
             return
         # What a resumed run keeps must be on disk before the checkpoint that names it.
         self.send(now=True)
-        kept: dict[str, Any] = {}
-        if self._patience is not None:
-            kept["early_stopping"] = self._patience.state()
-        if self._scheduler is not None:
-            kept["scheduler"] = self._scheduler.state_dict()
-        if memory:
-            kept["exchange"] = memory
+        kept = {"exchange": memory} if memory else {}
         snapshot = Snapshot(
             step=step,
             model=model_state,
             optimizer=optimizer_state,
-            extra={"seed": self._plan.seed, **kept},
+            extra={"seed": self._plan.seed, **self._kept(), **kept},
             score=self._evaluated.get("evaluation_loss", self.loss),
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )
@@ -249,17 +253,46 @@ class Reporter:
             self._failed_to_save = True
         self._around.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
+    def _kept(self) -> dict[str, Any]:
+        """What goes on from evaluation to evaluation."""
+        kept: dict[str, Any] = {}
+        if self._patience is not None:
+            kept["early_stopping"] = self._patience.state()
+        if self._scheduler is not None:
+            kept["scheduler"] = self._scheduler.state_dict()
+        return kept
+
+    def for_newcomers(self) -> dict[str, Any]:
+        """What a worker has to know that joins now: as a checkpoint's `extra`, and on this host's clock.
+
+        Rows up to now are told here, for the newcomer has none of them and may be worker 0 from now on.
+        """
+        self._send()
+        return {**self._kept(), "began_ns": self._began_ns, "evaluated": dict(self._evaluated)}
+
+    def save_owed(self, step: int, model: nn.Module) -> None:
+        """Write the checkpoint of `step` that was worker 0's to write, if it is this worker's now."""
+        if self._owed == step and self._checkpoints is not None and self._peers.rank == 0:
+            self._owed = None
+            self._save(step, model, self._checkpoints)
+
     def add(self, **row: Any) -> None:
         """A row of the run's history."""
         self._rows.append(row)
 
     def send(self, *, now: bool = False) -> None:
         """Send the rows, if it is time to or `now`."""
-        clock = time.monotonic_ns()
-        if self._rows and (now or clock - self._rows_sent_ns > _ROWS_EVERY_S * 1e9):
+        if self._keeps_rows and self._peers.rank != 0:
+            del self._rows[:-_ROWS_KEPT]
+            return
+        if now or time.monotonic_ns() - self._rows_sent_ns > _ROWS_EVERY_S * 1e9:
+            self._send()
+
+    def _send(self) -> None:
+        if self._rows:
             self._around.note(WorkerNote(rows=tuple(self._rows)))
             self._rows = []
-            self._rows_sent_ns = clock
+            self._rows_sent_ns = time.monotonic_ns()
 
 
 def is_due(before: int, step: int, every: int) -> bool:

@@ -59,6 +59,7 @@ class Request:
         _check_stopping(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
+        _check_fewest(strategy, workers, options.min_workers)
         if options.slow is not None and options.slow.worker >= workers:
             raise UserError(
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
@@ -113,6 +114,18 @@ class Request:
                 "python": platform.python_version(),
             },
         }
+
+
+def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
+    if fewest is None:
+        return
+    if fewest > workers:
+        raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
+    if not (strategy.goes_on_with_fewer or strategy.can_change_workers):
+        raise UserError(
+            f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
+            "with fewer"
+        )
 
 
 def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:

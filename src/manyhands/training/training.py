@@ -138,6 +138,12 @@ class Training(ABC):
         self._model = model
         self._start: Loaded | None = None
 
+    @classmethod
+    def chosen_for(cls, strategy: Strategy) -> type[Training]:
+        """The class that trains by a strategy of this word: this one, unless a setting leads to another."""
+        del strategy
+        return cls
+
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
         """Find what to go on from: the number of global batches that it has seen; None if nothing was kept.
 
@@ -208,4 +214,4 @@ def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Traini
     found = STRATEGIES[strategy.word].load_training(compiled=compiled)
     if found is None:
         raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")
-    return cast(type[Training], found)
+    return cast(type[Training], found).chosen_for(strategy)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,11 +62,14 @@ class Trainer:
         self._plan = plan
         self._exchange = exchange
         self._around = around
-        self._computer = Computer(plan, exchange.rank)
+        self._computer = Computer(plan, exchange.worker)
         evaluate = partial(exchange.evaluate, self._computer)
-        self._reporter = Reporter(plan, exchange, around, checkpoints, evaluate)
+        self._reporter = Reporter(
+            plan, exchange, around, checkpoints, evaluate, keeps_rows=exchange.may_lose_workers
+        )
         self._model: nn.Module | None = None
         self._samples = 0
+        self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet
@@ -90,13 +93,17 @@ class Trainer:
             self._exchange.recall(start.extra.get("exchange", {}))
         self._model = model
         model.train()
-        agreement = self._agreement(model, first)
+        self._agreed_step = first
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         extra = start.extra if start is not None else None
         self._reporter.begin(first, extra, built.metric_scheduler)
+        self._samples = (extra or {}).get("samples", 0)
+        self._exchange.joined_by(self._for_newcomers)
         step, settled, stopped = first, first, False
         while step < self._plan.steps and not stopped:
-            shared = self._step(step, called, scheduler)
+            shared = self._exchange.whole(
+                partial(self._attempt, step, model, called, scheduler), steps_done=step, at_border=True
+            )
             step += 1
             if shared.bad_workers:
                 self._refuse(shared, step, first, model)
@@ -105,18 +112,38 @@ class Trainer:
                 continue  # what is done together waits until the workers are alike
             stopped = shared.stop and step < self._plan.steps
             last = stopped or step == self._plan.steps
-            if agreement is not None and (last or is_due(settled, step, self._plan.check_every)):
-                agreement.check(step)
+            checks = last or is_due(settled, step, self._plan.check_every)
             settled = step
-            ends = self._reporter.after(step, model, called, last=last)
+            together = partial(self._together, step, model, called, checks=checks, last=last)
+            ends = self._exchange.whole(together, steps_done=step, at_border=False)
             stopped = stopped or (ends and not last)
             self._exchange.take_times()  # what was done together is no part of the next step
         if first >= self._plan.steps:
-            self._reporter.evaluate(step, called)
+            evaluate = partial(self._reporter.evaluate, step, called)
+            self._exchange.whole(evaluate, steps_done=step, at_border=False)
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
         weights = self._exchange.model_state(model)
         return self._trained(model, step, stopped, weights)
+
+    def leave_owed(self, step: int, model: nn.Module) -> None:
+        """Write the checkpoint of `step` that worker 0 was to write, if it was lost and this one is worker 0 now."""
+        self._reporter.save_owed(step, model)
+
+    def _attempt(
+        self, step: int, model: nn.Module, called: nn.Module, scheduler: LRScheduler | None
+    ) -> SharedStep:
+        self._reporter.save_owed(step, model)
+        return self._step(step, called, scheduler)
+
+    def _together(self, step: int, model: nn.Module, called: nn.Module, *, checks: bool, last: bool) -> bool:
+        """Collective: what is due between two steps; whether the run ends here."""
+        if checks:
+            self._check(model, step)
+        return self._reporter.after(step, model, called, last=last)
+
+    def _for_newcomers(self) -> dict[str, Any]:
+        return {**self._reporter.for_newcomers(), "samples": self._samples}
 
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
         """Train on global batch `step`, from 0."""
@@ -185,28 +212,29 @@ class Trainer:
         self._reporter.loss = shared.loss
         self._course.add(shared.loss)
         rows, self._unsettled = self._unsettled, []
-        if self._exchange.rank == 0:
+        if self._exchange.rank == 0 or self._exchange.may_lose_workers:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
                 self._reporter.add(**{**row, "loss": loss})
 
-    def _agreement(self, model: nn.Module, first: int) -> Agreement | None:
-        """What compares parameters, where there are several copies and somebody wants to know."""
+    def _check(self, model: nn.Module, step: int) -> None:
+        """Compare the workers' parameters, where there are several copies and somebody wants to know."""
         exchange = self._exchange
         if not (self._plan.check_every and any(len(group) > 1 for group in exchange.copies)):
-            return None
-        return Agreement(
+            return
+        Agreement(
             partial(exchange.held_parameters, model),
             rank=exchange.rank,
             world=exchange.world,
             total=exchange.total,
             copies=exchange.copies,
-            agreed_step=first,
-        )
+            agreed_step=self._agreed_step,
+        ).check(step)
+        self._agreed_step = step
 
     def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
         """Stop every worker at this step; the first whose loss broke is the one that tells."""
         self._reporter.send(now=True)
-        if shared.bad_workers[0] != self._exchange.rank:
+        if shared.bad_workers[0] != self._exchange.worker:
             return
         task, since = self._computer.task, "" if step == first + 1 else f"the update of step {step - 1}"
         cause = diagnose(model, self._course, since=since, clip=not task.clips)

@@ -1,0 +1,24 @@
+"""From a strategy's settings to the collective that sums by them, among the workers of one host."""
+
+from __future__ import annotations
+
+from manyhands.allreduce.algorithms import ALGORITHMS, grouped
+from manyhands.allreduce.collective import Collective, SharedCollective, over_links
+from manyhands.allreduce.schedule import Algorithm
+from manyhands.allreduce.strategy import AllReduce, Mirrored
+from manyhands.training.resources import Resources
+
+__all__ = ["collective_for"]
+
+
+def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
+    """One worker's end of it."""
+    if isinstance(strategy, Mirrored) or not strategy.uses_links:
+        return SharedCollective(resources.group())
+    return over_links(_algorithm(strategy, resources.world), resources, strategy.codec)
+
+
+def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
+    if strategy.algorithm == "hierarchical":
+        return grouped(strategy.group or world)  # one host is one group
+    return ALGORITHMS[strategy.algorithm]

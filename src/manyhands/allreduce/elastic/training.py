@@ -1,0 +1,133 @@
+"""A whole elastic training, as `fit` asks for it: memory and processes before, the model after."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.allreduce.elastic.launcher import ElasticLauncher, ElasticOutcome
+from manyhands.allreduce.elastic.membership import ElasticPlan
+from manyhands.allreduce.elastic.work import ElasticJob
+from manyhands.allreduce.strategy import AllReduce
+from manyhands.cluster.local import threads_per_role
+from manyhands.group.shared import warm
+from manyhands.record.ring import EventRing
+from manyhands.store.tensorfile import read_tensors
+from manyhands.training.commands import MORE_WORKERS
+from manyhands.training.reporting import WorkerNote
+from manyhands.training.request import Request
+from manyhands.training.rows import RowsInOrder
+from manyhands.training.training import Result, Stage, Training
+
+__all__ = ["ElasticTraining", "FirstRows"]
+
+
+class FirstRows:
+    """Lets every row of the history through once: whoever follows worker 0 tells the newest again. Pure."""
+
+    def __init__(self, steps_done: int = 0) -> None:
+        self._told = steps_done  # every step up to this one
+        self._ahead: set[int] = set()  # steps after a gap that another is about to fill
+        self._evaluated: set[int] = set()
+
+    def of(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those that nobody has told before."""
+        return [row for row in rows if self._is_first(row["step"], "metrics" in row)]
+
+    def _is_first(self, step: int, is_evaluation: bool) -> bool:
+        if is_evaluation:
+            told, self._evaluated = step in self._evaluated, self._evaluated | {step}
+            return not told
+        if step <= self._told or step in self._ahead:
+            return False
+        self._ahead.add(step)
+        while self._told + 1 in self._ahead:
+            self._told += 1
+            self._ahead.remove(self._told)
+        return True
+
+
+class ElasticTraining(Training):
+    """`allreduce elastic=yes`: workers as processes that come and go, led by the launcher."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        assert isinstance(request.strategy, AllReduce), "only allreduce leads here"
+        self._strategy = request.strategy
+
+    def run(self, stage: Stage) -> Result:
+        """Train to the end, whoever comes and goes."""
+        request, options = self._request, self._request.options
+        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
+        most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
+        begun = self._start.step if self._start is not None else 0
+        order, first = RowsInOrder(begun), FirstRows(begun)
+
+        def hear(note: WorkerNote) -> None:
+            rows = first.of(dict(row) for row in note.rows)
+            stage.hear(WorkerNote(rows=tuple(rows), saved=note.saved, remark=note.remark), order)
+
+        with ExitStack() as stack:
+            rings = [stack.enter_context(EventRing.create(role=slot)) for slot in range(most)]
+            weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
+            stack.callback(os.close, weights)
+            named = {f"worker-{slot}": ring for slot, ring in enumerate(rings)}
+            collector = stack.enter_context(stage.collector(named))
+            launcher = ElasticLauncher(
+                self._job(stage),
+                ElasticPlan(workers=request.workers, min_workers=options.min_workers or 1),
+                rings,
+                weights,
+                on_note=hear,
+                on_event=stage.take_event,
+                stop_wanted=stage.stop_wanted,
+                commands=options.commands,
+                watchdog_s=options.watchdog_s,
+            )
+            try:
+                with stage.view(collector):
+                    outcome = launcher.run()
+            finally:
+                stage.take_rows(order.rest())
+            collector.flush()
+            observed = collector.summary()
+            observed["per_worker"] = [
+                one for one in observed["per_worker"] if one["worker"] < request.workers or one["steps"]
+            ]
+            self._model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{weights}")))
+        return self._result(outcome, observed)
+
+    def _result(self, outcome: ElasticOutcome, observed: dict[str, Any]) -> Result:
+        done = outcome.done
+        return Result(
+            model=self._model,
+            steps_done=done.steps_done,
+            samples=done.samples,
+            seconds=done.seconds,
+            stopped_early=done.stopped_early,
+            bytes_sent=outcome.bytes_sent,
+            messages_sent=outcome.messages_sent,
+            observed={
+                **observed,
+                "membership": dict(outcome.membership),
+                "recoveries": list(outcome.recoveries),
+            },
+        )
+
+    def _job(self, stage: Stage) -> ElasticJob:
+        request = self._request
+        return ElasticJob(
+            plan=request.plan,
+            strategy=self._strategy,
+            timeout_s=request.options.timeout_s,
+            threads=threads_per_role(request.workers),
+            run_path=stage.run_path,
+            keep_checkpoints=request.options.keep_checkpoints,
+            resume_step=self._start.step if self._start is not None else None,
+        )
