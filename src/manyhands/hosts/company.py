@@ -96,7 +96,7 @@ class Company:
     def give(self, name: str, chunks: Callable[[], Iterable[Any]]) -> None:
         """Have everyone who came take something large; `chunks` makes its buffers, for each member anew."""
         for rank in range(1, self.place.world):
-            if rank < self.place.world - self.place.later or rank not in self.front.missing:
+            if rank < self.place.world - self.place.later or rank in self.front.known:
                 self.front.give(rank, name, chunks())
 
     def see_off(self) -> None:

@@ -196,6 +196,11 @@ class Front:
         return tuple(rank for rank, member in self._members.items() if not member.ended)
 
     @property
+    def known(self) -> tuple[int, ...]:
+        """The ranks that have ever come."""
+        return tuple(self._members)
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not come."""
         return self._register.missing
