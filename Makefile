@@ -61,6 +61,7 @@ bench: setup
 	$(BIN)/python benchmarks/first_minute.py
 
 soak: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,ray]'
 	$(BIN)/python -m pytest -m soak --timeout 1800
 
 clean:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.callbacks import Callback
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
+    from manyhands.data.own import Files, PerWorker
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.exporting import load
     from manyhands.fitting import fit
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from manyhands.kernel import KernelTask
     from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.loop.join import join
+    from manyhands.onray.cluster import RayCluster
     from manyhands.pipeline.strategy import Pipeline
     from manyhands.placement.placed import place
     from manyhands.registry import Home
@@ -52,6 +54,7 @@ __all__ = [
     "ClusterSpec",
     "CsvLogger",
     "EarlyStopping",
+    "Files",
     "History",
     "Hogwild",
     "KernelTask",
@@ -59,8 +62,10 @@ __all__ = [
     "Mirrored",
     "MlflowLogger",
     "Options",
+    "PerWorker",
     "Pipeline",
     "Ps",
+    "RayCluster",
     "Replayed",
     "Run",
     "Running",
@@ -86,11 +91,14 @@ _HOMES = {
     "ClusterSpec": "hosts.specification",
     "CsvLogger": "loggers",
     "EarlyStopping": "stopping",
+    "Files": "data.own",
     "History": "run",
     "KernelTask": "kernel",
     "ManyhandsError": "errors",
     "MlflowLogger": "loggers",
     "Options": "training.options",
+    "PerWorker": "data.own",
+    "RayCluster": "onray.cluster",
     "Replayed": "server.replay",
     "Run": "run",
     "Running": "running",

@@ -96,7 +96,7 @@ def _estimate(task: Task, mode: FakeTensorMode | None) -> Estimate:
 def _samples(task: Task) -> BatchSource:
     if task.streams:
         raise UserError(
-            "memory: data is an IterableDataset, of which no sample can be looked at without drawing it"
+            f"memory: data is {task.stream_name}, of which no sample can be looked at without drawing it"
         )
     return BatchSource(task.data, task.collate)
 

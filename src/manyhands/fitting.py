@@ -14,6 +14,7 @@ from manyhands.cluster.template import expect, warm
 from manyhands.device import check_device
 from manyhands.errors import UserError
 from manyhands.hosts.standing import may_be_placed
+from manyhands.onray.cluster import RayCluster
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
@@ -38,6 +39,7 @@ def fit(
     out: str | Path | None = None,
     resume: bool = False,
     options: Options | None = None,
+    cluster: str | RayCluster | None = None,
 ) -> Run:
     """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
 
@@ -47,19 +49,32 @@ def fit(
 
     `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
-    from its newest good checkpoint to the weights that an uninterrupted run would have. Raises UserError for what makes
-    no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker that failed; when it returns or
-    raises, no worker is left; the template process stays for the next call.
+    from its newest good checkpoint to the weights that an uninterrupted run would have. With `cluster`, Ray starts the
+    processes: `ray` for one of this run's own, `auto` for the one that runs here, or its address.
+
+    Raises UserError for what makes no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker
+    that failed; when it returns or raises, no worker is left; the template process stays for the next call.
     """
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
     options = options or Options()
     options.security()  # a bad certificate is told before anything starts
+    ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
     place = place_among_others()
+    if place is not None and ray_cluster is not None:
+        raise UserError(
+            f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
+        )
+    follows = options.max_workers is not None or (
+        options.min_workers is not None and not chosen.goes_on_with_fewer
+    )
+    if follows and ray_cluster is None and (chosen.can_change_workers or options.max_workers is not None):
+        raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
     if chosen.kernels:
         import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
-    if place is None and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
+    forks = place is None and ray_cluster is None
+    if forks and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
     from manyhands.session import run_session
@@ -67,8 +82,12 @@ def fit(
 
     length, device = (steps, epochs), check_device(device)
     if place is None:
-        alone = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
-        return run_session(alone, out, resume)
+        asked = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
+        if ray_cluster is None:
+            return run_session(asked, out, resume)
+        from manyhands.onray.afar import fit_on
+
+        return fit_on(ray_cluster, asked, out, resume)
     from manyhands.placed import fitted, run_placed, spoken_by
 
     with spoken_by(place):

@@ -64,8 +64,13 @@ def spoken_by(place: Place) -> Iterator[None]:
         yield
 
 
-def run_placed(request: Request, place: Place, out: str | Path | None, resume: bool) -> Run:
-    """Take this process's part in a run of all; what came out, the same on each but for the directory."""
+def run_placed(
+    request: Request, place: Place, out: str | Path | None, resume: bool, name: str | None = None
+) -> Run:
+    """Take this process's part in a run of all; what came out, the same on each but for the directory.
+
+    `name` is the run's, the same on each; None: by how often this process has called `fit`.
+    """
     if place.world == 1:
         return run_session(request, out, resume)
     kind = training_class(request.strategy, compiled=request.plan.task.compiled)
@@ -80,7 +85,7 @@ def run_placed(request: Request, place: Place, out: str | Path | None, resume: b
         seed_all(request.plan.seed)
         model = request.plan.task.model()
     terms, security, timeout_s = _terms(request, model), request.options.security(), request.options.timeout_s
-    name = f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
+    name = name or f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
     # Who is taken for lost too early may come again: then silence need not be waited for as long.
     asked: dict[str, Any] = {"security": security, "settings": Settings() if kind.comes_again else None}
     if place.leads:

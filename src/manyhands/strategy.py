@@ -56,6 +56,9 @@ class Strategy(ABC):
     cannot_stream: ClassVar[str] = ""
     """A sentence on why samples that can only be iterated cannot be trained on; empty where they can."""
 
+    cannot_read_apart: ClassVar[str] = ""
+    """A sentence on why its workers cannot each read data of their own; empty where they can."""
+
     cannot_heed_evaluations: ClassVar[str] = ""
     """A sentence on why an evaluation can neither end a run nor set its learning rate; empty where it can."""
 

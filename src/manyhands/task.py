@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.own import WorkerData, own_data
 from manyhands.data.shares import sample_weights
 from manyhands.errors import UserError, nearest
 from manyhands.strategy import Strategy
@@ -59,8 +60,9 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) -> scalar to minimise, the mean over the batch."""
     data: Any
-    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them; or an `IterableDataset`,
-    which every worker draws in the same order."""
+    """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them; an `IterableDataset`,
+    which every worker draws in the same order; or what each worker reads of its own: `Files`, `PerWorker`, a Ray
+    Dataset."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters."""
     batch_size: int = 64
@@ -112,7 +114,17 @@ class Task:
     @property
     def streams(self) -> bool:
         """Whether the data can only be iterated."""
-        return isinstance(self.data, IterableDataset)
+        return isinstance(self.data, IterableDataset) or self.own is not None
+
+    @property
+    def own(self) -> WorkerData | None:
+        """The data, where every worker reads its own."""
+        return own_data(self.data)
+
+    @property
+    def stream_name(self) -> str:
+        """What sentences call data that can only be iterated."""
+        return "an IterableDataset" if self.own is None else "each worker's own"
 
     def checkpoint_every(self, steps: int) -> int:
         """How many steps between checkpoints, unless told: ten times a run."""
@@ -152,10 +164,15 @@ class Task:
                 sample_weights(self.weights, samples)
         elif self.weights is not None:
             raise UserError(
-                "weights are looked up by the number of a sample, and data is an IterableDataset, which has none; give "
-                "data that can be looked up"
+                f"weights are looked up by the number of a sample, and data is {self.stream_name}, which has none; "
+                "give data that can be looked up"
             )
         if self.evaluation is not None:
+            if own_data(self.evaluation) is not None:
+                raise UserError(
+                    "evaluation is each worker's own data; whoever evaluates looks samples up by number: give a "
+                    "dataset that all workers have"
+                )
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
         self._check_scheduler_metric()

@@ -51,6 +51,7 @@ def test_help_shows_flags_as_flags(words: list[str]) -> None:
         ("digits --strategy no-such", False),
         ("digits --strategy", False),
         ("digits --help", False),
+        ("digits --cluster=ray", False),
         ("", False),
         ("glove", False),
         ("glove --strategy hogwild", False),

@@ -70,7 +70,7 @@ def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
 
 def forks_workers(words: Sequence[str]) -> bool:
     """Whether a command with these words will have workers in processes, as far as can be seen before it is parsed."""
-    if not words or "--help" in words:
+    if not words or "--help" in words or any(word.partition("=")[0] == "--cluster" for word in words):
         return False
     compiled = words[0] in _COMPILED
     for word, following in zip(words, [*words[1:], ""], strict=True):

@@ -65,8 +65,24 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "cluster": (
+        Annotated[
+            str | None,
+            typer.Option(
+                help="Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
+            ),
+        ],
+        None,
+    ),
     "min_workers": (
-        Annotated[int | None, typer.Option(help="With 'allreduce elastic=yes': go on with so few, or end.")],
+        Annotated[
+            int | None,
+            typer.Option(help="Go on with so few, or end: 'allreduce elastic=yes'; ps with --cluster."),
+        ],
+        None,
+    ),
+    "max_workers": (
+        Annotated[int | None, typer.Option(help="With --cluster and ps: up to so many as it grows.")],
         None,
     ),
     "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
@@ -122,7 +138,9 @@ class _Common:
 
     strategy: str
     workers: int | None
+    cluster: str | None
     min_workers: int | None
+    max_workers: int | None
     steps: int | None
     epochs: int | None
     seed: int
@@ -179,19 +197,21 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         device=common.device,
         out=out,
         resume=common.resume,
+        cluster=common.cluster,
         options=Options(
             evaluate_every=common.evaluate_every,
             checkpoint_every=common.checkpoint_every,
             allow_overload=common.allow_overload,
             resume_command=command_to_resume(sys.argv, out),
             watchdog_s=common.watchdog,
-            min_workers=common.min_workers,
             slow=Slowdown.parse(common.slow) if common.slow is not None else None,
             autocast=common.autocast,
             compile=common.compile_model,
             progress=common.progress,
             tls=common.tls,
             insecure=common.insecure,
+            min_workers=common.min_workers,
+            max_workers=common.max_workers,
             callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
         ),
     )
@@ -219,7 +239,8 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
-    leave_report(out)
+    if run.path is not None:  # else a node of a cluster has it
+        leave_report(out)
     write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
@@ -255,7 +276,8 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
             f"staleness  mean {stale['mean']:.2f}  max {stale['max']}   recoveries  {len(recoveries)}{took}",
             highlight=False,
         )
-    out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
+    if path is not None:
+        out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
 
 
 _PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]

@@ -19,10 +19,19 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.own import WorkerData
 from manyhands.data.plan import BatchPlan, split
 from manyhands.errors import UserError
 
-__all__ = ["BatchShares", "IndexedShares", "Microbatch", "Share", "StreamShares", "sample_weights"]
+__all__ = [
+    "BatchShares",
+    "IndexedShares",
+    "Microbatch",
+    "OwnShares",
+    "Share",
+    "StreamShares",
+    "sample_weights",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,8 +131,7 @@ class StreamShares(BatchShares):
 
     Everybody draws the whole stream, batch after batch, and keeps its own part of each. Batches are those of a
     `DataLoader` of the stream which is gone through again and again, so the last one of a pass may be short. Before a
-    batch is drawn `seeded(step)` is called: what the stream draws by chance is the same for all. Whoever wants a batch
-    later than the next, as after a resume, draws those between; an earlier one, the stream from its beginning.
+    batch is drawn `seeded(step)` is called: what the stream draws by chance is the same for all.
     """
 
     def __init__(
@@ -134,55 +142,124 @@ class StreamShares(BatchShares):
         microbatches: int,
         seeded: Callable[[int], None],
     ) -> None:
-        self._stream = stream
+        self._drawing = _Drawing(stream, batch_size, seeded, across=False)
+        self._collate = default_collate if collate is None else collate
+        self._microbatches = microbatches
+
+    def batch_samples(self, step: int) -> int:
+        """Of the batch at hand."""
+        return len(self._drawing.batch(step))
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """By its place in the batch."""
+        batch = self._drawing.batch(step)
+        mine = split(len(batch), part, parts)
+        return _share(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+
+
+class OwnShares(BatchShares):
+    """Shares of batches of which every part is drawn from a stream of its own: batch k is everyone's next share.
+
+    A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
+    within it. Before a share is drawn `seeded(step, part)` is called.
+    """
+
+    def __init__(
+        self,
+        data: WorkerData,
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int,
+        microbatches: int,
+        seeded: Callable[[int, int], None],
+    ) -> None:
+        self._data = data
         self._collate = default_collate if collate is None else collate
         self._batch_size = batch_size
         self._microbatches = microbatches
         self._seeded = seeded
-        self._begin()
+        self._drawings: dict[tuple[int, int], _Drawing] = {}
 
     def batch_samples(self, step: int) -> int:
-        """Of the batch at hand."""
-        return len(self._batch(step))
+        """The same for all batches."""
+        del step
+        return self._batch_size
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """By its place in the batch."""
-        batch = self._batch(step)
-        mine = split(len(batch), part, parts)
-        return _share(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+        """The next of that part's own stream."""
+        drawing = self._drawings.get((part, parts))
+        if drawing is None:
+            drawing = _Drawing(
+                self._data.stream(part, parts),
+                len(split(self._batch_size, part, parts)),
+                seeded=lambda step: self._seeded(step, part),
+                across=True,
+                whose=f"data of worker {part}" if parts > 1 else "data",
+            )
+            self._drawings[part, parts] = drawing
+        return _share(drawing.batch(step), self._batch_size, self._microbatches, self._collate)
 
-    def _begin(self) -> None:
-        self._passes, self._next = 0, 0
-        self._iterator: Iterator[Any] | None = None
+
+class _Drawing:
+    """Batches of a stream that is gone through again and again; with `across` none is short at the end of a pass.
+
+    Whoever wants a batch later than the next, as after a resume, draws those between; an earlier one, the stream from
+    its beginning.
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        size: int,
+        seeded: Callable[[int], None],
+        *,
+        across: bool,
+        whose: str = "data",
+    ) -> None:
+        self._stream = stream
+        self._size = size
+        self._seeded = seeded
+        self._across = across
+        self._whose = whose
         self._drawn: list[Any] = []
+        self._begin()
 
-    def _batch(self, step: int) -> list[Any]:
+    def batch(self, step: int) -> list[Any]:
+        """Number `step`, from 0."""
         if step < self._next - 1:
             self._begin()
         while self._next <= step:
             self._seeded(self._next)
-            self._drawn = self._draw() or self._draw_again()
+            drawn = self._draw(self._size)
+            while not drawn or (self._across and len(drawn) < self._size):
+                drawn += self._draw_again(self._size - len(drawn), is_empty=not (self._next or drawn))
+            self._drawn = drawn
             self._next += 1
         return self._drawn
 
-    def _draw(self) -> list[Any]:
+    def _begin(self) -> None:
+        self._passes, self._next = 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._drawn = []
+
+    def _draw(self, count: int) -> list[Any]:
         if self._iterator is None:
             if hasattr(self._stream, "set_epoch"):  # of those that draw every pass in another order
                 self._stream.set_epoch(self._passes)
             self._iterator = iter(self._stream)
-        return list(islice(self._iterator, self._batch_size))
+        return list(islice(self._iterator, count))
 
-    def _draw_again(self) -> list[Any]:
-        """A pass is over: the first batch of the next."""
+    def _draw_again(self, count: int, *, is_empty: bool) -> list[Any]:
+        """A pass is over, without a sample where it `is_empty`: the first samples of the next."""
         self._passes, self._iterator = self._passes + 1, None
-        drawn = self._draw()
+        drawn = self._draw(count)
         if drawn:
             return drawn
         name = type(self._stream).__name__
-        if not self._next:
-            raise UserError(f"data, a {name}, gave no sample; give at least one")
+        if is_empty:
+            raise UserError(f"{self._whose}, a {name}, gave no sample; give at least one")
         raise UserError(
-            f"data, a {name}, gave no sample in pass {self._passes + 1}; it must begin anew each time it is iterated"
+            f"{self._whose}, a {name}, gave no sample in pass {self._passes + 1}; it must begin anew each time it is "
+            "iterated"
         )
 
 

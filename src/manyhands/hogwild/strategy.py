@@ -33,6 +33,9 @@ class Hogwild(Strategy):
         "its workers write to one memory without locks, and hosts have no memory in common"
     )
     moves_rows: ClassVar[bool] = True
+    cannot_read_apart: ClassVar[str] = (
+        "a batch of hogwild is one worker's, whole, and which worker's is seen when it comes"
+    )
     when_evaluating: ClassVar[str] = "Workers of hogwild meet to evaluate, and wait for each other there."
 
     order: str = setting("free", str)

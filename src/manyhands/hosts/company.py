@@ -50,9 +50,13 @@ class Company:
         """What members said before everybody was there."""
 
     def gather(self, remark: Callable[[str], None] = lambda _sentence: None) -> None:
-        """Wait until every rank is there; UserError where one does not belong, PeerTimeout naming who is late."""
+        """Wait until every rank is there that does not come later.
+
+        UserError where one does not belong, PeerTimeout naming who is late.
+        """
         began = time.monotonic()
-        while self.front.missing:
+        needed = self.place.world - self.place.later
+        while any(rank < needed for rank in self.front.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
                 raise PeerTimeout(self.front.late("join", waited_s, self._named), self.front.missing[0])
@@ -90,9 +94,10 @@ class Company:
             self.front.tell(rank, payload)
 
     def give(self, name: str, chunks: Callable[[], Iterable[Any]]) -> None:
-        """Have everyone take something large; `chunks` makes its buffers, for each member anew."""
+        """Have everyone who came take something large; `chunks` makes its buffers, for each member anew."""
         for rank in range(1, self.place.world):
-            self.front.give(rank, name, chunks())
+            if rank < self.place.world - self.place.later or rank in self.front.known:
+                self.front.give(rank, name, chunks())
 
     def see_off(self) -> None:
         """Wait until everyone has taken what was given and has left; ManyhandsError names who has not."""

@@ -152,11 +152,14 @@ def _mine(place: Place) -> dict[str, str]:
 def _sit_down(store: Store, place: Place) -> None:
     mine = json.dumps({**_mine(place), "nonce": secrets.token_hex(8)})
     there = store.compare_set(f"here/{place.rank}", "", mine).decode()
-    if there != mine:
+    if there == mine:
+        return
+    other = json.loads(there)
+    if (other["host"], other["process"]) != (host_identity(), _mine(place)["process"]):
         raise UserError(
-            f"two processes are rank {place.rank}: {json.loads(there)['process']} and {_mine(place)['process']}; give "
-            "each a rank, or each job a port, of its own"
-        )
+            f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
+            "or each job a port, of its own"
+        )  # else it is this process itself, which has lost its line and comes again
 
 
 def _own_address(place: Place, security: Security) -> str:
@@ -173,7 +176,7 @@ def _own_address(place: Place, security: Security) -> str:
 
 
 def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    keys = [f"here/{rank}" for rank in range(place.world)]
+    keys = [f"here/{rank}" for rank in range(place.world - place.later)]
     began, pause_s = time.monotonic(), _FIRST_PAUSE_S
     while not store.check(keys):
         waited_s = time.monotonic() - began

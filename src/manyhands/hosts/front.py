@@ -51,6 +51,7 @@ from manyhands.hosts.messages import (
     LinePiece,
     LinePing,
     LinePong,
+    LineRefused,
     LineWelcome,
     StoreCall,
     Term,
@@ -160,6 +161,7 @@ class Front:
         self._ranks: dict[int, int] = {}  # by the hub's number
         self._untold: list[FrontEvent] = []
         self._closed = False
+        self._seeing_off = False
         with ExitStack() as stack:
             self.rings: Mapping[int, EventRing] = {
                 rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
@@ -192,6 +194,11 @@ class Front:
     def members(self) -> tuple[int, ...]:
         """The ranks that are there and have not ended."""
         return tuple(rank for rank, member in self._members.items() if not member.ended)
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The ranks that have ever come."""
+        return tuple(self._members)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -268,6 +275,7 @@ class Front:
     def see_off(self, timeout_s: float) -> tuple[int, ...]:
         """Send everything, and wait until every member has left; the ranks that have not. In the place of a `poll`."""
         deadline = time.monotonic() + timeout_s
+        self._seeing_off = True
         while (left := self._connected()) and time.monotonic() < deadline:
             self.poll(0.05)
         return left
@@ -389,6 +397,9 @@ class Front:
 
     def _greet(self, connection: int, hello: LineHello) -> list[FrontEvent]:
         refused = self._register.arrive(hello)
+        if refused is None and self._seeing_off:
+            self._register.leave(hello.rank)
+            refused = LineRefused(field="rank", reason=f"{hello.name} comes too late: the run is over")
         if refused is not None:
             self._hub.send(connection, refused)
             return [Turned(refused.reason, refused.field)]

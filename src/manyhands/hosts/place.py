@@ -88,6 +88,9 @@ class Place:
     cluster: ClusterSpec | None = None
     """Who there is and where, where a specification says it."""
 
+    later: int = 0
+    """How many of the last ranks need not be there when the run begins, and may never come."""
+
     launched: Launched | None = None
     master: str | None = None
     """Where torchrun's store is, for those who look for the network that leads there."""

@@ -4,6 +4,7 @@ a specification    servers are the roles of type ps; workers those of type worke
 without one worker 0 leads, and has a child that trains
 torchrun           the first ranks serve, as many as the strategy has servers; the others work. Rank 0 leads, and has
 a child that serves
+Ray                a chief leads and does not train; then come the servers, then the workers
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ def ps_ranks(strategy: Ps, place: Place) -> PsRanks:
         names = tuple(f"{role} at {place.cluster.address(role)}" for role in roles)
         return PsRanks(servers=_of(roles, "ps"), workers=_of(roles, "worker"), names=names)
     servers = strategy.num_server_processes
+    if place.role == "chief":
+        serving, working = range(1, servers + 1), range(servers + 1, place.world)
+        names = (
+            "chief",
+            *(f"ps {one}" for one in range(servers)),
+            *(f"worker {one}" for one in range(len(working))),
+        )
+        return PsRanks(servers=tuple(serving), workers=tuple(working), names=names)
     return PsRanks(
         servers=tuple(range(servers)),
         workers=tuple(range(servers, place.world)),

@@ -36,6 +36,9 @@ class Ps(Strategy):
     cannot_stream: ClassVar[str] = (
         "a batch of ps may be computed again, by a worker that takes over or a replay, and a stream only goes forward"
     )
+    cannot_read_apart: ClassVar[str] = (
+        "a batch of ps may be computed again, by a worker that takes over or a replay, without the data of the first"
+    )
     cannot_heed_evaluations: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )

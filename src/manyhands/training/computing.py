@@ -24,6 +24,7 @@ from manyhands.data.shares import (
     BatchShares,
     IndexedShares,
     Microbatch,
+    OwnShares,
     Share,
     StreamShares,
     sample_weights,
@@ -38,6 +39,8 @@ from manyhands.task import Metric, Task
 from manyhands.training.dynamo import optimizer_of
 
 __all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
+
+_READING = 1  # what a worker's own stream draws is not what its model draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +265,15 @@ class Computer:
 
 
 def _shares_of(task: Task, seed: int) -> BatchShares:
-    """Who computes what, of samples that are looked up or of a stream."""
+    """Who computes what, of samples that are looked up, of a stream, or of each worker's own."""
+    if task.own is not None:
+        return OwnShares(
+            task.own,
+            task.collate,
+            task.batch_size,
+            task.microbatches,
+            seeded=lambda step, part: seed_all(mix(seed, step, part, _READING)),
+        )
     if task.streams:
         return StreamShares(
             task.data,

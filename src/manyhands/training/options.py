@@ -70,7 +70,8 @@ class Options:
     """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
 
     min_workers: int | None = None
-    """With how few workers a run goes on that can lose some (None: one); with fewer it ends, naming who was lost."""
+    """With how few workers a run goes on that can lose some (None: one); with fewer it ends, naming who was lost. Under
+    `ps` on a cluster that shrinks: down to so many (None: the number that was asked for)."""
 
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
@@ -108,6 +109,9 @@ class Options:
 
     view: View | None = None
     """Shows the run while it goes on, in the place of `progress`."""
+
+    max_workers: int | None = None
+    """On a cluster that grows: up to so many workers (None: the number that was asked for)."""
 
     def __post_init__(self) -> None:
         for name in ("evaluate_every", "checkpoint_every"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,12 @@ class Request:
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
             )
         samples = task.samples
+        if isinstance(task, Task) and task.streams:
+            steps = per_epoch = _steps_of_stream(task, length, strategy)
+            task = _dealt(task, strategy, workers)
+        else:
+            per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
+            steps = _number_of_steps(length, per_epoch, task.epochs)
         smallest = min(task.batch_size, samples) if samples else task.batch_size
         if workers > smallest and strategy.splits_batches and not task.compiled:
             warnings.warn(
@@ -72,11 +78,6 @@ class Request:
                 "to do in each step",
                 stacklevel=3,
             )
-        if isinstance(task, Task) and task.streams:
-            steps = per_epoch = _steps_of_stream(length, strategy)
-        else:
-            per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
-            steps = _number_of_steps(length, per_epoch, task.epochs)
         plan = TrainingPlan(
             task=task,
             steps=steps,
@@ -120,7 +121,7 @@ def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
         return
     if fewest > workers:
         raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
-    if not strategy.goes_on_with_fewer:
+    if not (strategy.goes_on_with_fewer or strategy.can_change_workers):
         raise UserError(
             f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
             "with fewer"
@@ -161,19 +162,32 @@ def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping |
         )
 
 
-def _steps_of_stream(length: tuple[int | None, int | None], strategy: Strategy) -> int:
+def _steps_of_stream(task: Task, length: tuple[int | None, int | None], strategy: Strategy) -> int:
     steps, epochs = length
-    if strategy.cannot_stream:
+    reason = strategy.cannot_stream if task.own is None else strategy.cannot_read_apart
+    if reason:
         raise UserError(
-            f"data is an IterableDataset: {strategy.cannot_stream}; use another strategy, or samples that can be "
-            "looked up"
+            f"data is {task.stream_name}: {reason}; use another strategy, or samples that can be looked up"
         )
     if steps is None or epochs is not None:
         raise UserError(
-            "data is an IterableDataset, of which nobody knows how long an epoch is; give steps=, the number of global "
-            "batches, and not epochs="
+            f"data is {task.stream_name}, of which nobody knows how long an epoch is; give steps=, the number of "
+            "global batches, and not epochs="
         )
     return _number_of_steps(length, steps, 1)
+
+
+def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
+    """The task with its data shared out, where every worker reads its own."""
+    own, parts = task.own, strategy.shares(workers)
+    if own is None:
+        return task
+    if task.batch_size < parts:
+        raise UserError(
+            f"task.batch_size={task.batch_size}: each of {parts} workers reads data of its own, and some would read "
+            f"none; give {parts} or more, or fewer workers"
+        )
+    return replace(task, data=own.dealt(parts))
 
 
 def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int, usual_epochs: int) -> int:

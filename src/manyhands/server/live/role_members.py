@@ -144,7 +144,10 @@ class RoleMembers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The child is taken down; those at lines are told by whoever leads them."""
+        """The child is taken down; those at lines are told by whoever leads them, who stands by without a part here."""
+        for rank in self._front.members:
+            if rank not in self._member_of:
+                self._front.ask_to_stop(rank)
         self._stack.close()
 
     # ── what the launcher asks ────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,206 @@
+"""Data that resides in many places: every worker reads a stream of its own, and nobody reads it all.
+
+    Files("logs/*.txt.gz")            worker r of n reads files r, r + n, r + 2n, … of the sorted list
+    Files("/local/part-{rank}-*")     what is on each worker's own disk, found there
+    PerWorker(lambda rank, world: …)  any iterable, such as an IterableDataset
+    a Ray Dataset                     cut into as many equal shards as there are workers
+
+Batch k is every worker's next share: as many samples as it would have of a common batch, from its own stream, which is
+gone through again and again. So nothing has to be agreed upon: who has how many samples in batch k is arithmetic.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import DataError, UserError
+
+__all__ = ["Files", "PerWorker", "RayShards", "WorkerData", "own_data", "text_lines"]
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class WorkerData(ABC):
+    """Data of which every worker reads a part of its own, as a stream that begins anew each time it is iterated."""
+
+    @abstractmethod
+    def dealt(self, parts: int) -> WorkerData:
+        """For so many parts, checked; called once, in the process that asks for the run."""
+
+    @abstractmethod
+    def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """The samples of one part; called where they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerWorker(WorkerData):
+    """A stream of each worker's own: `make(rank, world)` gives what worker `rank` of `world` iterates.
+
+    An `IterableDataset`, say. It is called in the worker, and what it gives must begin anew each time it is iterated.
+    """
+
+    make: Callable[[int, int], Iterable[Any]]
+    """(rank, world) -> an iterable of samples."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise UserError(
+                f"PerWorker: make is {self.make!r}; it must be a function (rank, world) -> an iterable of samples"
+            )
+
+    def dealt(self, parts: int) -> PerWorker:
+        """There is nothing to check before a worker makes its own."""
+        del parts
+        return self
+
+    def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """What the function makes."""
+        made = self.make(part, parts)
+        if isinstance(made, Iterator) or not isinstance(made, Iterable):
+            raise UserError(
+                f"PerWorker: make({part}, {parts}) gave a {type(made).__name__}; it must give something that begins "
+                "anew each time it is iterated, such as a list or an IterableDataset"
+            )
+        return made
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 text file, plain or gzip, without their ends; DataError where it cannot be read."""
+    try:
+        with path.open("rb") as raw:
+            is_gzip = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+        with gzip.open(path, "rt", encoding="utf-8") if is_gzip else path.open(encoding="utf-8") as lines:
+            for line in lines:
+                yield line.rstrip("\r\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Files(WorkerData):
+    """Files that match a pattern, each read by one worker: `read(path)` gives the samples of one.
+
+    The list is sorted, and worker r of n reads files r, r + n, r + 2n, …, whatever is in them. With `{rank}` (and
+    `{world}`) in the pattern every worker looks for its own files where it runs, and reads all that it finds.
+    """
+
+    pattern: str
+    """As `glob` has it; `**` stands for any folders between."""
+    read: Callable[[Path], Iterable[Any]] = text_lines
+    """(path) -> samples; unless told, the lines of a text file, plain or gzip."""
+    paths: tuple[str, ...] = field(default=(), repr=False)
+    """What was found where the value was made; give none."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise UserError(f"Files: pattern is {self.pattern!r}; it must be a string such as 'data/*.txt'")
+        if not callable(self.read):
+            raise UserError(f"Files: read is {self.read!r}; it must be a function (path) -> samples")
+        object.__setattr__(
+            self, "pattern", os.path.abspath(self.pattern)
+        )  # workers may run in another folder
+        if not self.is_local and not self.paths:
+            object.__setattr__(self, "paths", _found(self.pattern, "there is no file"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each worker looks for its own files where it runs."""
+        return "{rank}" in self.pattern
+
+    def dealt(self, parts: int) -> Files:
+        """Each part needs at least one file."""
+        if not self.is_local and len(self.paths) < parts:
+            raise UserError(
+                f"Files: {self.pattern!r} matches {len(self.paths)} of the {parts} files that {parts} workers need, "
+                "one each; give more files, or fewer workers"
+            )
+        return self
+
+    def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """The files of one part, one after another."""
+        if self.is_local:
+            pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
+            return _FileStream(_found(pattern, f"worker {part} finds no file"), self.read)
+        return _FileStream(self.dealt(parts).paths[part::parts], self.read)
+
+
+def _found(pattern: str, nothing: str) -> tuple[str, ...]:
+    paths = tuple(sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()))
+    if not paths:
+        raise UserError(f"Files: {nothing} that matches {pattern!r}")
+    return paths
+
+
+@dataclass(frozen=True, slots=True)
+class _FileStream:
+    """The samples of some files, in the order of the files."""
+
+    paths: tuple[str, ...]
+    read: Callable[[Path], Iterable[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.read(Path(path)) for path in self.paths)
+
+    def __str__(self) -> str:
+        return f"{self.paths[0]} and {len(self.paths) - 1} other files" if self.paths[1:] else self.paths[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RayShards(WorkerData):
+    """A Ray Dataset, cut into equal shards; a sample is a row, a dict of its columns.
+
+    Rows that are left over (fewer than there are workers) belong to nobody. Ray keeps the shards, in the object stores
+    of its nodes and beyond them on disk; a worker gets its own, block after block, while it iterates.
+    """
+
+    dataset: Any
+    """As `ray.data` made it."""
+    shards: tuple[Any, ...] = ()
+    """One for each worker, once it is dealt."""
+
+    def dealt(self, parts: int) -> RayShards:
+        """Have Ray cut it; needs the connection to Ray that the dataset was made with."""
+        if len(self.shards) == parts:
+            return self
+        shards = tuple(self.dataset.split(parts, equal=True))
+        if not all(shard.count() for shard in shards):
+            raise UserError(
+                f"data, a Ray Dataset, has fewer rows than the {parts} workers that read it; give more rows, or fewer "
+                "workers"
+            )
+        return RayShards(self.dataset, shards)
+
+    def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """One shard's rows."""
+        assert len(self.shards) == parts, "a dataset is dealt before it is read"
+        return _Rows(self.shards[part])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as its shards alone."""
+        return RayShards, (None, self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a shard, from its first one each time."""
+
+    shard: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.shard.iter_rows())
+
+
+def own_data(data: Any) -> WorkerData | None:
+    """`data` as data of each worker's own, or None where it is any other."""
+    if isinstance(data, WorkerData):
+        return data
+    is_rays = type(data).__module__.split(".")[:2] == ["ray", "data"]
+    return RayShards(data) if is_rays and hasattr(data, "split") and hasattr(data, "iter_rows") else None

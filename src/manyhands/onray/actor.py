@@ -1,0 +1,74 @@
+"""What an actor does: it takes its seat and its part of the run. Light to import: kernels are compiled first."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from manyhands.hosts.place import Place
+    from manyhands.onray.store import RayStore
+
+__all__ = ["RUN", "ActorSeat", "take_part"]
+
+RUN = "run"
+"""What every run on Ray is called: each has a noticeboard of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSeat:
+    """What an actor is told of its place."""
+
+    rank: int
+    world: int
+    role: str
+    index: int
+    master: str
+    """The address of the leader's node."""
+    later: int
+    """How many of the last ranks come later, if at all."""
+
+    def place(self, board: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
+        """The place itself, made where its process is."""
+        from manyhands.hosts.place import Place
+        from manyhands.onray.store import RayStore, asking
+
+        kept: list[RayStore] = []  # torch's own reference does not keep what is written in Python
+
+        def open_store(timeout_s: float) -> Store:
+            kept.append(RayStore(asking(board, timeout_s), timeout_s, trouble))
+            return kept[-1]
+
+        return Place(
+            rank=self.rank,
+            world=self.world,
+            kind="ray",
+            role=self.role,
+            index=self.index,
+            host=_node_name(),
+            later=self.later,
+            open_store=open_store,
+            master=self.master,
+        )
+
+
+def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
+    """Take one part of a run, to its end."""
+    from manyhands.compiled.warming import prepare
+
+    prepare("fit")  # while it compiles, a process would not be heard
+    from manyhands.placed import run_placed
+
+    request = pickle.loads(packed)  # Ray brings it, from the process that leads
+    run_placed(request, seat.place(board), None, False, RUN)
+
+
+def _node_name() -> str:
+    import ray
+
+    return f"{socket.gethostname()} (Ray node {ray.get_runtime_context().get_node_id()[:8]})"

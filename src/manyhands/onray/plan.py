@@ -1,0 +1,120 @@
+"""Who is put where, and how many workers a cluster has room for: decisions without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manyhands.errors import UserError
+
+__all__ = ["Again", "Bounds", "GivenUp", "Seats", "Staff", "room_for", "seats"]
+
+_MOST_IN_A_ROW = 5
+_IN_A_ROW_S = 60.0
+_FIRST_DELAY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """A placement group: so many equal bundles, put together or apart."""
+
+    role: str
+    count: int
+    strategy: str
+    """Ray's word: PACK or SPREAD."""
+    bundle: Mapping[str, float]
+    first: int = 0
+    """The index of the role that has the first bundle."""
+
+
+def seats(
+    roles: Mapping[str, range], ways: Mapping[str, str], cpus: int, gpus: Mapping[str, int]
+) -> list[Seats]:
+    """The placement groups of a run: one for each kind of role, in which each of its indices has a bundle."""
+    return [
+        Seats(
+            role=role,
+            count=len(indices),
+            first=indices.start,
+            strategy=ways[role].upper(),
+            bundle={"CPU": cpus, **({"GPU": gpus[role]} if gpus.get(role) else {})},
+        )
+        for role, indices in roles.items()
+        if indices
+    ]
+
+
+def room_for(free: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How many more such bundles resources have room for, on one node."""
+    return max(0, min(int(free.get(name, 0.0) // needed) for name, needed in bundle.items() if needed))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many workers a run may have while the cluster grows and shrinks."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, workers: int, least: int | None, most: int | None) -> Bounds | None:
+        """As asked for; None where the number is fixed. UserError where it makes no sense."""
+        if least is None and most is None:
+            return None
+        least, most = least if least is not None else workers, most if most is not None else workers
+        if not 1 <= least <= most:
+            raise UserError(
+                f"min_workers={least} and max_workers={most}: the first must be at least 1, and at most the second"
+            )
+        if not least <= workers <= most:
+            raise UserError(f"workers={workers} must be between min_workers={least} and max_workers={most}")
+        return cls(least, most)
+
+    def change(self, now: int, room: int) -> int:
+        """How many workers to add (or, below 0, to remove), of which there are `now`, with room for `room` more.
+
+        Room below 0 says how many have lost theirs.
+        """
+        return min(self.most, max(self.least, now + room)) - now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Start the role once more, at this time."""
+
+    role: str
+    index: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A role will not come back, for this reason."""
+
+    sentence: str
+
+
+class Staff:
+    """Which roles are started again: what survives a death has each role again, but not for ever.
+
+    The first successor comes almost at once, so that its predecessor's end is noticed before; those that follow in a
+    row, twice as late each.
+    """
+
+    def __init__(self, *, survives: bool) -> None:
+        self._survives = survives
+        self._ends: dict[tuple[str, int], list[float]] = {}
+
+    def ended(self, role: str, index: int, sentence: str, now_s: float) -> Again | GivenUp | None:
+        """What to do about a role that has ended; None where its part was done (no `sentence`)."""
+        if not sentence:
+            return None
+        if not self._survives:
+            return GivenUp(sentence)
+        ends = [at_s for at_s in self._ends.get((role, index), []) if now_s - at_s < _IN_A_ROW_S]
+        self._ends[role, index] = [*ends, now_s]
+        if len(ends) >= _MOST_IN_A_ROW:
+            return GivenUp(
+                f"{sentence} ({len(ends) + 1} times within {_IN_A_ROW_S:.0f} s, so it is not started again)"
+            )
+        return Again(role=role, index=index, at_s=now_s + _FIRST_DELAY_S * 2 ** len(ends))

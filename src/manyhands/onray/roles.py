@@ -1,0 +1,175 @@
+"""Actors that carry the roles of one run: started in their bundles, heard of when they end, and none left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from manyhands.errors import UserError
+from manyhands.onray.plan import Seats, room_for
+
+__all__ = ["RayRoles", "RoleActor", "RoleEnded"]
+
+_PLACING_S = 60.0
+
+
+class RoleActor:
+    """The actor: it does one thing, in a process of its own on some node."""
+
+    def carry(self, work: Callable[..., Any], *arguments: Any) -> str:
+        """Do it; what went wrong, as a line: not every error can travel. Empty where nothing did."""
+        try:
+            work(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleEnded:
+    """An actor has ended."""
+
+    role: str
+    index: int
+    died: bool = False
+    """Whether its process or its node is gone, instead of having returned or raised."""
+    sentence: str = ""
+    """What went wrong; empty where nothing did."""
+
+
+@dataclass(slots=True)
+class _Carried:
+    actor: Any
+    ending: Any
+    ready: Any
+    since_s: float
+
+
+class RayRoles:
+    """The actors of a run, by role and index; a context manager. All calls come from one thread."""
+
+    def __init__(self, ray: Any, seats: Sequence[Seats], placing_s: float = _PLACING_S) -> None:
+        self._ray = ray
+        self._seats = {one.role: one for one in seats}
+        self._placing_s = placing_s
+        self._groups: dict[str, Any] = {}
+        self._carried: dict[tuple[str, int], _Carried] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        with ExitStack() as stack:
+            for one in self._seats.values():
+                group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
+                stack.callback(remove_placement_group, group)
+                self._groups[one.role] = group
+            deadline = time.monotonic() + self._placing_s
+            for role, group in self._groups.items():
+                if not group.wait(max(0.1, deadline - time.monotonic())):
+                    raise UserError(self._no_room(role))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for role, index in list(self._carried):
+            self.kill(role, index)
+        self._stack.close()
+
+    def start(self, role: str, index: int, work: Callable[..., Any], *arguments: Any) -> None:
+        """Have a new actor do `work`; in the bundle of this number where there is one, else wherever there is room."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        seats = self._seats[role]
+        options: dict[str, Any] = {
+            "num_cpus": seats.bundle.get("CPU", 0),
+            "num_gpus": seats.bundle.get("GPU", 0),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if seats.first <= index < seats.first + seats.count:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._groups[role], placement_group_bundle_index=index - seats.first
+            )
+        actor = self._ray.remote(RoleActor).options(**options).remote()
+        ready = actor.__ray_ready__.remote()
+        self._carried[role, index] = _Carried(
+            actor, actor.carry.remote(work, *arguments), ready, time.monotonic()
+        )
+
+    def kill(self, role: str, index: int) -> None:
+        """Be rid of one now; nothing is told of it."""
+        carried = self._carried.pop((role, index), None)
+        if carried is not None:
+            self._ray.kill(carried.actor, no_restart=True)
+
+    def ended(self, timeout_s: float = 0.0) -> list[RoleEnded]:
+        """Who has ended since the last call, waiting up to so long for the first."""
+        if not self._carried:
+            return []
+        by_ending = {carried.ending: whose for whose, carried in self._carried.items()}
+        endings = list(by_ending)
+        done, _ = self._ray.wait(endings, num_returns=1, timeout=timeout_s)
+        if done:
+            done, _ = self._ray.wait(endings, num_returns=len(endings), timeout=0)
+        return [self._end(*by_ending[ending]) for ending in done]
+
+    def waiting(self, role: str) -> dict[int, float]:
+        """Since when which of a role's actors have been without a place on any node."""
+        carried = {
+            one.ready: (index, one.since_s) for (kind, index), one in self._carried.items() if kind == role
+        }
+        if not carried:
+            return {}
+        _, left = self._ray.wait(list(carried), num_returns=len(carried), timeout=0)
+        return dict(carried[ready] for ready in left)
+
+    def room(self, role: str) -> int:
+        """For how many more actors of a role there is room now, on all nodes together."""
+        return room_for(self._ray.available_resources(), self._seats[role].bundle)
+
+    def _end(self, role: str, index: int) -> RoleEnded:
+        carried = self._carried.pop((role, index))
+        try:
+            wrong = self._ray.get(carried.ending)
+        except self._ray.exceptions.RayTaskError as error:
+            return RoleEnded(role=role, index=index, sentence=_of_task(role, index, error))
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(carried.actor, no_restart=True)  # where its node is out of reach, it may live
+            sentence = f"{role} {index} on Ray: {_first_line(error)}"
+            return RoleEnded(role=role, index=index, died=True, sentence=sentence)
+        return RoleEnded(role=role, index=index, sentence=f"{role} {index} on Ray: {wrong}" if wrong else "")
+
+    def _no_room(self, role: str) -> str:
+        seats = self._seats[role]
+        wanted = " and ".join(f"{one.count} {one.role}" for one in self._seats.values())
+        needed = _resources({name: each * seats.count for name, each in seats.bundle.items()})
+        free = _resources({name: self._ray.available_resources().get(name, 0) for name in seats.bundle})
+        return (
+            f"cluster: Ray found no place for {wanted} within {self._placing_s:.0f} s: {role} alone needs {needed}, "
+            f"and {free} is free; ask for fewer, or wait until Ray has room"
+        )
+
+
+def _resources(amounts: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _of_task(role: str, index: int, error: Any) -> str:
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, ModuleNotFoundError):
+        return (
+            f"{role} {index} on Ray: a node cannot import {cause.name}; install it there, or name it in the "
+            "runtime_env of your ray.init"
+        )
+    return f"{role} {index} on Ray: {type(cause).__name__}: {_first_line(cause)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

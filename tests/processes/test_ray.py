@@ -1,0 +1,24 @@
+"""A run on a Ray of its own, on this host; longer ones are in soak/test_ray_soak.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import manyhands as mh
+from equality import OPTIMIZERS, make_task
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")
+
+
+@pytest.mark.timeout(120)
+def test_a_run_on_ray_has_the_weights_of_local_processes_to_the_bit() -> None:
+    import ray
+
+    task = make_task(OPTIMIZERS["momentum"])
+    here = mh.fit(task, "allreduce", workers=2, steps=12)
+    there = mh.fit(task, "allreduce", workers=2, steps=12, cluster="ray")
+    for name, ours in there.model.state_dict().items():
+        assert torch.equal(ours, here.model.state_dict()[name]), name
+    assert there.history.loss == here.history.loss
+    assert not ray.is_initialized(), "a Ray of the run's own ends with it"

@@ -1,0 +1,258 @@
+"""The manifests under deploy/ say what their operators' published schemas ask for.
+
+The schemas are half a megabyte each, most of it Kubernetes's pods, and are not ours to keep here. What is checked are
+the facts of them that these manifests touch: which fields exist, which are required, what they may hold, and the names
+that the operators look for.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from manyhands.cli.main import COMMANDS
+
+yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests")
+
+DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+
+RUN_POLICY = {
+    "cleanPodPolicy": ("All", "Running", "None"),
+    "ttlSecondsAfterFinished": int,
+    "activeDeadlineSeconds": int,
+    "backoffLimit": int,
+    "schedulingPolicy": dict,
+}
+REPLICA = {
+    "replicas": int,
+    "restartPolicy": ("Always", "OnFailure", "Never", "ExitCode"),
+    "template": dict,
+}
+START = {"rayStartParams": dict, "template": dict}
+HEAD = {**START, "serviceType": str, "headService": dict, "enableIngress": bool}
+GROUP = {
+    **START,
+    "groupName": str,
+    "replicas": int,
+    "minReplicas": int,
+    "maxReplicas": int,
+    "numOfHosts": int,
+    "scaleStrategy": dict,
+}
+CLUSTER = {
+    "headGroupSpec": dict,
+    "workerGroupSpecs": list,
+    "rayVersion": str,
+    "enableInTreeAutoscaling": bool,
+    "autoscalerOptions": dict,
+    "suspend": bool,
+}
+JOB = {
+    "entrypoint": str,
+    "rayClusterSpec": dict,
+    "runtimeEnvYAML": str,
+    "submissionMode": ("K8sJobMode", "HTTPMode", "InteractiveMode"),
+    "shutdownAfterJobFinishes": bool,
+    "ttlSecondsAfterFinished": int,
+    "activeDeadlineSeconds": int,
+    "backoffLimit": int,
+}
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+def problems(manifest: Any) -> list[str]:
+    """What an operator would refuse, or never look at."""
+    kind, spec = manifest.get("kind"), manifest.get("spec", {})
+    found = []
+    if not NAME.fullmatch(manifest.get("metadata", {}).get("name", "")):
+        found.append("metadata.name is no name of a resource")
+    version = "ray.io/v1" if str(kind).startswith("Ray") else "kubeflow.org/v1"
+    if manifest.get("apiVersion") != version:
+        found.append(f"apiVersion is not {version}")
+    match kind:
+        case "PyTorchJob":
+            fields = {
+                "pytorchReplicaSpecs": dict,
+                "runPolicy": dict,
+                "nprocPerNode": str,
+                "elasticPolicy": dict,
+            }
+            found += against(spec, fields, ["pytorchReplicaSpecs"], "spec")
+            found += replicas(spec.get("pytorchReplicaSpecs", {}), ("Master", "Worker"), "Master", "pytorch")
+        case "TFJob":
+            fields = {
+                "tfReplicaSpecs": dict,
+                "runPolicy": dict,
+                "successPolicy": str,
+                "enableDynamicWorker": bool,
+            }
+            found += against(spec, fields, ["tfReplicaSpecs"], "spec")
+            roles = ("Chief", "Master", "PS", "Worker", "Evaluator")
+            found += replicas(spec.get("tfReplicaSpecs", {}), roles, "Chief", "tensorflow")
+        case "RayCluster":
+            found += ray_cluster(spec, "spec")
+        case "RayJob":
+            found += against(spec, JOB, ["entrypoint", "rayClusterSpec"], "spec")
+            found += ray_cluster(spec.get("rayClusterSpec", {}), "spec.rayClusterSpec")
+        case _:
+            found.append(f"kind is {kind}")
+    return [*found, *against(spec.get("runPolicy", {}), RUN_POLICY, [], "spec.runPolicy")]
+
+
+def against(value: Any, fields: dict[str, Any], required: list[str], where: str) -> list[str]:
+    """Fields that are missing, unknown, or of another kind."""
+    if not isinstance(value, dict):
+        return [f"{where} is no mapping"]
+    found = [f"{where}.{name} is missing" for name in required if name not in value]
+    for name, held in value.items():
+        allowed = fields.get(name)
+        if allowed is None:
+            found.append(f"{where}.{name} is not known")
+        elif isinstance(allowed, tuple):
+            found += [f"{where}.{name} is {held!r}"] if held not in allowed else []
+        elif not isinstance(held, allowed) or (allowed is int and isinstance(held, bool)):
+            found.append(f"{where}.{name} is {held!r}, no {allowed.__name__}")
+    return found
+
+
+def replicas(specs: Any, roles: tuple[str, ...], leader: str, container: str) -> list[str]:
+    """Of the training operator; it looks for a container of one name in every pod."""
+    found = [f"{role} is no role" for role in specs if role not in roles]
+    if specs.get(leader, {}).get("replicas") != 1:
+        found.append(f"{leader} must be one")
+    for role, spec in specs.items():
+        found += against(spec, REPLICA, ["template"], role)
+        found += pod(spec.get("template", {}), container, role)
+    return found
+
+
+def ray_cluster(spec: Any, where: str) -> list[str]:
+    found = against(spec, CLUSTER, ["headGroupSpec"], where)
+    head = spec.get("headGroupSpec", {})
+    found += against(head, HEAD, ["rayStartParams", "template"], f"{where}.headGroupSpec")
+    found += pod(head.get("template", {}), "ray-head", f"{where}.headGroupSpec")
+    for number, group in enumerate(spec.get("workerGroupSpecs", [])):
+        place = f"{where}.workerGroupSpecs[{number}]"
+        needed = ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"]
+        found += against(group, GROUP, needed, place)
+        found += pod(group.get("template", {}), "ray-worker", place)
+        if not group.get("minReplicas", 0) <= group.get("replicas", 0) <= group.get("maxReplicas", 0):
+            found.append(f"{place}.replicas is not between minReplicas and maxReplicas")
+        found += [
+            f"{place}: {value!r}" for value in group["rayStartParams"].values() if not isinstance(value, str)
+        ]
+    return found
+
+
+def pod(template: Any, container: str, where: str) -> list[str]:
+    spec = template.get("spec", {})
+    first = (spec.get("containers") or [{}])[0]
+    found = [] if first.get("name") == container else [f"{where}: the first container is not {container}"]
+    found += [f"{where}: no image"] if not first.get("image") else []
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+    mounted = {mount["name"] for mount in first.get("volumeMounts", [])}
+    found += [f"{where}: nothing is called {name}" for name in mounted - set(volumes)]
+    if volumes.get("tls", {}).get("secret", {}).get("defaultMode") != 0o400:
+        found.append(f"{where}: others may read the key")
+    return found
+
+
+def load(path: Path) -> Any:
+    (document,) = yaml.safe_load_all(path.read_text())
+    return document
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_fits_what_its_operator_reads(path: Path) -> None:
+    assert problems(load(path)) == []
+
+
+def test_every_kind_is_there() -> None:
+    assert {load(path)["kind"] for path in MANIFESTS} == {"PyTorchJob", "TFJob", "RayJob", "RayCluster"}
+
+
+def spoiled() -> Iterator[tuple[str, Callable[[Any], Any], str]]:
+    yield "pytorchjob", lambda spec: spec.update(replicas=2), "spec.replicas is not known"
+    yield "pytorchjob", lambda spec: spec.pop("pytorchReplicaSpecs"), "spec.pytorchReplicaSpecs is missing"
+    yield "pytorchjob", lambda spec: spec.update(nprocPerNode=1), "spec.nprocPerNode is 1, no str"
+    yield "tfjob", lambda spec: spec["tfReplicaSpecs"]["Chief"].update(replicas=2), "Chief must be one"
+    yield "tfjob", lambda spec: spec["tfReplicaSpecs"].update(Server={}), "Server is no role"
+    yield (
+        "tfjob",
+        lambda spec: spec["tfReplicaSpecs"]["PS"].update(restartPolicy="Sometimes"),
+        "PS.restartPolicy",
+    )
+    yield "raycluster", lambda spec: spec["headGroupSpec"].pop("rayStartParams"), "rayStartParams is missing"
+    yield "raycluster", lambda spec: spec["workerGroupSpecs"][0].update(replicas=9), "is not between"
+    yield "rayjob", lambda spec: spec.update(entryPoint="x"), "spec.entryPoint is not known"
+
+
+@pytest.mark.parametrize(("name", "spoil", "sentence"), list(spoiled()))
+def test_what_would_be_refused_is_found(name: str, spoil: Callable[[Any], Any], sentence: str) -> None:
+    manifest = copy.deepcopy(load(DEPLOY / "kubernetes" / f"{name}.yaml"))
+    spoil(manifest["spec"])
+    assert any(sentence in found for found in problems(manifest)), problems(manifest)
+
+
+def test_the_batch_script_is_a_script() -> None:
+    script = DEPLOY / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", script], check=True, timeout=10)
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", script.read_text(), re.MULTILINE))
+    assert options["ntasks-per-node"] == "1", "torchrun starts the workers of a node"
+    assert int(options["nodes"]) > 1
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every `manyhands …` that a manifest, the script or the page on machines says, as words."""
+    for path in MANIFESTS:
+        spec = load(path)["spec"]
+        for role, replica in (spec.get("pytorchReplicaSpecs") or spec.get("tfReplicaSpecs") or {}).items():
+            container = replica["template"]["spec"]["containers"][0]
+            yield f"{path.stem} {role}", [*container["command"], *container["args"]]
+        if "entrypoint" in spec:
+            yield path.stem, shlex.split(spec["entrypoint"])
+    for path in (
+        DEPLOY / "slurm" / "train.sbatch",
+        DEPLOY / "README.md",
+        DEPLOY.parent / "docs" / "machines.md",
+        DEPLOY / "kubernetes" / "raycluster.yaml",
+    ):
+        text = re.sub(r"\\\n#?", " ", path.read_text())
+        for number, found in enumerate(
+            re.findall(r"^[^|`\n]*?\bmanyhands ((?:train|certificates|role|watch) .*)", text, re.M)
+        ):
+            words = shlex.split(found.partition(" && ")[0], comments=True)
+            yield f"{path.name} {number}", ["manyhands", *words]
+
+
+def parse(program: str, name: str, *words: str) -> None:
+    """As the command line would, up to where it would begin; raises for what it does not know."""
+    assert program == "manyhands"
+    module, _, attribute = COMMANDS[name].home.partition(":")
+    found = getattr(import_module(module), attribute)
+    if isinstance(found, typer.Typer):
+        task, *words = words
+        command: Any = typer.main.get_group(found).commands[task]
+    else:
+        alone = typer.Typer()
+        alone.command(name)(found)
+        command = typer.main.get_command(alone)
+    command.make_context(name, list(words))
+
+
+@pytest.mark.parametrize(("where", "words"), list(commands()))
+def test_commands_are_those_of_the_command_line(where: str, words: list[str]) -> None:
+    parse(*words)
+    end = words.index("--") if "--" in words else len(words)
+    with pytest.raises(Exception, match=r"[Nn]o such option"):
+        parse(*words[:end], "--nonsense", *words[end:])

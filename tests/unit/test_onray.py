@@ -1,0 +1,228 @@
+"""Ray's part that needs no Ray: which cluster, who is put where, how many workers, and the store."""
+
+from __future__ import annotations
+
+import queue
+import random
+import sys
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+import manyhands as mh
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.hosts.place import Place
+from manyhands.hosts.standing import standing
+from manyhands.onray.cluster import RayCluster
+from manyhands.onray.connection import ray_module
+from manyhands.onray.following import Less, More, SizeFollower
+from manyhands.onray.lead import Casting
+from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
+from manyhands.onray.store import Noticeboard, RayStore
+from manyhands.server.roles import ps_ranks
+from manyhands.server.strategy import Ps
+from manyhands.strategy import Strategy
+from manyhands.training.commands import AddWorker, Command, RemoveWorker
+
+
+def test_a_cluster_is_read_from_its_text() -> None:
+    assert RayCluster.parse("ray") == RayCluster()
+    auto = RayCluster.parse("auto workers=spread cpus=4")
+    assert (auto.address, auto.workers, auto.servers, auto.cpus) == ("auto", "spread", "spread", 4)
+    assert RayCluster.parse(auto) is auto
+    assert RayCluster.parse("ray://head:10001").is_remote
+    assert not RayCluster.parse("10.0.0.1:6379").is_remote
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "cluster='' is no Ray cluster; give ray, auto, ray://HOST:PORT or HOST:PORT"),
+        ("rayy", "cluster='rayy' is no Ray cluster"),
+        ("ray://head", "cluster='ray://head' is no Ray cluster"),
+        ("ray workers=near", "unknown workers 'near'"),
+        ("ray worker=pack", "cluster ray has no setting 'worker'; allowed: workers, servers, cpus"),
+        ("auto cpus=0", "cpus=0 must be a whole number of at least 1"),
+        ("auto cpus=x", "cluster auto cpus=x: 'x' is not a whole number"),
+    ],
+)
+def test_a_text_that_makes_no_sense_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
+        RayCluster.parse(text)
+
+
+def test_every_kind_of_role_has_bundles_of_its_own() -> None:
+    workers, servers = seats(
+        {"worker": range(1, 4), "ps": range(2)},
+        {"worker": "pack", "ps": "spread"},
+        cpus=2,
+        gpus={"worker": 1},
+    )
+    assert (workers.strategy, workers.first, workers.count) == ("PACK", 1, 3)
+    assert workers.bundle == {"CPU": 2, "GPU": 1}
+    assert (servers.strategy, servers.count, servers.bundle) == ("SPREAD", 2, {"CPU": 2})
+    assert seats({"worker": range(1, 1)}, {"worker": "pack"}, 1, {}) == []
+    assert room_for({"CPU": 7.0, "GPU": 1.0}, workers.bundle) == 1
+    assert room_for({"CPU": 7.0}, workers.bundle) == 0
+    assert room_for({"CPU": 7.0}, servers.bundle) == 3
+
+
+def test_workers_follow_the_room_within_their_bounds() -> None:
+    assert Bounds.of(2, None, None) is None
+    assert Bounds.of(2, None, 4) == Bounds(2, 4)
+    bounds = Bounds.of(2, 1, 4)
+    assert bounds == Bounds(1, 4)
+    assert [bounds.change(2, room) for room in (-5, -1, 0, 1, 2, 9)] == [-1, -1, 0, 1, 2, 2]
+    assert Bounds(2, 3).change(5, 0) == -2
+    for workers, least, most in ((2, 0, 4), (2, 3, 1)):
+        with pytest.raises(UserError, match="the first must be at least 1, and at most the second"):
+            Bounds.of(workers, least, most)
+    with pytest.raises(UserError, match="workers=5 must be between min_workers=1 and max_workers=4"):
+        Bounds.of(5, 1, 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
+    board, chance = Noticeboard(), random.Random(seed)
+    kept = RayStore(lambda call, *given: getattr(board, call)(*given), 1.0)
+    ours = PrefixStore("run", kept)
+    theirs = PrefixStore("run", HashStore())
+    for _ in range(200):
+        key, value = chance.choice("abc"), chance.choice(["1", "2", ""])
+        match chance.choice(["set", "compare_set", "delete", "check"]):
+            case "set":
+                ours.set(key, value)
+                theirs.set(key, value)
+            case "compare_set":
+                expected = chance.choice(["1", "2", ""])
+                assert ours.compare_set(key, expected, value) == theirs.compare_set(key, expected, value)
+            case "delete":
+                assert ours.delete_key(key) == theirs.delete_key(key)
+            case "check":
+                assert ours.check([key]) == theirs.check([key])
+                assert not ours.check([key]) or ours.get(key) == theirs.get(key)
+    amounts = (1, 5, -2)
+    assert [ours.add("count", amount) for amount in amounts] == [theirs.add("count", one) for one in amounts]
+
+
+def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
+    board, troubles = Noticeboard(), [None, "worker 1 on Ray: died"]
+    ask = lambda call, *given: getattr(board, call)(*given)  # noqa: E731
+    kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
+    store = PrefixStore("run", kept)
+    store.set("here/0", "a")
+    assert not store.check(["here/1"])
+    with pytest.raises(ManyhandsError, match="worker 1 on Ray: died"):
+        store.check(["here/1"])
+    with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
+        PrefixStore("run", impatient).get("leader")
+
+
+def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
+    staff = Staff(survives=True)
+    delays, now_s = [], 100.0
+    for _ in range(5):
+        again = staff.ended("ps", 1, "ps 1: died", now_s)
+        assert isinstance(again, Again)
+        assert (again.role, again.index) == ("ps", 1)
+        delays.append(again.at_s - now_s)
+        now_s = again.at_s + 1
+    assert delays == [0.5, 1, 2, 4, 8]
+    given_up = staff.ended("ps", 1, "ps 1: died", now_s)
+    assert given_up == GivenUp("ps 1: died (6 times within 60 s, so it is not started again)")
+    assert staff.ended("ps", 0, "ps 0: died", now_s) == Again(role="ps", index=0, at_s=now_s + 0.5)
+    assert staff.ended("ps", 1, "ps 1: died", now_s + 100) == Again(role="ps", index=1, at_s=now_s + 100.5)
+    assert staff.ended("ps", 0, "", now_s) is None, "its part was done"
+    assert Staff(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp("worker 1: died")
+
+
+class Space:
+    def __init__(self) -> None:
+        self.free, self.homeless = 0, dict[int, float]()
+
+    def room(self, role: str) -> int:
+        return self.free
+
+    def waiting(self, role: str) -> dict[int, float]:
+        return self.homeless
+
+
+def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
+    space, commands = Space(), queue.SimpleQueue[Command]()
+    follower = SizeFollower(Bounds(1, 4), 2, commands)
+    assert follower.look(space, 10.0) == []
+    assert commands.empty()
+    space.free = 3
+    assert follower.look(space, 11.0) == [], "looks every 2 s"
+    assert follower.look(space, 12.0) == []
+    asked = commands.get_nowait()
+    assert isinstance(asked.change, AddWorker)
+    assert follower.look(space, 20.0) == [], "the run has not answered"
+    assert commands.empty()
+    asked.done.set_result(2)
+    assert follower.look(space, 20.1) == [More(2)]
+    space.homeless = {2: 20.1}
+    assert follower.look(space, 22.2) == [], "it is being started"
+    assert follower.look(space, 45.0) == [Less(2)]
+    assert commands.get_nowait().change == RemoveWorker(slot=2)
+    space.homeless = {0: 0.0, 1: 0.0}
+    assert follower.look(space, 50.0) == [Less(1)]
+    assert follower.look(space, 60.0) == [], "one is the least"
+
+
+def test_no_more_workers_are_asked_for_than_a_run_can_have() -> None:
+    space, commands = Space(), queue.SimpleQueue[Command]()
+    space.free = 9
+    follower = SizeFollower(Bounds(1, 9), 2, commands)
+    follower.look(space, 0.0)
+    commands.get_nowait().done.set_exception(UserError("no more than 18 slots"))
+    assert [follower.look(space, now_s) for now_s in (1.0, 10.0, 20.0)] == [[], [], []]
+    assert commands.empty()
+    assert SizeFollower(None, 2, commands).look(space, 0.0) == []
+
+
+def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"Ray is not installed here .*; pip install 'manyhands\[ray\]'"):
+        ray_module()
+
+
+def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = mh.Task(
+        model=lambda: torch.nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch).mean(),
+        data=torch.ones(8, 1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    with pytest.raises(UserError, match="cluster='rya' is no Ray cluster"):
+        mh.fit(task, cluster="rya")
+    bounded = mh.Options(max_workers=4)
+    with pytest.raises(UserError, match="follow the size of a cluster; give cluster= as well"):
+        mh.fit(task, workers=2, options=bounded)
+    with pytest.raises(UserError, match="strategy allreduce needs the workers it began with"):
+        mh.fit(task, "allreduce", workers=2, options=bounded, cluster="ray")
+    with (
+        standing(Place(rank=0, world=2, kind="torchrun")),
+        pytest.raises(UserError, match="torchrun has started"),
+    ):
+        mh.fit(task, cluster="auto")
+
+
+def test_who_leads_and_who_is_which_rank() -> None:
+    ring = Casting.of(Strategy.parse("allreduce"), 3)
+    assert (ring.leader, ring.world) == (("worker", 0), 3)
+    assert [ring.seat("worker", index, "a").rank for index in (1, 2)] == [1, 2]
+    served = Casting.of(Strategy.parse("ps servers=2"), 3, later=16)
+    assert (served.leader, served.world) == (("chief", 0), 1 + 2 + 3 + 16)
+    ranks = [
+        served.seat("ps", 1, "a").rank,
+        served.seat("worker", 0, "a").rank,
+        served.seat("worker", 5, "a").rank,
+    ]
+    assert ranks == [2, 3, 8], "later workers follow the first ones"
+    strategy = Strategy.parse("ps servers=2")
+    assert isinstance(strategy, Ps)
+    found = ps_ranks(strategy, Place(rank=0, world=served.world, kind="ray", role="chief"))
+    assert (found.servers, found.workers[:2], len(found.workers)) == ((1, 2), (3, 4), 19)
+    assert [found.names[rank] for rank in (0, 2, 3)] == ["chief", "ps 1", "worker 0"]
