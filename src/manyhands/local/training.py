@@ -43,7 +43,9 @@ class LocalTraining(ExchangeTraining):
         """Averages in a ring of links."""
         links = resources.links()
         resources = replace(resources, links=lambda: links)
-        replicas, words = across_hosts(ALGORITHMS["ring"], resources, strategy.codec)
+        replicas, words = across_hosts(
+            ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
+        )
         return _end(strategy, replicas, links, resources.timeout_s), words
 
 

@@ -188,8 +188,12 @@ class ProcessTraining(Training):
         """One worker's part, in this process; what it tells at its end. Worker 0's weights become the model's."""
         joined = time.monotonic_ns()
         job = self._job(None)
+        plan, timeout_s = job.plan, job.timeout_s
         with ExitStack() as stack:
-            ties = stack.enter_context(tied(party, store, job.strategy, job.plan.device, job.timeout_s))
+            meeting = tied(
+                party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
+            )
+            ties = stack.enter_context(meeting)
             around.on_failure(ties.abort)
             train = stack.enter_context(self.worker(job, ties.resources, around, checkpoints))
             around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)

@@ -132,7 +132,13 @@ class Ties:
 
 @contextmanager
 def tied(
-    party: Company | CompanyMember, store: MeetingStore, strategy: Strategy, device: str, timeout_s: float
+    party: Company | CompanyMember,
+    store: MeetingStore,
+    strategy: Strategy,
+    *,
+    device: str,
+    seed: int,
+    timeout_s: float,
 ) -> Iterator[Ties]:
     """Collective: meet the others, and share memory on this host, links with all others as `strategy` needs them.
 
@@ -162,6 +168,7 @@ def tied(
             timeout_s=timeout_s,
             group=partial(attach_group, files, meeting, timeout_s) if files is not None else no_group,
             links=lambda: links,
+            seed=seed,
             device=device_of(device, meeting.local_rank),
             hosts=meeting.hosts if several else (),
             alarm=alarm if several else None,
