@@ -12,7 +12,7 @@ from manyhands.server.layout import FlatLayout, ShardRange
 from manyhands.server.live.coding import RangeCoding, as_tensor
 from manyhands.server.live.payloads import Gradients
 from manyhands.server.messages import Push
-from manyhands.wire.names import CODECS, RAW
+from manyhands.wire.names import RAW
 
 PUSH = Push(shard=1, slot=0, member=5, clock=3, read_version=0, batch=3, part=0, parts=1, weight=1.0)
 
@@ -42,7 +42,7 @@ def empty(layout: FlatLayout, shard: int) -> ShardRange:
     return layout.range_in(torch.full((layout.range_bytes(shard),), 99, dtype=torch.uint8), shard)
 
 
-@pytest.mark.parametrize("word", CODECS)
+@pytest.mark.parametrize("word", ["bf16", "fp16"])
 @pytest.mark.parametrize("shard", [0, 1])
 def test_each_run_is_rounded_in_its_own_type_and_halves_travel_as_they_are(word: str, shard: int) -> None:
     layout = mixed_layout()
