@@ -39,3 +39,29 @@ def tls_cost() -> str:
         f"{result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+def hosts_speed() -> str:
+    """A step over a slow cable by each way, and what each host sends in it, beside the formula."""
+    result = load("hosts")
+    table = [["way", "a step", "× DDP on Gloo", "a host sends", "by formula"]]
+    ways = {row["way"]: row for row in result["ways"]}
+    peer = ways["ddp gloo"]["step_s"]
+    for way, row in ways.items():
+        name = f"`{row['strategy']}`: {way}" if row["strategy"] else "DDP on Gloo"
+        by = f"{row['formula_bytes'] / 1e6:.2f} MB" if row["formula_bytes"] else "–"
+        table.append(
+            [
+                name,
+                f"{row['step_s'] * 1e3:.0f} ms",
+                f"{peer / row['step_s']:.2f}",
+                f"{row['sent_bytes'] / 1e6:.2f} MB",
+                by,
+            ]
+        )
+    about = (
+        f"{result['hosts']} hosts (network namespaces) with {result['workers']} workers on {result['cores']} cores, a "
+        f"cable of {result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of "
+        f"{result['rounds']} rounds."
+    )
+    return f"{about}\n\n{markdown(table)}"

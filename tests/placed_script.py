@@ -106,7 +106,7 @@ def trouble(directory: Path) -> None:
         raise ZeroDivisionError("a defect of the task")
 
     expect("workers", kept("a", strategy="allreduce", workers=7, steps=STEPS))
-    expect("servers", kept("b", strategy="ps", steps=STEPS))
+    expect("elastic", kept("b", strategy="allreduce elastic=yes", steps=STEPS))
     expect("steps", kept("c", strategy="allreduce", steps=STEPS + RANK))
     expect("raises", kept("d", strategy="allreduce", steps=100, task=task(at_third(fail, 1))))
     kill = at_third(lambda: os.kill(os.getpid(), signal.SIGKILL), 2)

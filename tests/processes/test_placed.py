@@ -116,7 +116,7 @@ def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_
     host = socket.gethostname()
     for lines in told:
         assert "workers=7: torchrun started 3 processes, each of which is a worker" in lines["workers"]
-        assert "strategy=ps starts processes of its own" in lines["servers"]
+        assert "elastic=yes starts processes of its own" in lines["elastic"]
     steps = f"has steps={STEPS + 1}, and the leader, worker 0 on {host}, steps={STEPS}"
     assert f"worker 1 on {host} {steps}" in told[1]["steps"]
     assert any(f"has steps={STEPS + rank}, and the leader" in told[0]["steps"] for rank in (1, 2))
