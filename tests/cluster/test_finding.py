@@ -101,7 +101,7 @@ def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
 
 def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_to_all() -> None:
     store = HashStore()
-    seat(store, "twice", 1)
+    seat(store, "twice", 1, process="process 1 (worker 1 on vm)")
     with pytest.raises(UserError, match=r"two processes are rank 1: process .* and process "):
         follow(places(2, store)[1], TERMS, "twice", security=Security.loopback(), timeout_s=0.2)
 
