@@ -293,6 +293,19 @@ def test_a_message_with_one_end_has_no_arrow() -> None:
     assert len(arrows) == 2 * 6 - 1
 
 
+def test_a_message_that_arrives_before_the_call_that_sends_it_returns_has_its_arrow() -> None:
+    roles = served_run(6)
+    records = roles[2].records
+    sends = (records["kind"] == EventKind.SEND) & (records["step"] == 3)
+    records["duration_ns"][sends] = 5 * MS  # its answer is read long before that
+    timeline = build_timeline(roles, max_slices=1000)
+    arrows = [arrow for arrow in timeline.arrows if arrow.is_message]
+    assert len(arrows) == 2 * 6
+    assert all(arrow.source_ns <= arrow.target_ns for arrow in arrows)
+    trace, _ = trace_of(timeline)
+    assert_flows_bound(trace)
+
+
 def test_a_long_run_with_a_server_is_bounded_and_its_gaps_keep_the_sums() -> None:
     timeline = build_timeline(served_run(20_000), max_slices=MAX_TRACE_SLICES)
     _, size = trace_of(timeline)

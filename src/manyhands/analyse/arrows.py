@@ -51,9 +51,13 @@ def message_arrows(
             continue
         for number, sends in sent.items():
             for send, arrival in zip(sends, received.get(number, ()), strict=False):
-                source_ns = tracks[source].near(send.at_ns - zero_ns)
                 target_ns = tracks[target].near(arrival.at_ns - zero_ns)
-                if source_ns is not None and target_ns is not None and source_ns <= target_ns:
+                if target_ns is None:
+                    continue
+                # What was sent may be there before the call that sends it has returned.
+                left_ns = max(send.began_ns, min(send.at_ns, arrival.at_ns))
+                source_ns = tracks[source].near(left_ns - zero_ns, latest_ns=target_ns)
+                if source_ns is not None:
                     yield Arrow(
                         source=source,
                         source_ns=source_ns,
@@ -69,6 +73,7 @@ def message_arrows(
 class _End:
     """One end of a message."""
 
+    began_ns: int
     at_ns: int
     step: int
     num_bytes: int
@@ -92,13 +97,13 @@ def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int,
         inside = np.zeros(len(records), bool)
         for begin, end in spans:
             inside |= (starts >= begin) & (ends <= end)
-        columns = {name: records[name][inside].tolist() for name in names} | {
-            "start_ns": ends[inside].tolist()
-        }
-        for kind, peer, number, at_ns, step, num_bytes in zip(*columns.values(), strict=True):
+        columns = [records[name][inside].tolist() for name in names]
+        for kind, peer, number, began_ns, step, num_bytes, at_ns in zip(
+            *columns, ends[inside].tolist(), strict=True
+        ):
             is_send = kind == EventKind.SEND
             pair = (events.role, peer) if is_send else (peer, events.role)
-            found[pair][0 if is_send else 1][number].append(_End(at_ns, step, num_bytes))
+            found[pair][0 if is_send else 1][number].append(_End(began_ns, at_ns, step, num_bytes))
     return found
 
 
@@ -114,10 +119,11 @@ class _Track:
         index = bisect.bisect_right(self._starts, at_ns) - 1
         return min(at_ns, self._slices[index].end_ns - 1) if index >= 0 else None
 
-    def near(self, at_ns: int) -> int | None:
-        """The moment itself where it lies in a slice, else the nearest that does, if that is near."""
+    def near(self, at_ns: int, latest_ns: int | None = None) -> int | None:
+        """The moment itself where it lies in a slice, else the nearest that does, if that is near and not too late."""
         index = bisect.bisect_right(self._starts, at_ns)
         moments = [min(at_ns, part.end_ns - 1) for part in self._slices[max(0, index - 1) : index]]
         moments += self._starts[index : index + 1]
+        moments = [moment for moment in moments if latest_ns is None or moment <= latest_ns]
         nearest = min(moments, key=lambda moment: abs(moment - at_ns), default=None)
         return nearest if nearest is not None and abs(nearest - at_ns) <= _NEAR_NS else None
