@@ -6,6 +6,7 @@ tuples as tuples, integer keys as integers, one tensor that stood in two places 
 no word for is an object with one `$` key:
 
     {"$tensor": "optimizer.state.0.exp_avg"}   {"$tuple": [0.9, 0.999]}   {"$float": "inf"}
+    {"$nan": "7ff8000000000001"}        a NaN that is not the usual one, by its bits
     {"$items": [[0, ...], [1, ...]]}    a dict whose keys are not all plain strings
     {"$counter": [[30, 1], [80, 1]]}    a collections.Counter (MultiStepLR keeps its milestones in one)
 """
@@ -13,6 +14,8 @@ no word for is an object with one `$` key:
 from __future__ import annotations
 
 import math
+import re
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -24,6 +27,8 @@ from manyhands.errors import UserError
 from manyhands.store.tensorfile import view_key
 
 __all__ = ["Json", "flatten", "unflatten"]
+
+_USUAL_NAN = struct.pack(">d", math.nan)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -63,7 +68,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
     if value is None or kind in (bool, int, str):
         return value  # type: ignore[no-any-return]
     if kind is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return value if math.isfinite(value) else _not_finite(value)
     if kind is list:
         return inside(enumerate(value))
     if kind is tuple:
@@ -79,6 +84,18 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hasha
         f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
         "int, float, str, list, tuple, dict and tensors"
     )
+
+
+def _not_finite(value: float) -> Json:
+    bits = struct.pack(">d", value)
+    return {"$nan": bits.hex()} if math.isnan(value) and bits != _USUAL_NAN else {"$float": repr(value)}
+
+
+def _nan(text: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(text)) if re.fullmatch("[0-9a-f]{16}", text) else (0.0,)
+    if not math.isnan(value):
+        raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
+    return float(value)
 
 
 def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Hashable, str]) -> str:
@@ -113,6 +130,8 @@ def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
             return tuple(unflatten(tensors, item) for item in items)
         case {"$float": "inf" | "-inf" | "nan" as text, **others} if not others:
             return float(text)
+        case {"$nan": str(text), **others} if not others:
+            return _nan(text)
         case {"$items": list(pairs), **others} if not others:
             return dict(_pairs(tensors, pairs))
         case {"$counter": list(pairs), **others} if not others:
