@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from cables import two_namespaces
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 1024, 4, 32, 14, 4
 WORLD, HOSTS = 4, 2
 ADDRESS = "10.231.79."
+BUCKET = ["burst", "256kb", "latency", "100ms"]
 WAYS = {
     "hierarchical": "allreduce",
     "ring": "allreduce algorithm=ring",
@@ -128,30 +129,7 @@ def work(way: str, result: Path) -> None:
         result.write_text(json.dumps({"took": took, "sent": meter.bytes_per_step()}))
 
 
-@contextmanager
-def two_hosts(rate: str) -> Iterator[list[str]]:
-    names = [f"manyhands-bench-{host}-{os.getpid()}" for host in range(HOSTS)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10)
-
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        ends = ["cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]]
-        ip("link", "add", *ends)
-        for host, name in enumerate(names):
-            ip("-n", name, "address", "add", f"{ADDRESS}{host + 1}/24", "dev", "cable")
-            for device in ("cable", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-            shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-            tc = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", *shape]
-            subprocess.run(tc, check=True, timeout=10)
-        yield names
-
-
-def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
+def measure(way: str, inside: list[list[str]], port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "took"
         processes = []
@@ -164,7 +142,7 @@ def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
                 "GLOO_SOCKET_IFNAME": "cable",
                 "OMP_NUM_THREADS": "1",
             }
-            command = ["ip", "netns", "exec", names[rank * HOSTS // WORLD], sys.executable, __file__]
+            command = [*inside[rank * HOSTS // WORLD], sys.executable, __file__]
             processes.append(
                 subprocess.Popen([*command, "--work", way, str(result)], env={**os.environ, **places})
             )
@@ -188,10 +166,10 @@ def main() -> None:
         return
     num_bytes = sum(parameter.nbytes for parameter in build().parameters())
     rounds: dict[str, list[Mapping[str, Any]]] = {way: [] for way in WAYS}
-    with two_hosts(asked.rate) as names:
+    with two_namespaces(ADDRESS, asked.rate, BUCKET) as inside:
         for number in range(asked.rounds):
             for index, way in enumerate(WAYS):
-                rounds[way].append(measure(way, names, 29500 + number * len(WAYS) + index))
+                rounds[way].append(measure(way, inside, 29500 + number * len(WAYS) + index))
     result = {
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
