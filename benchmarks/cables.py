@@ -30,13 +30,12 @@ def namespaces_are_permitted() -> bool:
 
 
 @contextmanager
-def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[list[list[str]]]:
-    """Two namespaces that stand for hosts, `subnet`1 and `subnet`2; how to start something in each of them.
+def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[list[str]]:
+    """Two namespaces that stand for hosts, `subnet`1 and `subnet`2, by name.
 
     A token bucket at each end of the cable between them holds it to `rate`, both as `tc` spells them.
     """
     names = [f"manyhands-bench-{end}-{os.getpid()}" for end in range(_ENDS)]
-    inside = [["ip", "netns", "exec", name] for name in names]
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, timeout=10)
@@ -52,8 +51,13 @@ def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[li
             for device in ("cable", "lo"):
                 ip("-n", name, "link", "set", device, "up")
             shape = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, *bucket]
-            subprocess.run([*inside[end], *shape], check=True, timeout=10)
-        yield inside
+            subprocess.run([*inside(name), *shape], check=True, timeout=10)
+        yield names
+
+
+def inside(name: str) -> list[str]:
+    """What a command begins with that runs in a namespace."""
+    return ["ip", "netns", "exec", name]
 
 
 def pace_every_connection(bytes_per_s: int) -> int:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import two_namespaces
+from cables import inside, two_namespaces
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 1024, 4, 32, 14, 4
 WORLD, HOSTS = 4, 2
 ADDRESS = "10.231.79."
-BUCKET = ["burst", "256kb", "latency", "100ms"]
 WAYS = {
     "hierarchical": "allreduce",
     "ring": "allreduce algorithm=ring",
@@ -129,7 +129,12 @@ def work(way: str, result: Path) -> None:
         result.write_text(json.dumps({"took": took, "sent": meter.bytes_per_step()}))
 
 
-def measure(way: str, inside: list[list[str]], port: int) -> dict[str, Any]:
+def two_hosts(rate: str) -> AbstractContextManager[list[str]]:
+    """The namespaces that stand for hosts, by name."""
+    return two_namespaces(ADDRESS, rate, ["burst", "256kb", "latency", "100ms"])
+
+
+def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "took"
         processes = []
@@ -142,7 +147,7 @@ def measure(way: str, inside: list[list[str]], port: int) -> dict[str, Any]:
                 "GLOO_SOCKET_IFNAME": "cable",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [*inside[rank * HOSTS // WORLD], sys.executable, __file__]
+            command = [*inside(names[rank * HOSTS // WORLD]), sys.executable, __file__]
             processes.append(
                 subprocess.Popen([*command, "--work", way, str(result)], env={**os.environ, **places})
             )
@@ -166,10 +171,10 @@ def main() -> None:
         return
     num_bytes = sum(parameter.nbytes for parameter in build().parameters())
     rounds: dict[str, list[Mapping[str, Any]]] = {way: [] for way in WAYS}
-    with two_namespaces(ADDRESS, asked.rate, BUCKET) as inside:
+    with two_hosts(asked.rate) as names:
         for number in range(asked.rounds):
             for index, way in enumerate(WAYS):
-                rounds[way].append(measure(way, inside, 29500 + number * len(WAYS) + index))
+                rounds[way].append(measure(way, names, 29500 + number * len(WAYS) + index))
     result = {
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),

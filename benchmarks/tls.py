@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cables import namespaces_are_permitted, two_namespaces
+from cables import inside, namespaces_are_permitted, two_namespaces
 from manyhands.errors import format_bytes
 from manyhands.link.authority import make_certificates
 from tls_carriers import TIMEOUT_S, Carrier, Meeting, OverSockets, hold_to
@@ -142,17 +142,17 @@ def be_sender(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(
-    options: argparse.Namespace, words: Sequence[str], inside: Sequence[Sequence[str]], host: str
+    options: argparse.Namespace, words: Sequence[str], ends: Sequence[Sequence[str]], host: str
 ) -> dict[str, Any]:
-    """Measure between two processes, each started by what stands in `inside`; the second listens at `host`."""
+    """Measure between two processes, each started by what stands in `ends`; the second listens at `host`."""
     sizes = ",".join(map(str, options.sizes))
     command = [sys.executable, __file__, "--rounds", str(options.rounds), "--sizes", sizes, *words]
-    receiver = subprocess.Popen([*inside[1], *command, "--receive", host], stdout=subprocess.PIPE, text=True)
+    receiver = subprocess.Popen([*ends[1], *command, "--receive", host], stdout=subprocess.PIPE, text=True)
     try:
         assert receiver.stdout is not None
         addresses = receiver.stdout.readline()
         sender = subprocess.run(
-            [*inside[0], *command, "--send", addresses],
+            [*ends[0], *command, "--send", addresses],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -179,8 +179,9 @@ def places(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
         return
     for name, (tc_rate, rate) in CABLES.items():
         words = [*files, "--link-bytes-per-s", str(rate)]
-        with two_namespaces(SUBNET, tc_rate, BUCKET) as inside:
-            yield {"place": name, "link_bytes_per_s": rate, **compare(options, words, inside, f"{SUBNET}2")}
+        with two_namespaces(SUBNET, tc_rate, BUCKET) as names:
+            ends = [inside(one) for one in names]
+            yield {"place": name, "link_bytes_per_s": rate, **compare(options, words, ends, f"{SUBNET}2")}
 
 
 def show(place: dict[str, Any]) -> None:
