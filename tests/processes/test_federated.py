@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import algorithm_named
-from manyhands.federated.algorithms.base import Update
+from manyhands.federated.algorithms.base import ClientUpdate
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
 
@@ -48,7 +48,8 @@ def test_three_models_become_their_mean() -> None:
     models = [torch.tensor(values, dtype=torch.float64) for values in ([1.0, 2.0], [4.0, 2.0], [1.0, 8.0])]
     fedavg = algorithm_named("fedavg")
     updates = [
-        Update(client=k, change=[m - weights[0]], samples=7, steps=1, loss=0.0) for k, m in enumerate(models)
+        ClientUpdate(client=k, change=[m - weights[0]], samples=7, steps=1, loss=0.0)
+        for k, m in enumerate(models)
     ]
     weight = sum(fedavg.weight(update) for update in updates)
     fedavg.step(weights, [sum(fedavg.weight(u) * u.change[0] for u in updates) / weight])  # type: ignore[list-item]

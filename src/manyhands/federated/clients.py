@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from manyhands.data.batches import BatchSource
 from manyhands.device import moved
-from manyhands.federated.algorithms import Algorithm, Update
+from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm
 from manyhands.federated.strategy import ALL
 from manyhands.randomness import mix, seed_all
 from manyhands.task import Task
@@ -66,7 +66,7 @@ class ClientTrainer:
     """Plays clients one after another, on one copy of the model."""
 
     def __init__(
-        self, task: Task, model: nn.Module, algorithm: Algorithm, work: LocalWork, seed: int
+        self, task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int
     ) -> None:
         self._task = task
         self._algorithm = algorithm
@@ -86,7 +86,7 @@ class ClientTrainer:
         client: int,
         indices: NDArray[np.int64],
         number: int,
-    ) -> Update:
+    ) -> ClientUpdate:
         """Client `client`, who has these samples, in round `number`; its optimizer begins anew, set as `like` is."""
         seed_all(mix(self._seed, number, client))
         self._begin(weights, like)
@@ -97,7 +97,7 @@ class ClientTrainer:
             steps += 1
         with torch.no_grad():
             change = [mine - begun for mine, begun in zip(self._tensors, weights, strict=True)]
-        return Update(
+        return ClientUpdate(
             client=client, change=change, samples=len(indices), steps=steps, loss=losses / max(1, steps)
         )
 

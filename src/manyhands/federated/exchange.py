@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
-from manyhands.federated.algorithms import Algorithm, Update, algorithm_named
+from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm, algorithm_named
 from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
 from manyhands.federated.partition import Partition
 from manyhands.federated.strategy import ALL, Federated
@@ -52,7 +52,7 @@ class FederatedExchange(Exchange):
         self._strategy = strategy
         self._seed = seed
         self._collective = collective
-        self._algorithm: Algorithm = algorithm_named(strategy.algorithm)
+        self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
         whole = self._algorithm.whole_batches
         self._work = LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
         self._model: nn.Module | None = None
@@ -110,7 +110,7 @@ class FederatedExchange(Exchange):
         loss = float(self._words[_LOSS]) / mine if mine else math.nan
         return Computed(loss=loss if share else 0.0, share=share, samples=samples)
 
-    def _add(self, update: Update) -> None:
+    def _add(self, update: ClientUpdate) -> None:
         """One more report; what is not finite is not counted."""
         num_bytes = sum(change.numel() * change.element_size() for change in update.change)
         self._sent += Traffic(messages_sent=1, bytes_sent=num_bytes)

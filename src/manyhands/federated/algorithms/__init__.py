@@ -7,20 +7,20 @@ from collections.abc import Callable
 from typing import Final
 
 from manyhands.errors import UserError, nearest
-from manyhands.federated.algorithms.base import Algorithm, Update
+from manyhands.federated.algorithms.base import ClientUpdate, FederatedAlgorithm
 from manyhands.federated.algorithms.opt import FedAdagrad, FedAdam, FedYogi
 from manyhands.federated.algorithms.plain import FedAvg, FedSgd
 from manyhands.federated.algorithms.prox import FedProx
 
-__all__ = ["ALGORITHMS", "Algorithm", "Update", "algorithm_named"]
+__all__ = ["ALGORITHMS", "ClientUpdate", "FederatedAlgorithm", "algorithm_named"]
 
-ALGORITHMS: Final[dict[str, Callable[..., Algorithm]]] = {
+ALGORITHMS: Final[dict[str, Callable[..., FederatedAlgorithm]]] = {
     kind.word: kind for kind in (FedAvg, FedSgd, FedProx, FedAdam, FedYogi, FedAdagrad)
 }
 _WITHOUT_NUMBER: Final = ("fedavg", "fedsgd")
 
 
-def algorithm_named(text: str) -> Algorithm:
+def algorithm_named(text: str) -> FederatedAlgorithm:
     """`fedprox:0.01` as an algorithm; a UserError lists what there is."""
     word, colon, number = text.partition(":")
     if word not in ALGORITHMS:

@@ -1,7 +1,7 @@
 """What an algorithm says: how a client's steps differ from plain ones, and what the server makes of the updates.
 
 server ── weights ──►  client: steps on its own data, each gradient by way of `correct`
-       ◄── Update ───  how far it came, and how many samples it has
+       ◄── ClientUpdate ───  how far it came, and how many samples it has
 `Sum` adds updates up, each by its weight; `step` moves the model by their mean
 """
 
@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-__all__ = ["Algorithm", "Update"]
+__all__ = ["ClientUpdate", "FederatedAlgorithm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
+class ClientUpdate:
     """What a client sends: how far each tensor has come, what it weighs, and how many steps it took."""
 
     client: int
@@ -29,7 +29,7 @@ class Update:
     """The mean over its steps."""
 
 
-class Algorithm(ABC):
+class FederatedAlgorithm(ABC):
     """Federated averaging; others change the parts that they name.
 
     Tensors come in the order of the model's parameters, then its floating-point buffers.
@@ -46,7 +46,7 @@ class Algorithm(ABC):
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:  # noqa: B027
         """On a client, between backward and its optimizer's step: change the gradients in place."""
 
-    def weight(self, update: Update) -> float:
+    def weight(self, update: ClientUpdate) -> float:
         """What an update weighs in the mean."""
         return float(update.samples)
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.federated.algorithms.base import Algorithm
+from manyhands.federated.algorithms.base import FederatedAlgorithm
 
 __all__ = ["FedAdagrad", "FedAdam", "FedYogi"]
 
 _BETA_1, _BETA_2, _TAU = 0.9, 0.99, 1e-3
 
 
-class _FedOpt(Algorithm):
+class _FedOpt(FederatedAlgorithm):
     """What the three share: momentum, and a second moment of each item's own."""
 
     beta_1: ClassVar[float] = _BETA_1

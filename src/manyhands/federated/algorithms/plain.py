@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from manyhands.federated.algorithms.base import Algorithm
+from manyhands.federated.algorithms.base import FederatedAlgorithm
 
 __all__ = ["FedAvg", "FedSgd"]
 
 
-class FedAvg(Algorithm):
+class FedAvg(FederatedAlgorithm):
     """Clients train for some epochs; the model becomes the mean of theirs, weighted by their samples."""
 
     word: ClassVar[str] = "fedavg"
     about: ClassVar[str] = "the mean of what clients have trained, by their samples"
 
 
-class FedSgd(Algorithm):
+class FedSgd(FederatedAlgorithm):
     """One step of each client on all of its data: the synchronous step, on data that stays where it is."""
 
     word: ClassVar[str] = "fedsgd"

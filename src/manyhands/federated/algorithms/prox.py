@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.federated.algorithms.base import Algorithm
+from manyhands.federated.algorithms.base import FederatedAlgorithm
 
 __all__ = ["FedProx"]
 
 
-class FedProx(Algorithm):
+class FedProx(FederatedAlgorithm):
     """Each client's loss gets mu/2 times its squared distance from the weights that it began with."""
 
     word: ClassVar[str] = "fedprox"
