@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.federated.algorithms.base import ClientUpdate
+from manyhands.federated.algorithms.plain import FedAvg
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
 
@@ -154,9 +155,55 @@ def test_a_client_whose_update_is_not_finite_is_left_out() -> None:
     assert_same(run.model, mh.fit(task(), words, rounds=2).model)
 
 
+def test_secure_rounds_are_plain_ones_to_half_a_step_of_their_fixed_point() -> None:
+    """One round from the same weights, and a client that leaves because its update is not finite."""
+    data = samples(120, 5)
+    words = "federated clients=8 fraction=0.5 epochs=2 batch=5 partition=quantity:2"
+    plain = mh.fit(task(data), words, rounds=1)
+    half_a_step = 2.0 / (2**15 - 1) / 2
+    secure = mh.fit(task(data), f"{words} secure=yes range=2 bits=16", rounds=1)
+    for mine, theirs in zip(secure.model.parameters(), plain.model.parameters(), strict=True):
+        off = (mine - theirs).abs().max()
+        assert 0 < off <= half_a_step * (1 + 1e-9)
+    assert secure.history.loss == pytest.approx(plain.history.loss, abs=half_a_step)
+    assert secure.summary["messages_sent"] == 4 * 5, "four clients, five messages each"
+    nan = (torch.full((4, 3), float("nan"), dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64))
+    four = {**PARTIES, "four": samples(6, 7)}
+    words = "federated batch=all partition=natural secure=yes"
+    run = mh.fit(task(mh.Parties({**four, "broken": nan})), words, rounds=2)
+    assert_same(run.model, mh.fit(task(mh.Parties(four)), words, rounds=2).model, within=0)
+    abandoned = r"round 1 was abandoned, .*: 2 of 3 clients were left at MASK, and it takes 3"
+    with pytest.raises(UserError, match=abandoned):
+        mh.fit(
+            task(mh.Parties({"one": PARTIES["one"], "two": PARTIES["two"], "broken": nan})), words, rounds=1
+        )
+
+
+def test_an_algorithm_that_must_see_each_update_is_refused_with_a_secure_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Nosy(FedAvg):
+        word = "nosy"
+        single_updates = True
+
+    monkeypatch.setitem(ALGORITHMS, "nosy", Nosy)
+    mh.Federated(algorithm="nosy")
+    with pytest.raises(UserError, match="algorithm=nosy must see each client's update"):
+        mh.Federated(algorithm="nosy", secure=True)
+
+
 @pytest.mark.parametrize(
     ("words", "length", "sentence"),
     [
+        ("federated secure=maybe", {"rounds": 1}, "maybe"),
+        ("federated secure=yes range=0", {"rounds": 1}, "range=0: must be a number above 0"),
+        ("federated secure=yes range=wide", {"rounds": 1}, "not a number above 0"),
+        ("federated secure=yes bits=40", {"rounds": 1}, "bits=40: must be a whole number from 2 to 32"),
+        ("federated bits=16", {"rounds": 1}, "bits=16: is for secure=yes"),
+        ("federated secure=yes clients=20 fraction=0.1", {"rounds": 1}, "2 of 20 clients, .* hides none"),
+        ("federated secure=yes partition=natural fraction=0.5", {"rounds": 1}, "2 of 3 clients"),
+        ("federated secure=yes clients=5000 bits=32", {"rounds": 1}, "5000 clients .* room for 4096"),
+        ("federated secure=yes", {"rounds": 1, "workers": 2}, "workers=2: with secure=yes one worker"),
         ("federated clients=0", {"rounds": 1}, "clients=0"),
         ("federated fraction=0", {"rounds": 1}, "fraction=0"),
         ("federated fraction=many", {"rounds": 1}, "not a number"),

@@ -22,6 +22,7 @@ from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm, algorithm_named
 from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
 from manyhands.federated.partition import Partition
+from manyhands.federated.secure.tally import SecureTally
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.task import Task
@@ -64,6 +65,8 @@ class FederatedExchange(Exchange):
         self._words = torch.zeros(_WORDS, dtype=torch.float64)
         self._sent = Traffic()
         self._refused = 0
+        self._fixed = strategy.fixed_point if strategy.secure else None
+        self._tally: SecureTally | None = None
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
@@ -98,12 +101,14 @@ class FederatedExchange(Exchange):
         chosen = selected(self._seed, step, clients, self._strategy.per_round(clients))
         begin = time.monotonic()
         samples = 0
+        self._tally = SecureTally(self._fixed, chosen, self._weights) if self._fixed is not None else None
         for client in chosen[self.rank :: self.world]:
             update = self._trainer.train(
                 self._weights, self._optimizer, client, self._samples_of[client], step
             )
             samples += update.samples * self._work.epochs
             self._add(update)
+        self._sum_securely(step)
         computer.slow_down(step, time.monotonic() - begin)
         mine = float(self._words[_WEIGHT])
         share = len(chosen[self.rank :: self.world]) / len(chosen)
@@ -112,17 +117,42 @@ class FederatedExchange(Exchange):
 
     def _add(self, update: ClientUpdate) -> None:
         """One more report; what is not finite is not counted."""
-        num_bytes = sum(change.numel() * change.element_size() for change in update.change)
-        self._sent += Traffic(messages_sent=1, bytes_sent=num_bytes)
+        if self._tally is None:
+            num_bytes = sum(change.numel() * change.element_size() for change in update.change)
+            self._sent += Traffic(messages_sent=1, bytes_sent=num_bytes)
         if not math.isfinite(update.loss) or not all(bool(one.isfinite().all()) for one in update.change):
             self._refused += 1
             return
         weight = self._algorithm.weight(update)
+        if self._tally is not None:
+            self._tally.add(update, weight)
+            return
         for total_of, change in zip(self._sums, update.change, strict=True):
             total_of.add_(change, alpha=weight)
         self._words[_WEIGHT] += weight
         self._words[_LOSS] += weight * update.loss
         self._words[_SAMPLES] += update.samples
+
+    def _sum_securely(self, step: int) -> None:
+        """The sums, by the protocol, where it was asked for."""
+        if self._tally is None:
+            return
+        found = self._tally.total(step + 1)  # as rounds are counted for readers
+        self._tally = None
+        self._fill(found.sums)
+        self._words[_WEIGHT], self._words[_LOSS], self._words[_SAMPLES] = (
+            found.weight,
+            found.loss,
+            found.weight,
+        )
+        self._sent += Traffic(messages_sent=found.messages, bytes_sent=found.num_bytes)
+
+    def _fill(self, flat: Tensor) -> None:
+        """The sums from one row of all their items."""
+        begin = 0
+        for one in self._sums:
+            one.copy_(flat[begin : begin + one.numel()].view(one.shape))
+            begin += one.numel()
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: the sum of all updates, what they weigh, and whether somebody wants to stop."""
@@ -130,11 +160,8 @@ class FederatedExchange(Exchange):
         if self._collective is not None:
             flat = torch.cat([*(one.flatten().cpu() for one in self._sums), self._words])
             found = total(self._collective, 0, self._bucket, flat)
-            begin = 0
-            for one in self._sums:
-                one.copy_(found[begin : begin + one.numel()].view(one.shape))
-                begin += one.numel()
-            self._words.copy_(found[begin:])
+            self._fill(found)
+            self._words.copy_(found[-_WORDS:])
         weight = float(self._words[_WEIGHT])
         broken = weight == 0
         return SharedStep(
@@ -181,7 +208,7 @@ class FederatedExchange(Exchange):
         return self._collective.take_times() if self._collective is not None else Times()
 
     def traffic(self) -> Traffic:
-        """What this worker's clients have sent: an update each, of the model's size."""
+        """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
         return self._sent
 
     def told(self) -> Mapping[str, Any]:

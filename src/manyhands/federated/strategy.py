@@ -8,15 +8,17 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
 from manyhands.federated.algorithms import algorithm_named
-from manyhands.federated.partition import Partition
+from manyhands.federated.partition import NATURAL, Partition
+from manyhands.federated.secure.fixedpoint import FixedPoint
 from manyhands.holding import ModelFootprint, WorkerMemory
-from manyhands.settings import setting, whole_number
+from manyhands.settings import setting, switch_setting, whole_number
 from manyhands.strategy import Strategy
 
 __all__ = ["ALL", "Federated"]
 
 ALL = 0
 """The batch that is all of a client's samples."""
+_RANGE, _BITS = 8.0, 24
 
 
 def _read_batch(text: str) -> int:
@@ -28,6 +30,13 @@ def _read_fraction(text: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"{text!r} is not a number above 0 and up to 1") from None
+
+
+def _read_range(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number above 0") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +65,12 @@ class Federated(Strategy):
     """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
     partition: str = setting("iid", str)
     """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
+    secure: bool = switch_setting()
+    """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
+    range: float = setting(_RANGE, _read_range, lambda value: f"{value:g}")
+    """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
+    bits: int = setting(_BITS, whole_number)
+    """With secure=yes, how many an item is rounded to, its sign included."""
 
     def __post_init__(self) -> None:
         for name in ("clients", "epochs"):
@@ -69,6 +84,45 @@ class Federated(Strategy):
             raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
         algorithm_named(self.algorithm)
         Partition.parse(self.partition)
+        self._check_secure()
+
+    def _check_secure(self) -> None:
+        """UserError where a secure sum is not enough, hides nobody, or could overflow."""
+        if not self.secure:
+            for name, default in (("range", _RANGE), ("bits", _BITS)):
+                if getattr(self, name) != default:
+                    raise UserError(f"federated {name}={getattr(self, name):g}: is for secure=yes; add it")
+            return
+        if algorithm_named(self.algorithm).single_updates:
+            raise UserError(
+                f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
+                "shows none; use another algorithm"
+            )
+        if self.partition == NATURAL:
+            self.fixed_point.require_room(3)  # how many there are, the data says
+        else:
+            self.check_round(self.clients)
+
+    @property
+    def fixed_point(self) -> FixedPoint:
+        """How updates become whole numbers, with secure=yes."""
+        return FixedPoint(clip=self.range, bits=self.bits)
+
+    def check_round(self, clients: int) -> None:
+        """UserError where a round of so many clients cannot be summed securely."""
+        count = self.per_round(clients)
+        if count < 3:
+            raise UserError(
+                f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 hides "
+                "none; use more clients or a larger fraction"
+            )
+        self.fixed_point.require_room(count)
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """Secure sums are of one worker's clients."""
+        super().check(workers, device, compiled=compiled)
+        if self.secure and workers > 1:
+            raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
 
     @property
     def counts_rounds(self) -> bool:
@@ -97,7 +151,11 @@ class Federated(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """The model, a client's copy of it, and the sum of updates in double precision."""
         [worker] = super().needs(model, workers)
-        return [replace(worker, besides=3 * model.weights, what="a client's weights, and the sum of updates")]
+        what = "a client's weights, and the sum of updates"
+        if not self.secure:
+            return [replace(worker, besides=3 * model.weights, what=what)]
+        words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
+        return [replace(worker, besides=3 * model.weights + words, what=f"{what}, and each client's words")]
 
     @property
     def promises(self) -> Promises:

@@ -9,6 +9,7 @@ from torch import nn
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.errors import UserError
 from manyhands.federated.exchange import FederatedExchange, split_over
+from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.federated.strategy import Federated
 from manyhands.task import Task
 from manyhands.training.exchange import Exchange
@@ -37,7 +38,10 @@ class FederatedTraining(ExchangeTraining):
                 raise UserError(
                     f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
                 )
-        split_over(strategy, task, request.plan.seed)
+        found = split_over(strategy, task, request.plan.seed)
+        if strategy.secure:
+            need_cryptography()
+            strategy.check_round(len(found))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:

@@ -1,6 +1,6 @@
 """Makes what `secure` reads: a run's authority, which signs a certificate for each host and then is forgotten.
 
-Needs the `cryptography` package (`pip install manyhands[tls]`); nothing else in the library does.
+Needs the `cryptography` package (`pip install manyhands[tls]`).
 """
 
 from __future__ import annotations

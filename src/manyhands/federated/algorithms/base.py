@@ -43,6 +43,9 @@ class FederatedAlgorithm(ABC):
     corrects: ClassVar[bool] = False
     """Whether `correct` changes gradients."""
 
+    single_updates: ClassVar[bool] = False
+    """Whether the server must see each update by itself, and not only their sum."""
+
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:  # noqa: B027
         """On a client, between backward and its optimizer's step: change the gradients in place."""
 
