@@ -29,8 +29,17 @@ GATHERED = {
     "int8": 3,
     "randomk:0.1": 4,
     "dgc:0.02": 3,
+    "dgc:0.001,warmup=64": 8,
 }
-IN_TWO_PHASES = {"int8": 9, "fp8": 8, "qsgd:127": 8, "topk:0.5": 8, "dgc:0.5": 8, "ternary": 41}
+IN_TWO_PHASES = {
+    "int8": 9,
+    "fp8": 8,
+    "qsgd:127": 8,
+    "topk:0.5": 8,
+    "dgc:0.5": 8,
+    "dgc:0.001,warmup=64": 24,
+    "ternary": 41,
+}
 """At these numbers of workers; the second is where c is not below 2 / P."""
 
 
@@ -116,9 +125,23 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
     assert sent == [sum(sizes) - sizes[rank] + (world - 1) * again[rank] for rank in range(world)]
 
 
+@pytest.mark.parametrize(("world", "share"), [(7, 0.8), (8, 0.8), (24, 0.25)])
+def test_the_first_steps_of_a_warm_up_give_many_items_a_sum_in_either_form(world: int, share: float) -> None:
+    results, _ = run("dgc:0.001,warmup=64", world, Parcel.whole(0, COUNT, torch.float32))
+    for step in range(STEPS):
+        assert float((results[0][step] != 0).float().mean()) >= share
+
+
 def test_where_each_form_is_taken() -> None:
     parcel = Parcel.whole(0, 100_000, torch.float32)
-    for text, most in (("topk:0.01", 157), ("int8", 7), ("sign", 62), ("sign:vote", 1000)):  # c < 2 / P
+    for text, most in (
+        ("topk:0.01", 157),
+        ("int8", 7),
+        ("sign", 62),
+        ("sign:vote", 1000),
+        ("dgc:0.01", 157),
+        ("dgc:0.001,warmup=64", 21),
+    ):  # c < 2 / P, where c is the mean over a warm-up
         codec = named(text, 0)
         assert gathers(codec, parcel, most)
         assert gathers(codec, parcel, most + 1) == codec.sums_vote

@@ -6,8 +6,9 @@
                 Tang et al., ICML 2021)
     factors     PowerSGD's are summed like any vector, by the schedule
 
-where c is the share of the n bytes that is left. Gathering is for c < 2 / P, where it takes less than a ring of what is
-not encoded. All add up what they decoded in the order of ranks, themselves included: so all have the same bits.
+where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P, where it takes
+less than a ring of what is not encoded. All add up what they decoded in the order of ranks, themselves included: so all
+have the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SUMS = 1 << 20  # workers are numbered below this: sums draw by other numbers
 
 def gathers(codec: ParcelCodec, parcel: Parcel, world: int) -> bool:
     """Whether a parcel goes to all, and not by way of the owners of its chunks."""
-    return codec.sums_vote or codec.size(parcel) * world < 2 * parcel.num_bytes
+    return codec.sums_vote or codec.usual_size(parcel) * world < 2 * parcel.num_bytes
 
 
 class Compressor:
