@@ -22,7 +22,7 @@ from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.schedule import chunk_bounds
 from manyhands.memory.segment import CACHE_LINE, round_up
 from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
-from manyhands.wire.codecs.powersgd import PowerSgd
+from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Parcel
 
@@ -85,9 +85,10 @@ class Compressor:
 
         `enter` says which round begins; `add_up` sums a small vector over ranks as it is.
         """
-        codec = self._given.inner if isinstance(self._given, ErrorFeedback) else self._given
+        feedback = self._given if isinstance(self._given, ErrorFeedback) else None
+        codec = feedback.inner if feedback is not None else self._given
         if isinstance(codec, PowerSgd):
-            self._sum_factors(codec, vector, parcel, add_up)
+            sum_factors(codec, feedback, parcel, vector, add_up)
         elif gathers(self._given, parcel, self.world):
             self._gather(vector, parcel, mailbox, enter)
         else:
@@ -141,21 +142,6 @@ class Compressor:
             places[rank].zero_()
             self._add(self._sums, chunks[rank], came, places[rank], rank, mailbox)
         mailbox.flush(refused, self._peers())
-
-    def _sum_factors(
-        self, codec: PowerSgd, vector: Tensor, parcel: Parcel, add_up: Callable[[Tensor], object]
-    ) -> None:
-        feedback = self._given if isinstance(self._given, ErrorFeedback) else None
-        owed = vector if feedback is None else feedback.owed(parcel, vector)
-        left = codec.left(parcel, owed)
-        add_up(left)
-        right = codec.right(parcel, owed, left)
-        if feedback is not None:
-            codec.take_off(parcel, left, right, owed)
-            feedback.keep(owed)
-        add_up(right)
-        codec.start_with(parcel, right)
-        codec.product(parcel, left, right, vector)
 
     def _peers(self) -> list[int]:
         """The others, from the next one on: so that not all send to the same one at once."""

@@ -22,6 +22,7 @@ __all__ = [
     "CodecStage",
     "Listed",
     "check_codec",
+    "check_feedback",
     "codec_setting",
     "feedback_setting",
     "has_feedback",
@@ -325,7 +326,12 @@ def check_codec(
             f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "
             "twice by algorithm=direct; leave the algorithm out"
         )
+    check_feedback(text, feedback)
+
+
+def check_feedback(text: str, feedback: bool) -> None:
+    """Raise the UserError that says why `feedback=no` makes no sense with a codec."""
     if not feedback and not has_feedback(text):
         raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
-    if not feedback and any(CODECS[stage.word].remembers for stage in stages):
+    if not feedback and any(CODECS[word].remembers for word in words_of(text)):
         raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")
