@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.collective import ScheduleCollective, kept_by_codecs
 from manyhands.allreduce.compressed import Compressor, gathers
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import chunk_bounds
 from manyhands.errors import ManyhandsError
 from manyhands.link.simulated import SimulatedNetwork
 from manyhands.wire.codec import ParcelCodec, codec_named
+from manyhands.wire.memory import as_memory
 from manyhands.wire.parcels import Matrix, Parcel
 
 pytestmark = pytest.mark.timeout(60)
@@ -185,6 +188,60 @@ def test_memory_and_another_rank_make_the_sums_that_would_have_been() -> None:
         afresh, _ = run(text, world, parcel)
         assert torch.equal(first[0][0], afresh[0][0])
         assert not torch.equal(again[0][0], afresh[0][0])
+
+
+class Boasting(ScheduleCollective):
+    """A worker that says it keeps another number of bytes than it does."""
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        if root == self.rank:
+            self._buckets[index].view(torch.int64)[0] = said_to_keep[self.rank]
+        super().broadcast(index, root)
+
+
+said_to_keep: dict[int, int] = {}
+
+
+def kept_of(kinds: Sequence[type[ScheduleCollective]]) -> tuple[list[dict[str, torch.Tensor]], list[Any]]:
+    """What each worker keeps after one sum, and what `kept_by_codecs` finds on each."""
+    network, world = SimulatedNetwork(), len(kinds)
+    parcels = [Parcel.whole(0, COUNT, torch.float32), Parcel.whole(1, 64, torch.float64, exact=True)]
+
+    def role(rank: int) -> Callable[[], tuple[dict[str, torch.Tensor], Any]]:
+        links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
+        compressor = Compressor("topk:0.01", feedback=True, seed=5, rank=rank, world=world)
+        executor = ScheduleExecutor(ALGORITHMS["direct"], rank, world, links, 20.0, codec=compressor)
+
+        def work() -> tuple[dict[str, torch.Tensor], Any]:
+            collective = kinds[rank](executor, links, codec="topk:0.01")
+            values, status = collective.allocate(parcels)
+            values.copy_(values_of(rank, 0))
+            collective.launch(0)
+            collective.finish()
+            return collective.memory(), kept_by_codecs(collective, 1, status)
+
+        return work
+
+    found = network.run({str(rank): role(rank) for rank in range(world)})
+    return [found[str(rank)][0] for rank in range(world)], [found[str(rank)][1] for rank in range(world)]
+
+
+def test_what_all_codecs_keep_is_on_worker_0_alone() -> None:
+    memories, (first, *others) = kept_of([ScheduleCollective] * 3)
+    assert others == [None, None]
+    for memory, bytes_of_it in zip(memories, first["workers"], strict=True):
+        came = as_memory(bytes_of_it)
+        assert came.keys() == memory.keys()
+        assert all(torch.equal(came[name], one) for name, one in memory.items())
+
+
+@pytest.mark.parametrize("count", [-1, 2**24, 2**62])
+def test_a_worker_that_says_it_keeps_what_it_cannot_is_named(count: int) -> None:
+    said_to_keep[1] = count
+    with pytest.raises(
+        ManyhandsError, match=rf"worker 1 says that its codecs keep {count} bytes; at most \d+ "
+    ):
+        kept_of([ScheduleCollective, Boasting])
 
 
 def test_bytes_that_make_no_sense_name_the_rank_they_came_from() -> None:
