@@ -75,6 +75,12 @@ class Collective(ABC):
     sums_rows: bool = False
     """Whether gradients of some rows are summed as such; else only dense ones are."""
 
+    instead_of_rows: str = (
+        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
+        "sparse=False"
+    )
+    """What to do where gradients of some rows are not summed."""
+
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
         raise NotImplementedError(
