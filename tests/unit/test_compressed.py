@@ -57,7 +57,11 @@ def values_of(rank: int, step: int, count: int = COUNT) -> torch.Tensor:
 
 
 def run(
-    text: str, world: int, parcel: Parcel, break_it: Callable[[int, Compressor], None] = lambda *_: None
+    text: str,
+    world: int,
+    parcel: Parcel,
+    break_it: Callable[[int, Compressor], None] = lambda *_: None,
+    steps: range = range(STEPS),
 ) -> tuple[list[list[torch.Tensor]], list[int]]:
     """Every rank's sums, step by step, and the bytes that it sent in the last one."""
     network = SimulatedNetwork()
@@ -70,7 +74,7 @@ def run(
 
         def work() -> tuple[list[torch.Tensor], int]:
             sums, sent = [], 0
-            for step in range(STEPS):
+            for step in steps:
                 executor.at(step)
                 vector = values_of(rank, step, parcel.count)
                 sent = executor.all_reduce(vector, parcel=parcel).num_bytes
@@ -175,19 +179,29 @@ def test_factors_are_summed_and_every_rank_has_the_product() -> None:
     assert all(num_bytes < 2 * 2 * 4 * (2 * (30 + 20) + 7 + 6) for num_bytes in sent)
 
 
-def test_memory_and_another_rank_make_the_sums_that_would_have_been() -> None:
-    memory: dict[int, dict[str, torch.Tensor]] = {}
-    kept: list[Compressor] = []
+@pytest.mark.parametrize(
+    ("text", "world"), [("topk:0.01", 2), ("dgc:0.02,warmup=8+qsgd:7", 2), ("int8", 9), ("dgc:0.5", 8)]
+)
+def test_memory_and_another_rank_make_the_sums_that_would_have_been(text: str, world: int) -> None:
     parcel = Parcel.whole(0, COUNT, torch.float32)
-    for text, world in (("topk:0.01", 2), ("int8", 9)):
-        kept.clear()
-        first, _ = run(text, world, parcel, lambda _rank, one: kept.append(one))
-        memory = {one.rank: {name: value.clone() for name, value in one.memory().items()} for one in kept}
-        assert all(memory[rank] for rank in range(world))
-        again, _ = run(text, world, parcel, lambda rank, one, memory=memory: one.remember(memory[rank]))
-        afresh, _ = run(text, world, parcel)
-        assert torch.equal(first[0][0], afresh[0][0])
-        assert not torch.equal(again[0][0], afresh[0][0])
+    assert gathers(named(text, 0), parcel, world) == (world == 2)
+    whole, _ = run(text, world, parcel, steps=range(2 * STEPS))
+    kept: list[Compressor] = []
+    first, _ = run(text, world, parcel, lambda _rank, one: kept.append(one))
+    memory = {one.rank: {name: value.clone() for name, value in one.memory().items()} for one in kept}
+    assert all(memory[rank] for rank in range(world))
+    rest, _ = run(
+        text,
+        world,
+        parcel,
+        lambda rank, one: one.remember(memory[rank]),
+        steps=range(STEPS, 2 * STEPS),
+    )
+    afresh, _ = run(text, world, parcel, steps=range(STEPS, 2 * STEPS))
+    for rank in range(world):
+        for step in range(2 * STEPS):
+            assert torch.equal(whole[rank][step], [*first[rank], *rest[rank]][step]), step
+        assert not torch.equal(rest[rank][0], afresh[rank][0])
 
 
 class Boasting(ScheduleCollective):
