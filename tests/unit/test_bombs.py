@@ -92,8 +92,8 @@ def test_one_peer_of_one_event_takes_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("peer", -2), ("wire", 9), ("codec", 31), ("codec", 2**16 - 1), ("step", 2**62), ("step", -2), ("start_ns", 2**63),
-     ("duration_ns", 2**64 - 1), ("num_bytes", 2**64 - 1), ("id", 2**64 - 1)],
+    [("peer", -2), ("wire", 9), ("codec", 31), ("codec", 9 | 5 << 5 | 5 << 10), ("codec", 2**16 - 1), ("step", 2**62),
+     ("step", -2), ("start_ns", 2**63), ("duration_ns", 2**64 - 1), ("num_bytes", 2**64 - 1), ("id", 2**64 - 1)],
 )  # fmt: skip
 def test_a_value_that_no_role_records_is_refused_by_offset(tmp_path: Path, field: str, value: int) -> None:
     path = write_events(tmp_path, 0, events_of(0, **{field: value}))

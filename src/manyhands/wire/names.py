@@ -17,6 +17,7 @@ from manyhands.settings import check_choice, setting, switch_setting
 
 __all__ = [
     "CODECS",
+    "MOST_STAGES",
     "RAW",
     "CodecOption",
     "CodecStage",
@@ -37,6 +38,7 @@ RAW: Final = "raw"
 """The word for parcels that travel as they lie in memory."""
 
 MOST_STAGES: Final = 2
+"""Of a chain; events have room for three."""
 
 
 @dataclass(frozen=True, slots=True)
