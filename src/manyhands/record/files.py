@@ -263,7 +263,9 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
     if not count:
         return np.zeros(0, RECORD)
     records: Records = np.fromfile(path, RECORD, count, offset=begin)
+    peers = records["peer"]
     if header.version == _OLD_VERSION:
+        peers = records.view(_OLD_RECORD)["peer"]
         records = _as_now(records.view(_OLD_RECORD))
     # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
@@ -275,7 +277,7 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
         wrong = records[first]
         raise DataError(
             f"{path}: offset {begin + first * RECORD.itemsize}: not the next event of role {role} "
-            f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']}, peer {wrong['peer']}, step "
+            f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']}, peer {peers[first]}, step "
             f"{wrong['step']}, {wrong['duration_ns']} ns from {wrong['start_ns']}, {wrong['num_bytes']} bytes, "
             f"value {wrong['value']})"
         )
