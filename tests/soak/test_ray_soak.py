@@ -141,10 +141,13 @@ def carriers() -> list[int]:
     return found
 
 
-def await_rows(run: Path, rows: int, within_s: float = 600.0) -> None:
+def await_rows(run: Path, rows: int, running: mh.Running | None = None, within_s: float = 600.0) -> None:
+    """Wait for so many rows of a run; what has ended it before is raised here."""
     deadline = time.monotonic() + within_s
     path = run / "metrics.jsonl"
     while time.monotonic() < deadline:
+        if running is not None and running.done:
+            running.result(0)
         if path.exists() and path.read_text().count("\n") >= rows:
             return
         time.sleep(0.05)
@@ -258,7 +261,7 @@ def test_workers_come_when_the_cluster_grows(nodes: Any, tmp_path: Path) -> None
         options=mh.Options(max_workers=4),
     )
     with running:
-        await_rows(run, 10)
+        await_rows(run, 10, running)
         nodes.add_node(num_cpus=2)  # in the main thread, as Ray wants it
         running.result(600)
     started = {event["name"] for event in events(run) if event["event"] == "started"}

@@ -88,10 +88,10 @@ def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, re
     casting = Casting.of(request.strategy, request.workers, MORE_WORKERS if bounds is not None else 0)
     with connected(cluster, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
         board = ray.remote(Noticeboard).options(num_cpus=0).remote()
-        packed = ray.put(ray.cloudpickle.dumps(_for_actors(request)))
+        asked = ray.put(_for_actors(request))
         gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
-        given = ActorGift(master=ray.util.get_node_ip_address(), board=board, packed=packed)
+        given = ActorGift(master=ray.util.get_node_ip_address(), board=board, asked=asked)
         with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus)) as roles:
             staff = Staff(survives=request.strategy.can_change_workers)
             following = SizeFollower(bounds, request.workers, request.options.commands)
@@ -131,7 +131,8 @@ class ActorGift:
 
     master: str
     board: Any
-    packed: Any
+    asked: Any
+    """Ray's reference to the request."""
 
 
 class ActorKeeper:
@@ -170,7 +171,8 @@ class ActorKeeper:
     def _start(self, role: str, index: int) -> None:
         given = self._given
         seat = self._casting.seat(role, index, given.master)
-        self._roles.start(role, index, take_part, given.packed, seat, given.board)
+        # Ray fetches what it is given directly before the work begins; in a list, when it is asked for.
+        self._roles.start(role, index, take_part, [given.asked], seat, given.board)
 
     def _run(self) -> None:
         while not self._over.is_set():

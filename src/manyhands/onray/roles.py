@@ -24,6 +24,8 @@ class RoleActor:
         """Do it; what went wrong, as a line: not every error can travel. Empty where nothing did."""
         try:
             work(*arguments)
+        except ModuleNotFoundError as error:
+            return _missing(error)
         except Exception as error:
             return f"{type(error).__name__}: {_first_line(error)}"
         return ""
@@ -164,11 +166,14 @@ def _resources(amounts: Mapping[str, float]) -> str:
 def _of_task(role: str, index: int, error: Any) -> str:
     cause = getattr(error, "cause", error)
     if isinstance(cause, ModuleNotFoundError):
-        return (
-            f"{role} {index} on Ray: a node cannot import {cause.name}; install it there, or name it in the "
-            "runtime_env of your ray.init"
-        )
+        return f"{role} {index} on Ray: {_missing(cause)}"
     return f"{role} {index} on Ray: {type(cause).__name__}: {_first_line(cause)}"
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    return (
+        f"a node cannot import {error.name}; install it there, or name it in the runtime_env of your ray.init"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -174,13 +174,15 @@ class PsTraining(Training):
 
     def _asked(self, stage: Stage) -> TrainingRequest:
         request, options = self._request, self._request.options
-        # Who else may come is up to whoever starts processes; here none can be added.
-        can_add = options.commands is not None and stage.company is None
+        if stage.company is not None:  # whoever started the processes knows how many more may come
+            later = stage.company.place.later
+        else:
+            later = MORE_WORKERS if options.commands is not None else 0
         return TrainingRequest(
             plan=request.plan,
             strategy=self._strategy,
             workers=request.workers,
-            most_workers=request.workers + (MORE_WORKERS if can_add else 0),
+            most_workers=request.workers + later,
             timeout_s=options.timeout_s,
             watchdog_s=options.watchdog_s,
             run_path=stage.run_path,
