@@ -42,7 +42,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=4)
+        cluster.add_node(num_cpus=4, resources={"second": 1})
         ray.init(address=cluster.address, logging_level="ERROR")
         yield cluster
     finally:
@@ -271,3 +271,44 @@ def test_workers_come_when_the_cluster_grows(nodes: Any, tmp_path: Path) -> None
     assert found.verdict is Verdict.COMPLETE, [*(one.sentence for one in found.violations), *found.missing][
         :5
     ]
+
+
+def test_workers_go_when_the_cluster_shrinks(nodes: Any, tmp_path: Path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    run = tmp_path / "run"
+    held = placement_group([{"CPU": 4, "second": 1}])
+    assert held.wait(60)
+    running = mh.start(
+        slowed(build("digits"), 0.3),
+        "ps consistency=async",
+        workers=6,
+        steps=2500,
+        cluster="auto",
+        out=run,
+        options=mh.Options(min_workers=2),
+    )
+    with running:
+        while ray.available_resources().get("CPU", 0) != 3:  # the server has its place, on the head
+            assert not running.done, running
+            time.sleep(0.1)
+        remove_placement_group(held)  # three of the six workers find theirs on the second node
+        await_rows(run, 10, running)
+        nodes.remove_node(nodes.worker_nodes.copy().pop(), allow_graceful=False)
+        gone = time.monotonic()
+        left = 6
+        while left > 3:
+            assert not running.done
+            assert time.monotonic() < gone + 300, "workers without a place have not left"
+            views = [event for event in events(run) if event["event"] == "view"]
+            left = len(views[-1]["slots"])
+            time.sleep(0.2)
+        print(f"the run went on with {left} workers {time.monotonic() - gone:.1f} s after the node was gone")
+        trained = running.result(600)
+    assert left == 3, "all for whom there is room stay"
+    found = audit_run(run).found
+    assert found.verdict is Verdict.COMPLETE, [*(one.sentence for one in found.violations), *found.missing][
+        :5
+    ]
+    assert trained.summary["final"]["accuracy"] > 0.95

@@ -32,6 +32,8 @@ class ActorSeat:
     """The address of the leader's node."""
     later: int
     """How many of the last ranks come later, if at all."""
+    leaves: bool = False
+    """Whether it only finishes what its slot owes."""
 
     def place(self, board: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
         """The place itself, made where its process is."""
@@ -52,6 +54,7 @@ class ActorSeat:
             index=self.index,
             host=_node_name(),
             later=self.later,
+            leaves=self.leaves,
             open_store=open_store,
             master=self.master,
         )

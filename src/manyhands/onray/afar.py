@@ -39,9 +39,7 @@ def fit_on(cluster: RayCluster, request: Request, out: str | Path | None, resume
     return _run_of(request, bytearray(came), out)
 
 
-def _lead_there(
-    request: Request, cluster: RayCluster, out: str | None, resume: bool
-) -> tuple[Any, bytes]:
+def _lead_there(request: Request, cluster: RayCluster, out: str | None, resume: bool) -> tuple[Any, bytes]:
     """On a node of the cluster: lead the run; what went wrong (an error's name and sentence), and what came out."""
     try:
         run = fit_on_ray(request, cluster, out, resume)
