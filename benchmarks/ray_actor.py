@@ -1,7 +1,8 @@
 """`ps` beside a Ray actor, over a slow cable: `python benchmarks/ray_actor.py [--rate 1gbit] [--rounds 3]`; needs root.
 
 The parameters are on one host, the workers on another: network namespaces, with the cable of `hosts.py` between them.
-In both the same perceptron is trained, each worker with its share of the same batch, in plain text. The Ray actor is
+In both the same perceptron is trained in plain text, in synchronous steps (each worker has its share of a batch) and
+asynchronous ones (each batch is one worker's). The Ray actor is
 written as well as we can: gradients and parameters are one flat numpy array each, a call pushes the one and pulls the
 other, and parameters that all workers are to have are put into Ray's store once, which then crosses the cable once for
 all workers of a host.
@@ -34,7 +35,7 @@ import manyhands as mh
 from hosts import ADDRESS, BATCH, build, data, two_hosts
 
 RESULT = Path(__file__).parent / "results" / "ray-actor.json"
-WORKERS, STEPS, WARM = 2, 26, 6
+WORKERS, STEPS, WARM = 2, 40, 8
 RATE = 1e-3
 PORT = 6421
 DEADLINE_S = 300.0
@@ -48,35 +49,38 @@ WAYS = {
 }
 
 
+def exchanges(way: str) -> int:
+    """How many gradients a step is made of."""
+    return 1 if "async" in way else WORKERS
+
+
 def formula_bytes(way: str, num_bytes: float) -> tuple[float, float]:
-    """What the workers' host sends and receives in a step: gradients of each worker, and parameters for each.
+    """What the workers' host sends and receives in a step: each gradient, and parameters for each.
 
     Ray's store has what all workers read alike once.
     """
-    once = way == "ray actor sync"
-    return WORKERS * num_bytes, (1 if once else WORKERS) * num_bytes
+    pulled = 1 if way == "ray actor sync" else exchanges(way)
+    return exchanges(way) * num_bytes, pulled * num_bytes
 
 
 class CableMeter:
-    """Reads the cable once a step: what this host has sent and received, and when."""
+    """Reads the cable before each gradient: when, and what this host has sent and received by then."""
 
     def __init__(self) -> None:
-        self.readings: list[tuple[int, int]] = []
+        self.readings: list[tuple[float, int, int]] = []
 
     def read(self) -> None:
         lines = Path("/proc/net/dev").read_text().splitlines()
         numbers = next(line for line in lines if line.strip().startswith("cable:")).split(":")[1].split()
-        self.readings.append((int(numbers[8]), int(numbers[0])))
-
-    def bytes_per_step(self) -> list[float]:
-        """Sent and received, after the first steps."""
-        first, last = self.readings[WARM], self.readings[STEPS - 1]
-        return [(late - early) / (STEPS - 1 - WARM) for early, late in zip(first, last, strict=True)]
+        self.readings.append((time.monotonic(), int(numbers[8]), int(numbers[0])))
 
 
-def seconds_per_step(at_s: list[float]) -> float:
-    """From when each step was done, by all workers."""
-    return (at_s[STEPS - 1] - at_s[WARM - 1]) / (STEPS - WARM)
+def per_step(readings: list[tuple[float, int, int]], way: str) -> dict[str, float]:
+    """Seconds and bytes of a step, from the readings of all workers, by the clock that they share."""
+    window = sorted(readings)[WARM * exchanges(way) :]
+    steps = (len(window) - 1) / exchanges(way)
+    spent = [(late - early) / steps for early, late in zip(window[0], window[-1], strict=True)]
+    return dict(zip(("step_s", "sent", "received"), spent, strict=True))
 
 
 # ── ours ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,13 +102,12 @@ def take_part(strategy: str, result: Path) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
         batch_size=BATCH,
     )
-    run = mh.fit(task, strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none"))
-    if os.environ["RANK"] == str(WORKERS):  # the last one works, in this process
-        at_s = [row["at_s"] for row in run.history.steps]
-        result.write_text(json.dumps({"step_s": seconds_per_step(at_s), "bytes": meter.bytes_per_step()}))
+    mh.fit(task, strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none"))
+    result.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(meter.readings))
 
 
-def measure_ours(strategy: str, names: list[str], port: int) -> dict[str, Any]:
+def measure_ours(way: str, names: list[str], port: int) -> dict[str, float]:
+    strategy = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "measured"
         processes = []
@@ -128,8 +131,8 @@ def measure_ours(strategy: str, names: list[str], port: int) -> dict[str, Any]:
         for process in processes:
             if process.wait(timeout=DEADLINE_S):
                 raise SystemExit(f"{strategy}: a process ended with {process.returncode}")
-        measured: dict[str, Any] = json.loads(result.read_text())
-    return measured
+        told = [json.loads(result.with_suffix(f".{1 + worker}").read_text()) for worker in range(WORKERS)]
+    return per_step([tuple(one) for readings in told for one in readings], way)
 
 
 def inside(name: str) -> list[str]:
@@ -176,16 +179,16 @@ class AsyncServer:
 
     def exchange(self, gradient: np.ndarray) -> np.ndarray:
         """The parameters after this gradient."""
-        np.multiply(gradient, RATE / WORKERS, out=self._scaled)
+        np.multiply(gradient, RATE, out=self._scaled)
         self._parameters -= self._scaled
         return self._parameters
 
 
 class ActorWorker:
-    """Computes gradients of its share of every batch."""
+    """Computes gradients: of its share of every batch, or of every batch that is its own."""
 
-    def train(self, rank: int, server: Any) -> dict[str, Any]:
-        """When each step was done, by the clock that all processes of this machine share, and the cable's readings."""
+    def train(self, rank: int, server: Any, way: str) -> list[tuple[float, int, int]]:
+        """The readings of the cable."""
         import ray
 
         torch.set_num_threads(1)
@@ -193,17 +196,16 @@ class ActorWorker:
         model = build()
         values, gradients = flat(model)
         x, y = data()
-        share = BATCH // WORKERS
-        meter, at_s = CableMeter(), []
-        for step in range(STEPS):
+        share = BATCH // exchanges(way)
+        meter = CableMeter()
+        for step in range(STEPS * exchanges(way) // WORKERS):
             first = (step * BATCH + rank * share) % (len(x) - share)
             gradients.zero_()
             meter.read()
             (model(x[first : first + share]) - y[first : first + share]).square().mean().backward()
             pulled = ray.get(server.exchange.remote(ray.put(gradients.numpy())))
             np.copyto(values.numpy(), ray.get(pulled[0]) if isinstance(pulled, list) else pulled)
-            at_s.append(time.monotonic())
-        return {"at_s": at_s, "bytes": meter.bytes_per_step()}
+        return meter.readings
 
 
 def flat(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,11 +234,9 @@ def lead_actors(way: str, address: str, result: Path) -> None:
     workers = [
         ray.remote(ActorWorker).options(resources={"worker": 1}, num_cpus=1).remote() for _ in range(WORKERS)
     ]
-    trained = [worker.train.remote(rank, server) for rank, worker in enumerate(workers)]
+    trained = [worker.train.remote(rank, server, way) for rank, worker in enumerate(workers)]
     told = ray.get(trained, timeout=DEADLINE_S)
-    at_s = [max(steps) for steps in zip(*(one["at_s"] for one in told), strict=True)]
-    measured = {"step_s": seconds_per_step(at_s), "bytes": told[-1]["bytes"]}
-    result.write_text(json.dumps(measured))
+    result.write_text(json.dumps(per_step([one for readings in told for one in readings], way)))
     ray.shutdown()
 
 
@@ -257,7 +257,7 @@ def ray_node(name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(timeout=60)
 
 
-def measure_actor(way: str, names: list[str], port: int) -> dict[str, Any]:
+def measure_actor(way: str, names: list[str], port: int) -> dict[str, float]:
     address = f"{ADDRESS}1:{port}"
     head = ["--head", "--port", str(port), "--include-dashboard", "false", "--resources", '{"server": 1}']
     other = ["--address", address, "--resources", json.dumps({"worker": WORKERS})]
@@ -270,7 +270,7 @@ def measure_actor(way: str, names: list[str], port: int) -> dict[str, Any]:
             result = Path(folder) / "measured"
             command = [*inside(names[0]), sys.executable, __file__, "--lead", way, address, str(result)]
             subprocess.run(command, check=True, timeout=DEADLINE_S, env={**os.environ, **OWN_CLUSTER})
-            measured: dict[str, Any] = json.loads(result.read_text())
+            measured: dict[str, float] = json.loads(result.read_text())
     return measured
 
 
@@ -290,12 +290,12 @@ def measure_all(rate: str, rounds: int) -> dict[str, Any]:
     import ray
 
     load = os.getloadavg()[0]
-    measured: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    measured: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with two_hosts(rate) as names:
         for number in range(rounds):
             for index, (way, strategy) in enumerate(WAYS.items()):
                 port = PORT + number * len(WAYS) + index
-                one = measure_ours(strategy, names, port) if strategy else measure_actor(way, names, port)
+                one = (measure_ours if strategy else measure_actor)(way, names, port)
                 measured[way].append(one)
                 print(f"round {number + 1}: {way:16s} {one['step_s'] * 1e3:7.1f} ms", flush=True)
     num_bytes = sum(parameter.nbytes for parameter in build().parameters())
@@ -316,8 +316,8 @@ def measure_all(rate: str, rounds: int) -> dict[str, Any]:
                 "way": way,
                 "strategy": WAYS[way],
                 "step_s": statistics.median(one["step_s"] for one in ones),
-                "sent_bytes": statistics.median(one["bytes"][0] for one in ones),
-                "received_bytes": statistics.median(one["bytes"][1] for one in ones),
+                "sent_bytes": statistics.median(one["sent"] for one in ones),
+                "received_bytes": statistics.median(one["received"] for one in ones),
                 "formula_bytes": formula_bytes(way, num_bytes),
                 "step_s_rounds": [one["step_s"] for one in ones],
             }

@@ -64,6 +64,9 @@ def test_every_kind_of_role_has_bundles_of_its_own() -> None:
         gpus={"worker": 1},
     )
     assert (workers.strategy, workers.first, workers.count) == ("PACK", 1, 3)
+    assert not workers.single
+    (alone,) = seats({"worker": range(3)}, {"worker": "pack"}, 1, {}, single={"worker"})
+    assert alone.single
     assert workers.bundle == {"CPU": 2, "GPU": 1}
     assert (servers.strategy, servers.count, servers.bundle) == ("SPREAD", 2, {"CPU": 2})
     assert seats({"worker": range(1, 1)}, {"worker": "pack"}, 1, {}) == []

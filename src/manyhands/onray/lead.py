@@ -102,7 +102,8 @@ def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, re
         gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
         given = ActorGift(master=ray.util.get_node_ip_address(), board=board, asked=asked)
-        with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus)) as roles:
+        single = {"worker"} if bounds is not None else set()
+        with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus, single)) as roles:
             staff = Staff(survives=request.strategy.can_change_workers)
             following = SizeFollower(bounds, request.workers, request.options.commands)
             with ActorKeeper(roles, casting, given, staff, following) as keeper:

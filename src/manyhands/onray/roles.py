@@ -59,7 +59,7 @@ class RayRoles:
         self._seats = {one.role: one for one in seats}
         self._placing_s = placing_s
         self._groups: dict[str, Any] = {}
-        self._later: dict[tuple[str, int], Any] = {}  # groups of one bundle, of those who came later
+        self._single: dict[tuple[str, int], Any] = {}  # groups of one bundle
         self._carried: dict[tuple[str, int], _Carried] = {}
         self._homeless: dict[tuple[str, int], float] = {}  # since when
         self._stack = ExitStack()
@@ -68,14 +68,18 @@ class RayRoles:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         with ExitStack() as stack:
+            stack.callback(self._vacate_all)
             for one in self._seats.values():
-                group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
-                stack.callback(remove_placement_group, group)
-                self._groups[one.role] = group
+                if not one.single:
+                    group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
+                    stack.callback(remove_placement_group, group)
+                    self._groups[one.role] = group
             deadline = time.monotonic() + self._placing_s
-            for role, group in self._groups.items():
-                if not group.wait(max(0.1, deadline - time.monotonic())):
-                    raise UserError(self._no_room(role))
+            for one in self._seats.values():
+                for index in range(one.first, one.first + one.count):
+                    group, _ = self._bundle(one.role, index)
+                    if not group.wait(max(0.1, deadline - time.monotonic())):
+                        raise UserError(self._no_room(one.role))
             self._stack = stack.pop_all()
         return self
 
@@ -84,9 +88,11 @@ class RayRoles:
     ) -> None:
         for role, index in list(self._carried):
             self.kill(role, index)
-        for role, index in list(self._later):
-            self.vacate(role, index)
         self._stack.close()
+
+    def _vacate_all(self) -> None:
+        for role, index in list(self._single):
+            self.vacate(role, index)
 
     def start(
         self, role: str, index: int, work: Callable[..., Any], *arguments: Any, extra: bool = False
@@ -113,21 +119,21 @@ class RayRoles:
         self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments), bundle)
 
     def _bundle(self, role: str, index: int) -> tuple[Any, int]:
-        """The group and the number of a role's bundle: among those of the beginning, or one of its own."""
+        """The group and the number of a role's bundle: one of many, or one of its own."""
         from ray.util.placement_group import placement_group
 
         seats = self._seats[role]
-        if seats.first <= index < seats.first + seats.count:
+        if role in self._groups and seats.first <= index < seats.first + seats.count:
             return self._groups[role], index - seats.first
-        if (role, index) not in self._later:
-            self._later[role, index] = placement_group([dict(seats.bundle)])
-        return self._later[role, index], 0
+        if (role, index) not in self._single:
+            self._single[role, index] = placement_group([dict(seats.bundle)], strategy=seats.strategy)
+        return self._single[role, index], 0
 
     def vacate(self, role: str, index: int) -> None:
-        """Nobody will need the bundle of one who came later any more."""
+        """Nobody needs this bundle any more, which is a group of its own."""
         from ray.util.placement_group import remove_placement_group
 
-        group = self._later.pop((role, index), None)
+        group = self._single.pop((role, index), None)
         if group is not None:
             remove_placement_group(group)
 
