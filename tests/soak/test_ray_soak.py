@@ -290,7 +290,7 @@ def test_workers_go_when_the_cluster_shrinks(nodes: Any, tmp_path: Path) -> None
         options=mh.Options(min_workers=2),
     )
     with running:
-        while ray.available_resources().get("CPU", 0) != 3:  # the server has its place, on the head
+        while ray.available_resources().get("CPU", 0) >= 4:  # until the server has its place, on the head
             assert not running.done, running
             time.sleep(0.1)
         remove_placement_group(held)  # three of the six workers find theirs on the second node

@@ -98,7 +98,7 @@ def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, re
     casting = Casting.of(request.strategy, request.workers, MORE_WORKERS if bounds is not None else 0)
     with connected(cluster, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
         board = ray.remote(Noticeboard).options(num_cpus=0, scheduling_strategy=_beside_me(ray)).remote()
-        asked = ray.put(_for_actors(request))
+        asked = _handed_over(ray, request)
         gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
         given = ActorGift(master=ray.util.get_node_ip_address(), board=board, asked=asked)
@@ -133,6 +133,18 @@ def _bounds(request: Request) -> Bounds | None:
             "out, or use ps"
         )
     return bounds
+
+
+def _handed_over(ray: Any, request: Request) -> Any:
+    """Ray's reference to the request, which it pickles; UserError where that cannot be."""
+    try:
+        return ray.put(_for_actors(request))
+    except TypeError as error:
+        reason = (str(error.__cause__ or error).splitlines() or ["TypeError"])[0]
+        raise UserError(
+            f"what the workers run cannot be sent to them: {reason}; it may use functions, closures, tensors and plain "
+            "objects, but no open files, locks, sockets or generators"
+        ) from error
 
 
 def _for_actors(request: Request) -> Request:
