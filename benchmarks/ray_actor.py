@@ -39,8 +39,11 @@ WORKERS, STEPS, WARM = 2, 40, 8
 RATE = 1e-3
 PORT = 6421
 DEADLINE_S = 300.0
-OWN_CLUSTER = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""Whoever has this may join; made anew for each run."""
+OWN_CLUSTER = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this run alone
+    "RAY_raylet_start_wait_time_s": "240",  # a busy machine is no reason to fail
+}
 WAYS = {
     "ps sync": "ps",
     "ray actor sync": "",

@@ -85,7 +85,7 @@ def ray_actor() -> str:
         )
     about = (
         f"Parameters on one host, {result['workers']} workers on another ({result['cores']} cores in all), a cable of "
-        f"{result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of {result['rounds']} rounds, "
-        f"Ray {result['ray']}, load {result['load_before']:.1f} when it began."
+        f"{result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of {result['rounds']} "
+        f"rounds, Ray {result['ray']}, load {result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
