@@ -38,7 +38,7 @@ RESULT = Path(__file__).parent / "results" / "ray-actor.json"
 WORKERS, STEPS, WARM = 2, 40, 8
 RATE = 1e-3
 PORT = 6421
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this run alone
