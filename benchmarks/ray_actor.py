@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from cables import inside
 from hosts import ADDRESS, BATCH, build, data, two_hosts
 
 RESULT = Path(__file__).parent / "results" / "ray-actor.json"
@@ -136,10 +137,6 @@ def measure_ours(way: str, names: list[str], port: int) -> dict[str, float]:
                 raise SystemExit(f"{strategy}: a process ended with {process.returncode}")
         told = [json.loads(result.with_suffix(f".{1 + worker}").read_text()) for worker in range(WORKERS)]
     return per_step([tuple(one) for readings in told for one in readings], way)
-
-
-def inside(name: str) -> list[str]:
-    return ["ip", "netns", "exec", name]
 
 
 # ── the peer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
