@@ -85,7 +85,8 @@ def lead(
     _sit_down(store, place)
     try:
         hosts = _wait_for_all(store, place, timeout_s)
-        address = _own_address(place, security) if len(hosts) > 1 else ""
+        may_spread = len(hosts) > 1 or (place.later and security.anywhere)
+        address = _own_address(place, security) if may_spread else ""
         token = security.token or secrets.token_bytes(_TOKEN_BYTES)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
@@ -128,6 +129,11 @@ def follow(
             "with the folder that `manyhands certificates` made for its host"
         )
     near = told["host"] == host_identity()
+    if not near and "tcp" not in told:
+        raise UserError(
+            f"{place.name} comes to a run that began on one host, that of {told['name']}, and listens nowhere else; "
+            "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
+        )
     contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
     line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
     address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
