@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from certificates import run_security
 from manyhands.cluster.host import host_identity
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.hosts import finding
 from manyhands.hosts.company import join_company, lead_company
 from manyhands.hosts.finding import follow, lead
@@ -28,6 +28,7 @@ from manyhands.hosts.shelf import Shelf
 from manyhands.link.base import Received
 from manyhands.link.message import Message
 from manyhands.link.secure import Security
+from manyhands.training.together import Hearing
 
 TERMS = terms_of({"task": "toy"})
 TOKEN = b"the secret of this run, 32 bytes"
@@ -97,6 +98,38 @@ def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
     led, told = together(leads, joins)
     assert isinstance(led, UserError)
     assert told == str(led) == "out=x is taken"
+
+
+def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -> None:
+    first, second = places(2)
+
+    def chunks() -> Iterator[bytes]:
+        yield b"some of it"
+        raise ZeroDivisionError("of nothing")
+
+    def leads() -> str:
+        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
+            company.gather()
+            ended_waits: list[int] = []
+            with Hearing(company) as hearing:
+                hearing.on_failure(lambda rank, sentence: ended_waits.append(rank))
+                company.front.give(1, "start", chunks())
+                failure = hearing.wait_for_failure(10.0)
+            assert failure is not None
+            assert ended_waits == [failure.rank] == [0]
+            assert "test_finding.py" in str(failure.error())
+            raise failure.error()
+
+    def joins() -> str:
+        with join_company(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+            over = member.line.wait_over(10.0)
+            assert over is not None
+            return over.sentence
+
+    led, told = together(leads, joins)
+    assert isinstance(led, WorkerFailed)
+    assert "which leads, could not hear the others any more: ZeroDivisionError('of nothing')" in str(led)
+    assert told == str(led).partition("\n")[0]
 
 
 def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_to_all() -> None:

@@ -199,6 +199,35 @@ def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_th
         second.take("weights", 5.0)
 
 
+def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
+    make: Callable[..., Party],
+) -> None:
+    party = make(2)
+    line = party.join(1)
+    party.one(Started)
+    ended_waits: list[str] = []
+    line.on_over(lambda broken: ended_waits.append(broken.sentence))
+
+    def chunks() -> Iterator[bytes]:
+        yield b"some of it"
+        raise ZeroDivisionError("of nothing")
+
+    line.give("a shard", chunks())
+    over = line.wait_over(10.0)
+    assert over is not None
+    assert (over.rank, over.is_lost) == (1, False)
+    assert "worker 1 on host1: its line to worker 0 on " in over.sentence
+    assert "failed: ZeroDivisionError('of nothing')" in over.sentence
+    assert line.stop_requested()
+    with pytest.raises(Aborted, match="of nothing"):
+        line.take("weights", 5.0)
+    failure = party.one(Ended).failure
+    assert "raised ZeroDivisionError at step 0: of nothing" in failure.sentence
+    assert "test_lines.py" in str(failure.error())
+    party.until(lambda: ended_waits)
+    assert ended_waits == [over.sentence]
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "told"),
     [
