@@ -323,6 +323,16 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
     assert party.front.store.get("k") == b"v"
 
 
+def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callable[..., Party]) -> None:
+    party = make(4)
+    line = party.join(1)
+    line._bag.put(hello_of(Place(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
+    assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
+    assert (party.front.members, party.front.missing) == ((), (1, 2, 3))
+    party.join(2)
+    party.until(lambda: party.front.members == (2,))
+
+
 def test_processes_meet_in_the_store_that_the_leader_keeps(make: Callable[..., Party]) -> None:
     party = make(3)
     stores = [party.front.store, *(party.join(rank).store for rank in (1, 2))]

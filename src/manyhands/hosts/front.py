@@ -396,6 +396,9 @@ class Front:
         return []
 
     def _greet(self, connection: int, hello: LineHello) -> list[FrontEvent]:
+        if connection in self._ranks:
+            self._hub.disconnect(connection, "it says twice who it is")
+            return self._lost(connection, "it says twice who it is", False)
         refused = self._register.arrive(hello)
         if refused is None and self._seeing_off:
             self._register.leave(hello.rank)
