@@ -21,7 +21,7 @@ from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFaile
 from manyhands.hosts import finding
 from manyhands.hosts.company import join_company, lead_company
 from manyhands.hosts.finding import follow, lead
-from manyhands.hosts.links import open_links
+from manyhands.hosts.links import _admit, open_links
 from manyhands.hosts.place import Place, current
 from manyhands.hosts.register import terms_of
 from manyhands.hosts.shelf import Shelf
@@ -251,6 +251,18 @@ def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) ->
     for links in ends:
         for link in links.values():
             link.close()
+
+
+def test_who_says_who_it_is_byte_by_byte_has_no_more_time_than_others() -> None:
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(_admit, near, 0, TOKEN, time.monotonic() + 0.2)
+        sent = 0
+        while not admitted.done() and sent < 39:  # one less than it must say; each comes well before 0.2 s
+            sent += far.send(b"x")
+            time.sleep(0.05)
+        assert admitted.done()
+        assert admitted.result() is None
 
 
 def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
