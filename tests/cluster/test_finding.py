@@ -253,6 +253,16 @@ def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) ->
             link.close()
 
 
+def test_links_listen_where_a_name_only_leads_to_this_host() -> None:
+    store = Shelf()
+    call = {"token": TOKEN, "security": Security.insecure(), "timeout_s": 0.1}
+    with pytest.raises(PeerTimeout, match="rank 1 did not connect in time"):
+        open_links(0, [1], store, address="192.0.2.1", **call)  # of no interface here
+    assert store.get("link/0").startswith(b"192.0.2.1:")
+    with pytest.raises(ManyhandsError, match=r"rank 0 cannot listen at nobody\.invalid: "):
+        open_links(0, [1], store, address="nobody.invalid", **call)
+
+
 def test_who_says_who_it_is_byte_by_byte_has_no_more_time_than_others() -> None:
     near, far = socket.socketpair()
     with near, far, ThreadPoolExecutor(1) as pool:

@@ -21,6 +21,7 @@ from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.hosts.specified import listening_at
 from manyhands.hub.addresses import tune
 from manyhands.link.secure import HANDSHAKE_S, End, Security, TlsRefused
 from manyhands.link.silence import SILENT_AFTER_S
@@ -57,15 +58,15 @@ def open_links(
     timeout_s: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
 ) -> dict[int, TcpLink]:
-    """Collective among workers of several hosts: a link to each of `far`, those of other hosts; listens at `address`.
+    """Collective among workers of several hosts: a link to each of `far`, those of other hosts.
 
-    PeerTimeout names who did not come, ManyhandsError who could not be trusted.
+    Others reach this one at `address`. PeerTimeout names who did not come, ManyhandsError who could not be trusted.
     """
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
     links: dict[int, TcpLink] = {}
     try:
-        with socket.create_server((address, 0), backlog=len(far) + 16) as listener:
+        with _listening(rank, address, len(far) + 16) as listener:
             store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
             for peer in sorted(one for one in far if one < rank):
                 end = _dial(rank, peer, store, token, deadline)
@@ -82,6 +83,15 @@ def open_links(
             link.abandon()
         raise
     return links
+
+
+def _listening(rank: int, address: str, backlog: int) -> socket.socket:
+    """Where others reach `address`, which may be a name that leads here though no interface has it."""
+    try:
+        host = listening_at(f"{address}:0").split(":")[1]
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
 
 
 def _secured(
