@@ -200,7 +200,8 @@ def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> 
 
 def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        port = int(probe.getsockname()[1])
+    address = f"127.0.0.1:{port}"
     first, second = (replace(place, leader=address, kind="specification") for place in places(2))
     call = {"security": Security.loopback(), "timeout_s": 10.0}
     with ExitStack() as stack:
@@ -215,6 +216,9 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
         following, _ = together(lambda: follow(second, TERMS, "a", **call), hears)
         stack.callback(following.line.close)
         assert leading.front.members == (1,)
+        # On loopback nobody can knock who is another user: nothing listens at the port itself.
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1.0):
+            pass
         with pytest.raises(UserError, match="cannot listen there"):
             lead(first, TERMS, "a", **call)
 
