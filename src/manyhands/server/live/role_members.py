@@ -65,7 +65,8 @@ class RunKeeper:
                         file.write(data)
                 case "snapshot" if self._snapshots.kept:
                     self._snapshots.save(shipment.shard, unpack_snapshot(data))
-                case "record" if self._job.run_path is not None:
+                case "record" if self._job.run_path is not None and shipment.file not in self._before:
+                    # Who follows one that died before it heard that all had come sends it again.
                     self._before[shipment.file] = take_record(self._job.run_path, shipment.file, bytes(data))
         except WriteFailed as error:
             self._say(f"no {shipment}: {error}")
