@@ -307,6 +307,39 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
     assert not any(there.glob("manyhands-*"))
 
 
+@pytest.mark.parametrize(
+    ("say", "told"),
+    [
+        (
+            lambda line: line.send(away.WANTS.write(away.SnapshotWanted(shard=-1, version=None))),
+            "of -1, of 1",
+        ),
+        (lambda line: line.send({"kind": "StepComputed", "step": "one"}), "StepComputed needs"),
+        (lambda line: line.give("buffers", [b"nonsense"]), "8 bytes are no tensors"),
+    ],
+)
+def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(
+    say: Callable[[Any], None], told: str
+) -> None:
+    roles = Roles("ps", workers=1)
+
+    def lies(line: Any) -> None:
+        def lie(*_: Any, **__: Any) -> None:  # it has its part by now
+            say(line)
+            over = line.wait_over(10.0)
+            assert told in over.sentence, over
+            raise Killed
+
+        line.mark = lie
+
+    roles.start(2)
+    roles.start(1, act=lies)
+    _, outcome = roles.train()
+    assert roles.deaths == [1]
+    assert any("rank 1 sent what nobody may send" in one and told in one for one in roles.said), roles.said
+    assert outcome.totals["samples"] == 4 * STEPS
+
+
 def test_records_of_another_host_stay_until_the_leader_has_them_and_are_taken_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
