@@ -6,6 +6,7 @@ import queue
 import random
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -119,6 +120,10 @@ def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
         store.check(["here/1"])
     with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
         PrefixStore("run", impatient).get("leader")
+    patient = RayStore(ask, 600.0)
+    patient.wait(["run/here/0"])
+    with pytest.raises(PeerTimeout, match="nobody has said 'leader' on Ray within 0 s"):
+        patient.wait(["run/here/0", "leader"], timedelta(seconds=0.1))
 
 
 def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
