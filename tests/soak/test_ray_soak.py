@@ -227,6 +227,7 @@ def test_deaths_of_a_worker_a_server_and_a_node_are_survived(nodes: Any, tmp_pat
     assert trained.summary["final"]["accuracy"] > 0.95
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning:ray")  # of Ray's own settings, by Ray
 def test_a_ray_dataset_is_read_by_its_workers(nodes: Any) -> None:
     pytest.importorskip("pandas", reason="Ray Datasets need pandas and pyarrow: pip install 'ray[data]'")
     pytest.importorskip("pyarrow", reason="Ray Datasets need pandas and pyarrow: pip install 'ray[data]'")
