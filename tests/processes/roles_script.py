@@ -1,6 +1,7 @@
 """A script that calls `mh.fit` and is one role of a run: `roles_script.py STRATEGY STEPS [name=value …]`.
 
     out=DIRECTORY  task=NAME  pause=SECONDS of every step  timeout=SECONDS  resume=yes  insecure=yes
+    tls=FOLDER  workers=N
 
 Prints a digest of the weights that it got.
 """
@@ -42,11 +43,13 @@ def main(strategy: str, steps: str, *asked: str) -> None:
         checkpoint_every=20,
         evaluate_every=10**6,
         insecure="insecure" in settings,
+        tls=settings.get("tls"),
         progress="none",
     )
     run = mh.fit(
         task,
         strategy,
+        workers=int(settings["workers"]) if "workers" in settings else None,
         steps=int(steps),
         out=settings.get("out"),
         resume="resume" in settings,

@@ -104,6 +104,16 @@ def test_a_cut_in_one_direction_is_known_at_its_other_end() -> None:
     assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in told.sentence
 
 
+def test_one_who_is_missed_here_too_is_named_and_not_the_one_who_gave_it_up_first() -> None:
+    world = World()
+    world.beat(1, 2, 3)
+    assert world.run(3.0, 1, 2) is None
+    told = world.pulse.handle(world.others[2].frame(0, PulseKind.GIVEN_UP, blamed=3), world.now)
+    assert told is not None
+    assert told.rank == 3
+    assert f"rank 3 on {C} fell silent: neither a heartbeat nor data of it for 3.0 s" in told.sentence
+
+
 def test_one_who_did_not_look_blames_nobody_before_reading_what_came_meanwhile() -> None:
     world = World()
     assert world.run(5.0, 1, 2, 3) is None

@@ -1,4 +1,4 @@
-"""Heartbeats between hosts: the driver of `pulse`, with a socket, two threads and the kernel's view of connections.
+"""Heartbeats between processes: the driver of `pulse`, with a socket, two threads and the kernel's view of connections.
 
 One thread sends, in compiled code that never takes Python's lock: user code may hold it for minutes. The other listens,
 asks the kernel about connections when beats are missing, and ends waits through `on_lost`.
@@ -83,10 +83,11 @@ class BeatPlace:
 
 
 class Heartbeats:
-    """This rank's beats and its watch over `far`, the ranks of other hosts; `close` says goodbye and ends both.
+    """This rank's beats and its watch over `far`, other ranks; `close` says goodbye and ends both.
 
     `on_lost(rank, sentence)` is called in a thread, once, for the first rank that is lost. One of whom `in_peace` says
-    that it has left in good order is not lost.
+    that it has left in good order is not lost. Between processes of one host beats are not stuck behind data, so data
+    excuses nobody there.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Heartbeats:
     ) -> None:
         """Own the socket; returns at once."""
         self._socket = own
+        self._here: str = own.getsockname()[0]
         self._in_peace = in_peace
         self._far = far
         self._on_lost = on_lost
@@ -181,8 +183,9 @@ class Heartbeats:
 
     def _look(self, now_s: float) -> PulseLost | None:
         suspects = self._pulse.suspects(now_s)
-        if suspects:
-            addresses = {self._far[rank].address: host for rank, host in suspects.items()}
+        addresses = {self._far[rank].address: host for rank, host in suspects.items()}
+        addresses.pop(self._here, None)
+        if addresses:
             for address, age_s in data_ages(addresses).items():
                 self._pulse.data_came(addresses[address], now_s - age_s, now_s)
         for rank in self._pulse.unheard(now_s):
