@@ -1,7 +1,7 @@
 """A script that calls `mh.fit` and is one role of a run: `roles_script.py STRATEGY STEPS [name=value …]`.
 
     out=DIRECTORY  task=NAME  pause=SECONDS of every step  timeout=SECONDS  resume=yes  insecure=yes
-    tls=FOLDER  workers=N
+    tls=FOLDER  workers=N  check=STEPS between two comparisons
 
 Prints a digest of the weights that it got.
 """
@@ -42,6 +42,7 @@ def main(strategy: str, steps: str, *asked: str) -> None:
         timeout_s=float(settings.get("timeout", "120")),
         checkpoint_every=20,
         evaluate_every=10**6,
+        check_every=int(settings.get("check", "100")),
         insecure="insecure" in settings,
         tls=settings.get("tls"),
         progress="none",
