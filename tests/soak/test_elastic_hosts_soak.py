@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).parents[1] / "processes" / "roles_script.py"
 STRATEGY = "allreduce elastic=yes"
-KILLS = 6
+KILLS = 4
 
 
 def start(roles: Cluster, spec: Path, before: list[str], index: int, *words: str) -> None:
@@ -66,9 +66,9 @@ def require_as_alone(folder: Path, run: Path, steps: int) -> None:
 def test_workers_of_two_hosts_are_killed_and_started_again_and_the_survivors_stay_alike(
     tmp_path: Path,
 ) -> None:
-    """Two hosts with two workers each; the leader's own worker is a child of it, and is killed as well."""
-    run, steps, dice = tmp_path / "run", 1200, random.Random(int(time.time()))
-    words = [str(steps), "pause=0.03", "insecure=yes", "check=1", f"out={run}"]
+    """Two hosts with two workers each; who is started again may be on the other host than before."""
+    run, steps, dice = tmp_path / "run", 500, random.Random(int(time.time()))
+    words = [str(steps), "pause=0.1", "insecure=yes", "check=1", f"out={run}"]
     with switched_hosts(2) as hosts:
         addresses = [f"{hosts.address(rank // 2)}:{2222 + rank}" for rank in range(4)]
         with cluster(tmp_path, {"worker": 4}, addresses) as roles:
@@ -84,7 +84,7 @@ def test_workers_of_two_hosts_are_killed_and_started_again_and_the_survivors_sta
                 roles.wait_for(lambda number=number: count(run, "died") == number, f"death {number}")
                 done = steps_done(run)
                 roles.wait_for(lambda done=done: steps_done(run) > done + 3, "steps without it")
-                start(roles, spec, hosts.inside(victim // 2), victim, *words)
+                start(roles, spec, hosts.inside(dice.choice((0, 1))), victim, *words)
                 # Four joined at the beginning.
                 roles.wait_for(lambda number=number: count(run, "joined") == 4 + number, f"join {number}")
             require_one_model(roles, run, steps)
@@ -96,8 +96,8 @@ def test_workers_of_two_hosts_are_killed_and_started_again_and_the_survivors_sta
 
 
 def test_a_host_whose_cable_was_out_comes_back_and_the_other_goes_on_meanwhile(tmp_path: Path) -> None:
-    run, steps = tmp_path / "run", 1200
-    words = [str(steps), "pause=0.03", "insecure=yes", "check=1", f"out={run}"]
+    run, steps = tmp_path / "run", 400
+    words = [str(steps), "pause=0.1", "insecure=yes", "check=1", f"out={run}"]
     with switched_hosts(2) as hosts:
         addresses = [f"{hosts.address(rank // 2)}:{2222 + rank}" for rank in range(4)]
         with cluster(tmp_path, {"worker": 4}, addresses) as roles:
@@ -109,7 +109,7 @@ def test_a_host_whose_cable_was_out_comes_back_and_the_other_goes_on_meanwhile(t
             hosts.plug(1, plugged=False)
             noticed_s = roles.wait_for(lambda: count(run, "died") == 2, "word of both", 30.0)
             done = steps_done(run)
-            roles.wait_for(lambda: steps_done(run) > done + 50, "progress without them", 60.0)
+            roles.wait_for(lambda: steps_done(run) > done + 20, "progress without them", 60.0)
             print(f"noticed after {noticed_s:.1f} s")
             hosts.plug(1, plugged=True)
             roles.wait_for(lambda: count(run, "joined") == 6, "their return", 90.0)
@@ -118,8 +118,8 @@ def test_a_host_whose_cable_was_out_comes_back_and_the_other_goes_on_meanwhile(t
 
 def test_the_leaders_own_worker_is_lost_and_a_worker_elsewhere_keeps_the_checkpoints(tmp_path: Path) -> None:
     """While it is away the lowest worker is on another host: what is due is sent to the leader."""
-    run, steps = tmp_path / "run", 400
-    words = [str(steps), "pause=0.03", "insecure=yes", "check=1", f"out={run}"]
+    run, steps = tmp_path / "run", 300
+    words = [str(steps), "pause=0.1", "insecure=yes", "check=1", f"out={run}"]
     with switched_hosts(2) as hosts:
         addresses = [f"{hosts.address(rank)}:2222" for rank in range(2)]
         with cluster(tmp_path, {"worker": 2}, addresses) as roles:
