@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,16 +99,16 @@ def test_a_stopped_process_of_one_host_is_named_in_seconds_and_a_busy_one_is_not
     with cluster(tmp_path, {}) as ranks:
         start_ranks(ranks, two_hosts, (0, 0, 0), [words] * 3)
         ranks.wait_for(lambda: steps_done(run) > 10, "step 10")
-        burners = [os.fork() for _ in range(4 * len(os.sched_getaffinity(0)))]
-        if 0 in burners:
-            while True:
-                pass
+        burners = [
+            subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+            for _ in range(4 * len(os.sched_getaffinity(0)))
+        ]
         try:
             time.sleep(20.0)
         finally:
-            for pid in burners:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            for burner in burners:
+                burner.kill()
+                burner.wait()
         assert all(one.process.poll() is None for one in ranks.roles.values()), ranks.told()
         stopped = ranks.roles["rank", 2]
         began = time.monotonic()

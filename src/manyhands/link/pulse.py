@@ -125,6 +125,11 @@ class Pulse:
             if rank not in self._gone and at_s > self._heard_s[rank]:
                 self._vigil.heard(rank, at_s)
 
+    def excuse(self, rank: int, now_s: float) -> None:
+        """It is known to live, though its beats do not come."""
+        if rank in self._heard_s and rank not in self._gone:
+            self._vigil.heard(rank, now_s)
+
     def look(self, now_s: float) -> PulseLost | None:
         """The first rank that has been silent for too long; all that has arrived must have been handled before."""
         for rank, _ in self._vigil.look(now_s):
