@@ -105,8 +105,8 @@ def _bounds(request: Request) -> Bounds | None:
     if request.strategy.goes_on_with_fewer:  # by itself, down to min_workers
         if options.max_workers is not None:
             raise UserError(
-                f"max_workers={options.max_workers}: strategy {request.strategy} goes on with fewer and gets back whom it "
-                "lost, but no more than it began with; leave it out, or use ps"
+                f"max_workers={options.max_workers}: strategy {request.strategy} goes on with fewer and gets back whom "
+                "it lost, but no more than it began with; leave it out, or use ps"
             )
         return None
     bounds = Bounds.of(request.workers, options.min_workers, options.max_workers)
