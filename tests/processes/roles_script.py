@@ -2,6 +2,7 @@
 
     out=DIRECTORY  task=NAME  pause=SECONDS of every step  timeout=SECONDS  resume=yes  insecure=yes
     tls=FOLDER  workers=N  check=STEPS between two comparisons
+    hold=FILE while which is there a step takes a second longer
 
 Prints a digest of the weights that it got.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,13 @@ from manyhands.errors import ManyhandsError
 
 def main(strategy: str, steps: str, *asked: str) -> None:
     settings = dict(word.split("=", 1) for word in asked)
-    pause_s = float(settings.get("pause", "0"))
+    pause_s, hold = float(settings.get("pause", "0")), Path(settings.get("hold", "/nowhere"))
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(256, 8, generator=generator, dtype=torch.float64)
     y = x @ torch.randn(8, 3, generator=generator, dtype=torch.float64)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        time.sleep(pause_s)
+        time.sleep(pause_s + hold.exists())
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     task = mh.Task(

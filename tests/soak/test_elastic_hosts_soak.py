@@ -36,6 +36,13 @@ def count(run: Path, what: str) -> int:
     return sum(one["event"] == what for one in events(run))
 
 
+def has(run: Path, what: str, pid: int) -> bool:
+    """Whether this has happened to the member that is this process."""
+    told = events(run)
+    members = {one["member"] for one in told if one["event"] == "started" and one["pid"] == pid}
+    return any(one["event"] == what and one["member"] in members for one in told)
+
+
 def steps_done(run: Path) -> int:
     metrics = run / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -66,9 +73,13 @@ def require_as_alone(folder: Path, run: Path, steps: int) -> None:
 def test_workers_of_two_hosts_are_killed_and_started_again_and_the_survivors_stay_alike(
     tmp_path: Path,
 ) -> None:
-    """Two hosts with two workers each; who is started again may be on the other host than before."""
-    run, steps, dice = tmp_path / "run", 500, random.Random(int(time.time()))
-    words = [str(steps), "pause=0.1", "insecure=yes", "check=1", f"out={run}"]
+    """Two hosts with two workers each; who is started again may be on the other host than before.
+
+    On a busy machine a worker may be taken for silent besides, and comes again by itself: that is one more change.
+    """
+    run, hold, steps, dice = tmp_path / "run", tmp_path / "hold", 600, random.Random(int(time.time()))
+    words = [str(steps), f"hold={hold}", "insecure=yes", "check=1", f"out={run}"]
+    hold.touch()  # until all have come: how long a process takes to start is the machine's to say
     with switched_hosts(2) as hosts:
         addresses = [f"{hosts.address(rank // 2)}:{2222 + rank}" for rank in range(4)]
         with cluster(tmp_path, {"worker": 4}, addresses) as roles:
@@ -76,22 +87,25 @@ def test_workers_of_two_hosts_are_killed_and_started_again_and_the_survivors_sta
             spec.write_text(json.dumps(roles.spec))
             for rank in (2, 0, 3, 1):
                 start(roles, spec, hosts.inside(rank // 2), rank, *words)
-            roles.wait_for(lambda: steps_done(run) > 20, "step 20")
-            for number in range(1, KILLS + 1):
+            roles.wait_for(lambda: steps_done(run) > 3, "step 3")
+            for _ in range(KILLS):
                 time.sleep(dice.uniform(0.0, 2.0))
-                victim = dice.choice((1, 2, 3))
-                roles.roles["worker", victim].kill()
-                roles.wait_for(lambda number=number: count(run, "died") == number, f"death {number}")
-                done = steps_done(run)
-                roles.wait_for(lambda done=done: steps_done(run) > done + 3, "steps without it")
-                start(roles, spec, hosts.inside(dice.choice((0, 1))), victim, *words)
-                # Four joined at the beginning.
-                roles.wait_for(lambda number=number: count(run, "joined") == 4 + number, f"join {number}")
+                rank = dice.choice((1, 2, 3))
+                victim = roles.roles["worker", rank]
+                victim.kill()
+                gone, done = victim.process.pid, steps_done(run)
+                roles.wait_for(lambda gone=gone: has(run, "died", gone), f"word of worker {rank}")
+                roles.wait_for(lambda done=done: steps_done(run) > done + 2, "steps without it")
+                start(roles, spec, hosts.inside(dice.choice((0, 1))), rank, *words)
+                came = roles.roles["worker", rank].process.pid
+                roles.wait_for(lambda came=came: has(run, "joined", came), f"return of worker {rank}")
+            hold.unlink()
             require_one_model(roles, run, steps)
     require_as_alone(tmp_path, run, steps)
     counted = json.loads((run / "summary.json").read_text())["membership"]
     print(counted)
-    assert counted["lost"] == counted["joined"] == KILLS
+    assert counted["lost"] >= KILLS
+    assert counted["joined"] >= KILLS
     assert counted["steps_computed_twice"] <= counted["changes"]
 
 
