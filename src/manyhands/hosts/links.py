@@ -22,6 +22,7 @@ from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.hosts.waiting import comes_true
 from manyhands.hub.addresses import tune
 from manyhands.link.secure import End, Security, TlsRefused
 from manyhands.link.silence import SILENT_AFTER_S
@@ -32,8 +33,6 @@ __all__ = ["address_towards", "meet_all", "open_links"]
 _HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
 _PROOF_BYTES: Final = 32
 _STRANGER_S: Final = 2.0
-_FIRST_PAUSE_S: Final = 0.002
-_LONGEST_PAUSE_S: Final = 0.1
 _SLICE_S: Final = 0.2
 _CONNECT_S: Final = 2.0
 
@@ -75,7 +74,8 @@ def open_links(
     deadline = time.monotonic() + timeout_s
 
     def where(peer: int) -> str:
-        _wait(lambda: store.check([f"link/{peer}"]), [peer], "say where it listens", deadline)
+        if not comes_true(lambda: store.check([f"link/{peer}"]), deadline - time.monotonic()):
+            raise _late([peer], "say where it listens")
         return store.get(f"link/{peer}").decode()
 
     with socket.create_server((address, 0), backlog=len(far) + 16) as listener:
@@ -238,15 +238,6 @@ def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> 
 
 def _proof(token: bytes, word: bytes, said: bytes) -> bytes:
     return hmac.digest(token, b"link " + word + b"|" + said, "sha256")
-
-
-def _wait(is_done: Callable[[], bool], ranks: Sequence[int], deed: str, deadline: float) -> None:
-    pause_s = _FIRST_PAUSE_S
-    while not is_done():
-        if time.monotonic() >= deadline:
-            raise _late(ranks, deed)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:
