@@ -22,9 +22,10 @@ from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.hosts.specified import listening_at
 from manyhands.hosts.waiting import comes_true
 from manyhands.hub.addresses import tune
-from manyhands.link.secure import End, Security, TlsRefused
+from manyhands.link.secure import HANDSHAKE_S, End, Security, TlsRefused
 from manyhands.link.silence import SILENT_AFTER_S
 from manyhands.link.tcp import TcpLink
 
@@ -66,9 +67,9 @@ def open_links(
     timeout_s: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
 ) -> dict[int, TcpLink]:
-    """Collective among workers of several hosts: a link to each of `far`, those of other hosts; listens at `address`.
+    """Collective among workers of several hosts: a link to each of `far`, those of other hosts.
 
-    PeerTimeout names who did not come, ManyhandsError who could not be trusted.
+    Others reach this one at `address`. PeerTimeout names who did not come, ManyhandsError who could not be trusted.
     """
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
@@ -78,7 +79,7 @@ def open_links(
             raise _late([peer], "say where it listens")
         return store.get(f"link/{peer}").decode()
 
-    with socket.create_server((address, 0), backlog=len(far) + 16) as listener:
+    with _listening(rank, address, len(far) + 16) as listener:
         store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
         return meet_all(
             rank,
@@ -111,11 +112,13 @@ def meet_all(
     try:
         for peer in sorted(one for one in far if one < rank):
             end = _dial(rank, peer, where(peer), token, deadline, still)
-            links[peer] = TcpLink(_secured(far[peer].wrap_client, end, name_of(peer)), peer=name_of(peer))
+            secured = _secured(far[peer].wrap_client, end, name_of(peer), deadline)
+            links[peer] = TcpLink(secured, peer=name_of(peer))
         waited_for = {one for one in far if one > rank}
         while waited_for:
             peer, end = _accept(listener, rank, waited_for, token, deadline, still)
-            links[peer] = TcpLink(_secured(far[peer].wrap_server, end, name_of(peer)), peer=name_of(peer))
+            secured = _secured(far[peer].wrap_server, end, name_of(peer), deadline)
+            links[peer] = TcpLink(secured, peer=name_of(peer))
             waited_for.discard(peer)
     except BaseException:
         for link in links.values():
@@ -124,9 +127,20 @@ def meet_all(
     return links
 
 
-def _secured(wrap: Callable[[socket.socket, str], End], end: socket.socket, peer: str) -> End:
+def _listening(rank: int, address: str, backlog: int) -> socket.socket:
+    """Where others reach `address`, which may be a name that leads here though no interface has it."""
     try:
-        return wrap(end, peer)
+        host = listening_at(f"{address}:0").split(":")[1]
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
+
+
+def _secured(
+    wrap: Callable[[socket.socket, str, float], End], end: socket.socket, peer: str, deadline: float
+) -> End:
+    try:
+        return wrap(end, peer, min(HANDSHAKE_S, _left_s(deadline)))
     except TlsRefused as error:
         raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
 
@@ -142,7 +156,7 @@ def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, sti
         ) from error
     try:
         nonce = secrets.token_bytes(_PROOF_BYTES)
-        end.settimeout(max(0.001, deadline - time.monotonic()))
+        end.settimeout(_left_s(deadline))
         end.sendall(_HELLO.pack(rank, peer, nonce))
         answer = _read(end, 2 * _PROOF_BYTES, deadline, still)
         theirs = answer[:_PROOF_BYTES]
@@ -198,7 +212,7 @@ def _accept(
         end.close()
 
 
-def _admit(end: socket.socket, rank: int, token: bytes, deadline: float, still: Still) -> int | None:
+def _admit(end: socket.socket, rank: int, token: bytes, deadline: float, still: Still = _go_on) -> int | None:
     try:
         peer, wanted, nonce = _HELLO.unpack(_read(end, _HELLO.size, deadline, still))
         if wanted != rank:
@@ -234,6 +248,10 @@ def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> 
             raise ConnectionResetError("it closed the connection")
         data += more
     return data
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _proof(token: bytes, word: bytes, said: bytes) -> bytes:
