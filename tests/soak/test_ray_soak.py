@@ -121,6 +121,27 @@ def test_a_worker_that_dies_under_all_reduce_is_named(nodes: Any, tmp_path: Path
     assert time.monotonic() - began[0] < 30
 
 
+def test_an_elastic_run_goes_on_without_a_worker_until_ray_has_started_it_again(
+    nodes: Any, tmp_path: Path
+) -> None:
+    task, run = slowed(build("digits"), 0.2), tmp_path / "run"
+
+    def strike() -> None:
+        await_rows(run, 5)
+        (pid,) = [
+            one["pid"] for one in events(run) if one["event"] == "started" and one["name"] == "worker 2"
+        ]
+        os.kill(pid, signal.SIGKILL)
+
+    with striking(strike, []):
+        done = mh.fit(task, "allreduce elastic=yes", workers=3, steps=300, cluster="auto", out=run)
+    counted = done.summary["membership"]
+    assert (counted["lost"], counted["joined"]) == (1, 1), counted
+    assert [row["step"] for row in done.history.steps] == list(range(1, 301))
+    (came,) = [one for one in events(run) if one["event"] == "joined" and "sentence" in one]
+    assert "worker 2 joined after step" in came["sentence"]
+
+
 def slowed(task: mh.Task, seconds: float) -> mh.Task:
     def loss(model: Any, batch: Any) -> Any:
         time.sleep(seconds)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.chosen import collective_for
-from manyhands.allreduce.collective import Collective, across_hosts
+from manyhands.allreduce.chosen import collective_across_hosts, collective_for
+from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
@@ -35,6 +34,5 @@ class AllReduceTraining(ExchangeTraining):
     @classmethod
     def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
-        algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+        gradients, words = collective_across_hosts(strategy, resources)
         return AllReduceExchange(gradients, strategy.buckets), words
