@@ -47,9 +47,6 @@ class Strategy(ABC):
     can_skip_updates: ClassVar[bool] = False
     """Whether one worker's part can be left out of a step, as where its gradient is not finite."""
 
-    cannot_clip: ClassVar[str] = ""
-    """A sentence on why gradients cannot be clipped; empty where they can."""
-
     moves_rows: ClassVar[bool] = False
     """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
 
@@ -73,6 +70,11 @@ class Strategy(ABC):
 
     when_evaluating: ClassVar[str] = ""
     """A sentence on what an evaluation costs, where that is special."""
+
+    @property
+    def cannot_clip(self) -> str:
+        """A sentence on why gradients cannot be clipped; empty where they can."""
+        return ""
 
     @property
     @abstractmethod
