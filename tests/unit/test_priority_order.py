@@ -1,4 +1,4 @@
-"""The rule by which slices go: every one once, within the credit, the most urgent first, and no knot, whoever has what."""
+"""The rule by which slices go: every one once, within the credit, the most urgent first, and no deadlock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_each_slice_goes_once_within_the_credit_the_most_urgent_of_the_ready_fir
             sent.append(number)
             flying.append(number)
         assert order.in_flight_bytes == sum(sizes[one] for one in flying)
-        assert order.in_flight_bytes <= credit or len(flying) == 1, "one that is larger than the credit goes alone"
+        assert order.in_flight_bytes <= credit or len(flying) == 1, (
+            "one that is larger than the credit goes alone"
+        )
         if flying and (chance.random() < 0.5 or not missing):
             order.arrived(flying.pop(chance.randrange(len(flying))))
     assert sorted(sent) == list(range(len(sizes)))
@@ -152,7 +154,9 @@ def test_slices_cover_every_item_once_and_are_small(
         inside = {
             slot.parameter
             for slot in layouts[parcel.number].slots
-            if slot.count and slot.offset < parcel.end // item and parcel.begin // item < slot.offset + slot.count
+            if slot.count
+            and slot.offset < parcel.end // item
+            and parcel.begin // item < slot.offset + slot.count
         }
         assert inside <= set(one.parameters)
     assert all(count == 1 for counts in covered.values() for count in counts)
@@ -198,7 +202,9 @@ def test_parameters_stepped_one_by_one_have_the_bits_of_all_at_once(make: object
 
 
 def test_optimizers_that_need_everything_at_once_are_refused() -> None:
-    with pytest.raises(UserError, match="order=priority steps each parameter when its gradient is there: .*LBFGS"):
+    with pytest.raises(
+        UserError, match=r"order=priority steps each parameter when its gradient is there: .*LBFGS"
+    ):
         LateOptimizer(optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
@@ -242,9 +248,9 @@ def test_whoever_reads_a_parameter_waits_for_that_one_only() -> None:
     assert read_through(lambda model: x @ model.second.weight) == [{number("second.weight")}]
     assert read_through(lambda model: model.alias.sum()) == [{number("second.weight")}]
     assert read_through(lambda model: torch.cat([model.free, x[0]])) == [{number("free")}]
-    assert read_through(lambda model: torch.nn.functional.linear(x, bias=model.free, weight=torch.eye(3))) == [
-        {number("free")}
-    ]
+    assert read_through(
+        lambda model: torch.nn.functional.linear(x, bias=model.free, weight=torch.eye(3))
+    ) == [{number("free")}]
     assert read_through(lambda model: model.cells(x[None])) == [
         {index for index, name in enumerate(names) if name.startswith("cells.")}
     ]

@@ -146,6 +146,7 @@ class PriorityExchange(Exchange):
             self._wait_for(self._guard.pending)
             while not self._the_courier.is_over:  # what no worker's backward reached is sent, and not stepped
                 self._step_arrived(wait=True)
+            self._step_arrived(wait=False)
             self._is_applied = True
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
@@ -225,10 +226,11 @@ class PriorityExchange(Exchange):
         awaited = frozenset(numbers)
         self._step_arrived(wait=False)
         while awaited & self._guard.pending:
-            self._step_arrived(wait=True)
+            if not self._step_arrived(wait=True):
+                raise RuntimeError("every slice has arrived, and a parameter is still waited for")
 
-    def _step_arrived(self, *, wait: bool) -> None:
-        """Step the parameters all of whose slices have arrived."""
+    def _step_arrived(self, *, wait: bool) -> bool:
+        """Step the parameters all of whose slices have arrived; whether any has since the last time."""
         if wait:
             with self._waiting():
                 arrived = self._the_courier.arrivals(wait=True)
@@ -241,13 +243,14 @@ class PriorityExchange(Exchange):
                 if not self._unarrived[parameter]:
                     complete.append(parameter)
         self._take_step(complete)
+        return bool(arrived)
 
     def _take_step(self, numbers: Sequence[int]) -> None:
         due = [number for number in numbers if number in self._guard.pending]
         if due:
             gradients = self._gradients
+            self._guard.stepped(due)  # or the optimizer would wait for what it is about to write
             self._late.step({gradients.parameters[number]: gradients.views[number] for number in due})
-            self._guard.stepped(due)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
