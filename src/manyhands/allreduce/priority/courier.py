@@ -16,7 +16,7 @@ import torch
 
 from manyhands.allreduce.collective import ScheduleCollective
 from manyhands.allreduce.priority.order import Desk, SendOrder
-from manyhands.allreduce.priority.slices import Slice
+from manyhands.allreduce.priority.slices import GradientSlice
 from manyhands.training.exchange import LocalStep, Post, SharedStep
 
 __all__ = ["Agreed", "Courier", "Lateness"]
@@ -63,7 +63,11 @@ class Courier:
     """
 
     def __init__(
-        self, collective: ScheduleCollective, slices: Sequence[Slice], parameters: int, credit_bytes: int
+        self,
+        collective: ScheduleCollective,
+        slices: Sequence[GradientSlice],
+        parameters: int,
+        credit_bytes: int,
     ) -> None:
         self._collective = collective
         self._slices = slices

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from manyhands.allreduce.priority.slices import Slice
+from manyhands.allreduce.priority.slices import GradientSlice
 from manyhands.errors import UserError
 from manyhands.wire.layout import BucketLayout, trainable
 from manyhands.wire.tap import GradientTap, put
@@ -26,7 +26,7 @@ class SlicedGradients:
         self,
         model: nn.Module,
         layouts: Sequence[BucketLayout],
-        slices: Sequence[Slice],
+        slices: Sequence[GradientSlice],
         buckets: Sequence[torch.Tensor],
         filled: Callable[[int], None],
     ) -> None:

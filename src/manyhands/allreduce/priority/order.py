@@ -54,7 +54,7 @@ class SendOrder:
         return tuple(chosen)
 
     def arrived(self, number: int) -> None:
-        """Slice `number` is summed, here and (so far as it matters to the others) everywhere."""
+        """GradientSlice `number` is summed, here and (so far as it matters to the others) everywhere."""
         self._in_flight.remove(number)
 
 

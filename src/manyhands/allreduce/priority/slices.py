@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from manyhands.wire.layout import LINE_BYTES, BucketLayout, LayoutSlot
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Slice", "cut"]
+__all__ = ["GradientSlice", "cut"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class GradientSlice:
     """What is summed at once."""
 
     parcel: Parcel
@@ -31,14 +31,14 @@ class Slice:
             raise ValueError(f"slice {self.parcel.key} belongs to no parameter")
 
 
-def cut(layouts: Sequence[BucketLayout], most_bytes: int) -> tuple[Slice, ...]:
+def cut(layouts: Sequence[BucketLayout], most_bytes: int) -> tuple[GradientSlice, ...]:
     """Every item of every bucket in one slice of at most `most_bytes`, rounded up to a line; in launch order."""
     return tuple(
         piece for number, layout in enumerate(layouts) for piece in _cut_bucket(number, layout, most_bytes)
     )
 
 
-def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[Slice]:
+def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[GradientSlice]:
     line = LINE_BYTES // layout.dtype.itemsize
     most = max(line, most_bytes // layout.dtype.itemsize // line * line)
     whole = layout.parcel(number)
@@ -58,6 +58,6 @@ def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[
         yield _slice(whole, begin, layout.count, together)
 
 
-def _slice(whole: Parcel, begin: int, end: int, slots: Sequence[LayoutSlot]) -> Slice:
+def _slice(whole: Parcel, begin: int, end: int, slots: Sequence[LayoutSlot]) -> GradientSlice:
     numbers = tuple(slot.parameter for slot in slots)
-    return Slice(parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers)
+    return GradientSlice(parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers)
