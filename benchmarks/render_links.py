@@ -95,7 +95,7 @@ def _priority_live(result: Mapping[str, Any]) -> str:
         return ""
     steps = live["step_s"]
     return (
-        f"\n\nLive: {live['workers']} hosts (network namespaces) on {result['cores']} cores, a cable of {live['rate']}, "
+        f"\n\nLive: {live['workers']} namespaces on {result['cores']} cores, a cable of {live['rate']}, "
         f"{live['gradient_bytes'] / 1e6:.1f} MB, forward {live['forward_s'] * 1e3:.0f} ms, backward "
         f"{live['backward_s'] * 1e3:.0f} ms, medians of {live['rounds']} rounds. A step takes "
         f"{steps['arrival'] * 1e3:.0f} ms by arrival, {steps['priority'] * 1e3:.0f} ms by priority and "
