@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from manyhands.errors import format_bytes
-from results_read import load, markdown, show_percent, show_time
+from results_read import RESULTS, load, markdown, show_percent, show_time
 
 
 def links_speed() -> str:
@@ -22,11 +21,18 @@ def links_speed() -> str:
 
 
 def tls_cost() -> str:
-    """Throughput of a link and a hub, plain and with TLS, and what TLS takes of it, by place and size."""
-    result = load("tls")
+    """Throughput of a link and a hub, plain and with TLS, and what TLS takes of it, by machine, place and size."""
+    names = [name for name in ("tls", "tls-16core") if (RESULTS / f"{name}.json").exists()]
+    return "\n\n".join(_tls_table(load(name)) for name in names)
+
+
+def _tls_table(result: dict[str, Any]) -> str:
+    by_end = "limit" in result["places"][0]["rows"][0]  # not in what was measured before it was asked
     table = [
         ["", "link, plain", "link, TLS", "cost", "hub, plain", "hub, TLS", "cost", "core s/GB, plain to TLS"]
     ]
+    if by_end:
+        table[0] += ["of it the receiver", "limit with TLS", "bare TLS sockets, 1 and 4"]
     for place in result["places"]:
         cells = {(row["num_bytes"], row["carrier"]): row for row in place["rows"]}
         for size in dict.fromkeys(row["num_bytes"] for row in place["rows"]):
@@ -35,13 +41,22 @@ def tls_cost() -> str:
                 plain, tls = (cells[size, f"{carrier}, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
                 cost = show_percent(max(0.0, 1 - tls / plain))
                 line += [f"{plain / 1e9:.2f} GB/s", f"{tls / 1e9:.2f} GB/s", cost]
-            spent = [cells[size, f"link, {how}"]["core_seconds_per_gb"] for how in ("plain", "TLS")]
-            table.append([*line, f"{spent[0]:.2f} to {spent[1]:.2f}"])
+            ends = [cells[size, f"link, {how}"] for how in ("plain", "TLS")]
+            line.append(_change(ends, "core_seconds_per_gb"))
+            if by_end:
+                floors = [cells[size, f"{sockets}, TLS"] for sockets in ("socket", "4 sockets")]
+                bare = " and ".join(f"{one['bytes_per_s'] / 1e9:.2f}" for one in floors)
+                line += [_change(ends, "receiver_core_seconds_per_gb"), ends[1]["limit"], f"{bare} GB/s"]
+            table.append(line)
     about = (
         f"{result['cores']} cores for both processes, medians of {result['rounds']} rounds, {result['openssl']}, load "
         f"{result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+def _change(ends: list[dict[str, Any]], what: str) -> str:
+    return f"{ends[0][what]:.2f} to {ends[1][what]:.2f}"
 
 
 def hosts_speed() -> str:
@@ -70,36 +85,25 @@ def hosts_speed() -> str:
     return f"{about}\n\n{markdown(table)}"
 
 
-def priority_gain() -> str:
-    """What an order gains in the simulator beside its bound, and live where it was measured."""
-    result = load("priority")
-    table = [
-        ["Gbit/s", "exchange", "after backward", "overlapped", "by priority", "gain over overlapped", "bound"]
-    ]
-    for row in result["simulated"]:
-        names = ("exchange", "after", "overlapped", "priority")
-        times = [f"{row[f'{name}_s'] * 1e3:.0f} ms" for name in names]
-        table.append([f"{row['gbit']:g}", *times, f"{row['gain']:.2f}", f"{row['bound']:.2f}"])
-    model = result["simulated_model"]
+def ray_actor() -> str:
+    """A step of `ps` and of a Ray actor over a slow cable, and what crosses it, beside the formula."""
+    result = load("ray-actor")
+    ways = {row["way"]: row for row in result["ways"]}
+    table = [["way", "a step", "× the Ray actor", "workers send", "by formula", "they receive", "by formula"]]
+    for way, row in ways.items():
+        peer = ways[way.replace("ps", "ray actor")]["step_s"]
+        crossed = [row["sent_bytes"], row["formula_bytes"][0], row["received_bytes"], row["formula_bytes"][1]]
+        table.append(
+            [
+                f"`{row['strategy']}`" if row["strategy"] else way.replace("ray", "Ray"),
+                f"{row['step_s'] * 1e3:.0f} ms",
+                f"{peer / row['step_s']:.2f}",
+                *(f"{num_bytes / 1e6:.2f} MB" for num_bytes in crossed),
+            ]
+        )
     about = (
-        f"Simulated: {model['workers']} workers, {result['layers']} layers with {model['gradient_bytes'] >> 20} MiB of "
-        f"gradients, forward {model['forward_s'] * 1e3:.0f} ms, backward {model['backward_s'] * 1e3:.0f} ms, slices "
-        "and credit of 1 MiB."
+        f"Parameters on one host, {result['workers']} workers on another ({result['cores']} cores in all), a cable of "
+        f"{result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of {result['rounds']} "
+        f"rounds, Ray {result['ray']}, load {result['load_before']:.1f} when it began."
     )
-    return f"{about}\n\n{markdown(table)}{_priority_live(result)}"
-
-
-def _priority_live(result: Mapping[str, Any]) -> str:
-    live = result["live"]
-    if live is None:
-        return ""
-    steps = live["step_s"]
-    return (
-        f"\n\nLive: {live['workers']} namespaces on {result['cores']} cores, a cable of {live['rate']}, "
-        f"{live['gradient_bytes'] / 1e6:.1f} MB, forward {live['forward_s'] * 1e3:.0f} ms, backward "
-        f"{live['backward_s'] * 1e3:.0f} ms, medians of {live['rounds']} rounds. A step takes "
-        f"{steps['arrival'] * 1e3:.0f} ms by arrival, {steps['priority'] * 1e3:.0f} ms by priority and "
-        f"{steps['ddp gloo'] * 1e3:.0f} ms by DDP on Gloo, which overlaps: a gain of {live['gain_over_arrival']:.2f} "
-        f"over arrival and of {live['gain_over_ddp']:.2f} over DDP, beside a bound of {live['bound']:.2f} over a "
-        "perfect overlap."
-    )
+    return f"{about}\n\n{markdown(table)}"

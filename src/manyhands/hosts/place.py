@@ -91,6 +91,9 @@ class Place:
     later: int = 0
     """How many of the last ranks need not be there when the run begins, and may never come."""
 
+    leaves: bool = False
+    """Whether it only finishes what its slot owes, and leaves the others to their run."""
+
     launched: Launched | None = None
     master: str | None = None
     """Where torchrun's store is, for those who look for the network that leads there."""
