@@ -24,6 +24,7 @@ __all__ = ["Agreed", "Courier", "Lateness"]
 _LOSS, _STOP, _PAUSE, _BAD = range(4)
 _WORDS = 4
 _WORD_BYTES = 8
+_END_S = 10.0  # a thread that has not ended by then ends with the process
 _LOOK_S = 1.0  # how often a worker that waits sees whether there is still a courier
 
 
@@ -147,9 +148,9 @@ class Courier:
             idle = self._step is None or self._step.desk.is_over
             self._changed.notify_all()
         if idle:
-            self._thread.join()
+            self._thread.join(_END_S)
         self._collective.close()  # ends whatever the thread waits for
-        self._thread.join()
+        self._thread.join(_END_S)
 
     def _wait(self) -> None:
         """In the worker's thread, with the lock: until something has changed."""

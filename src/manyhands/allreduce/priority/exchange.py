@@ -246,7 +246,8 @@ class PriorityExchange(Exchange):
         return bool(arrived)
 
     def _take_step(self, numbers: Sequence[int]) -> None:
-        due = [number for number in numbers if number in self._guard.pending]
+        pending = self._guard.pending
+        due = [number for number in numbers if number in pending]
         if due:
             gradients = self._gradients
             self._guard.stepped(due)  # or the optimizer would wait for what it is about to write

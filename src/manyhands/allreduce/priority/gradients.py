@@ -37,11 +37,11 @@ class SlicedGradients:
         self._filled = filled
         self.views = self._make_views(layouts, buckets)
         """Where each parameter's gradient lies, in its shape."""
-        self.slices_of: list[tuple[int, ...]] = [
-            tuple(number for number, one in enumerate(slices) if index in one.parameters)
-            for index in range(len(named))
-        ]
+        self.slices_of: list[list[int]] = [[] for _ in named]
         """By parameter: the slices that have parts of it."""
+        for number, one in enumerate(slices):
+            for index in one.parameters:
+                self.slices_of[index].append(number)
         self._held = False
         self.reached: list[bool] = []
         """By parameter: whether this worker's backward has reached it in this step."""
@@ -95,10 +95,8 @@ class SlicedGradients:
                 f"parameter {self._names[index]!r} has a sparse gradient, which order=priority does not slice; leave "
                 "it out, or build the embedding with sparse=False"
             )
-        if (
-            not any(index in self._missing[number] for number in self.slices_of[index])
-            and self.slices_of[index]
-        ):
+        numbers = self.slices_of[index]
+        if numbers and not any(index in self._missing[number] for number in numbers):
             raise UserError(
                 f"parameter {self._names[index]!r} got a second gradient after the first was sent; checkpoint with "
                 "use_reentrant=False"
