@@ -6,6 +6,8 @@ import json
 import queue
 import random
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from manyhands.link.secure import Security
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.connection import ray_module
 from manyhands.onray.following import Less, More, SizeFollower
-from manyhands.onray.lead import Casting
+from manyhands.onray.lead import ActorGift, ActorKeeper, Casting
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
+from manyhands.onray.roles import RoleEnded
 from manyhands.onray.store import Noticeboard, RayStore
 from manyhands.server.roles import ps_ranks
 from manyhands.server.strategy import Ps
@@ -124,6 +127,10 @@ def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
         store.check(["here/1"])
     with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
         PrefixStore("run", impatient).get("leader")
+    patient = RayStore(ask, 600.0)
+    patient.wait(["run/here/0"])
+    with pytest.raises(PeerTimeout, match="nobody has said 'leader' on Ray within 0 s"):
+        patient.wait(["run/here/0", "leader"], timedelta(seconds=0.1))
 
 
 def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -> None:
@@ -159,6 +166,26 @@ def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
     assert staff.ended("ps", 1, "ps 1: died", now_s + 100) == Again(role="ps", index=1, at_s=now_s + 100.5)
     assert staff.ended("ps", 0, "", now_s) is None, "its part was done"
     assert Staff(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp("worker 1: died")
+
+
+def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gone:
+        def ended(self, timeout_s: float) -> list[RoleEnded]:
+            raise ConnectionError("Ray is gone")
+
+    casting = Casting(leader=("worker", 0), actors={})
+    given = ActorGift(master="here", board=None, packed=None)
+    follower = SizeFollower(None, 1, None)
+    with ActorKeeper(Gone(), casting, given, Staff(survives=True), follower) as keeper:  # type: ignore[arg-type]
+        deadline = time.monotonic() + 10.0
+        while keeper.trouble() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    sentence = "what starts the roles on Ray again has failed: ConnectionError('Ray is gone')"
+    assert keeper.trouble() == sentence
+    assert sentence in caplog.messages, "once a run has begun nobody asks for the trouble"
 
 
 class Space:
@@ -235,6 +262,10 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
         mh.fit(task, workers=2, options=bounded)
     with pytest.raises(UserError, match="strategy allreduce needs the workers it began with"):
         mh.fit(task, "allreduce", workers=2, options=bounded, cluster="ray")
+    with pytest.raises(
+        UserError, match=r"max_workers=4: strategy .*elastic=yes.* no more than it began with"
+    ):
+        mh.fit(task, "allreduce elastic=yes", workers=2, options=bounded, cluster="ray")
     with (
         standing(Place(rank=0, world=2, kind="torchrun")),
         pytest.raises(UserError, match="torchrun has started"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.chosen import algorithm_of, collective_for
-from manyhands.allreduce.collective import Collective, across_hosts, without_barrier
+from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
+from manyhands.allreduce.collective import Collective, without_barrier
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.priority.exchange import PriorityExchange
-from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
@@ -28,7 +26,9 @@ class AllReduceTraining(ExchangeTraining):
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
         if isinstance(strategy, AllReduce) and strategy.order == "priority":
-            return _by_priority(strategy, algorithm_of(strategy, resources.world), resources)
+            algorithm = algorithm_of(strategy, resources.world)
+            gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+            return PriorityExchange(gradients, strategy.buckets, strategy.credit)
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 
     @classmethod
@@ -41,13 +41,7 @@ class AllReduceTraining(ExchangeTraining):
         cls, strategy: AllReduce, resources: Resources
     ) -> tuple[Exchange, Collective | None]:
         """Every algorithm runs over links there."""
-        algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
+        gradients, words = collective_across_hosts(strategy, resources)
         if strategy.order == "priority":
-            return _by_priority(strategy, algorithm, resources), None
-        gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+            return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
-
-
-def _by_priority(strategy: AllReduce, algorithm: Algorithm, resources: Resources) -> Exchange:
-    collective = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
-    return PriorityExchange(collective, strategy.buckets, strategy.credit)

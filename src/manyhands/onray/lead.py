@@ -40,6 +40,7 @@ from manyhands.training.request import Request
 __all__ = ["fit_on_ray"]
 
 _LOOK_S = 0.2
+_JOIN_S = 10.0
 _log = logging.getLogger("manyhands")
 
 
@@ -126,6 +127,13 @@ def _beside_me(ray: Any) -> Any:
 
 def _bounds(request: Request) -> Bounds | None:
     options = request.options
+    if request.strategy.goes_on_with_fewer:  # by itself, down to min_workers
+        if options.max_workers is not None:
+            raise UserError(
+                f"max_workers={options.max_workers}: strategy {request.strategy} goes on with fewer and gets back whom "
+                "it lost, but no more than it began with; leave it out, or use ps"
+            )
+        return None
     bounds = Bounds.of(request.workers, options.min_workers, options.max_workers)
     if bounds is not None and not request.strategy.can_change_workers:
         raise UserError(
@@ -203,7 +211,9 @@ class ActorKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            _log.warning("Ray has not answered for %.0f s; the run ends without it", _JOIN_S)
 
     def _start(self, role: str, index: int) -> None:
         given = self._given
@@ -213,6 +223,13 @@ class ActorKeeper:
         self._roles.start(role, index, take_part, [given.asked], seat, given.board, extra=leaves)
 
     def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: no role is started again after it."""
+        try:
+            self._go()
+        except Exception as error:
+            self._give_up(f"what starts the roles on Ray again has failed: {error!r}", logged=True)
+
+    def _go(self) -> None:
         while not self._over.is_set():
             for end in self._roles.ended(_LOOK_S):
                 self._hear(end)
@@ -249,4 +266,10 @@ class ActorKeeper:
                 _log.warning("%s; it is started again", end.sentence)
                 self._due.append(again)
             case GivenUp(sentence=sentence):
-                self._given_up.append(sentence)
+                self._give_up(sentence, logged=self._staff.survives)
+
+    def _give_up(self, sentence: str, *, logged: bool) -> None:
+        """Logged where the run may go on: once it has begun, nobody asks for the trouble any more."""
+        if logged:
+            _log.error("%s", sentence)
+        self._given_up.append(sentence)

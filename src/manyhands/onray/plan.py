@@ -112,14 +112,14 @@ class Staff:
     """
 
     def __init__(self, *, survives: bool) -> None:
-        self._survives = survives
+        self.survives = survives
         self._ends: dict[tuple[str, int], list[float]] = {}
 
     def ended(self, role: str, index: int, sentence: str, now_s: float) -> Again | GivenUp | None:
         """What to do about a role that has ended; None where its part was done (no `sentence`)."""
         if not sentence:
             return None
-        if not self._survives:
+        if not self.survives:
             return GivenUp(sentence)
         ends = [at_s for at_s in self._ends.get((role, index), []) if now_s - at_s < _IN_A_ROW_S]
         self._ends[role, index] = [*ends, now_s]
