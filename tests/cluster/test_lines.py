@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,12 @@ from manyhands.cluster.roster import Ended, Said, Started
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
 from manyhands.hosts.front import Delivered, Front, FrontEvent, Remarked, Turned, hello_of
 from manyhands.hosts.line import Contact, Line, open_line
+from manyhands.hosts.messages import LineEvents
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
-from manyhands.record.events import EventKind
+from manyhands.record.events import NO_STEP, NOBODY, RECORD, EventKind
+from manyhands.record.files import read_events
+from manyhands.record.keeper import EventKeeper
 
 TOKEN = b"the secret of this run, 32 bytes"
 TERMS = terms_of({"task": "digits", "steps": 10})
@@ -170,6 +175,34 @@ def test_who_is_dismissed_is_told_and_another_may_come(make: Callable[..., Party
     assert party.one(Said) == Said(1, {"here": True})
 
 
+def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
+    make: Callable[..., Party], tmp_path: Path
+) -> None:
+    party = make(2)
+    bad: list[tuple[dict[str, Any], int]] = [({"kind": 200}, 0), ({"codec": 31}, 0), ({"wire": 9}, 0)]
+    bad += [({"peer": -2}, 0), ({"step": -2}, 0), ({"start_ns": 2**63}, 0)]
+    bad += [({"duration_ns": 2**63}, 0), ({"num_bytes": 2**63}, 0), ({}, -1), ({}, 2**62)]
+    bad += [({"kind": EventKind.HOLD, "value": math.nan}, 0)]
+    ring = party.front.rings[1]
+    for number, (fields, lost) in enumerate(bad):
+        line = party.join(1)
+        line.ring.record(EventKind.COMPUTE, time.monotonic_ns(), 5, step=7)
+        party.until(lambda due=number + 1: ring.written == due)
+        records = np.zeros(2, RECORD)
+        records["kind"], records["step"], records["peer"] = EventKind.WAIT, NO_STEP, NOBODY
+        for name, value in fields.items():
+            records[name][1] = value
+        line._bag.put(LineEvents(lost=lost), [records.tobytes()])
+        failure = party.one(Ended).failure
+        assert "it broke the rules of the line: link protocol, field 'events'" in failure.sentence
+        line.close()
+    keeper = EventKeeper({"worker-1": ring}, tmp_path)
+    keeper.open()
+    assert [len(records) for _, records in keeper.take()] == [len(bad)]
+    keeper.close()
+    assert read_events(tmp_path / "worker-1.bin")["id"].tolist() == list(range(len(bad)))
+
+
 def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_the_end(
     make: Callable[..., Party],
 ) -> None:
@@ -197,6 +230,35 @@ def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_th
         second.store.get("x")
     with pytest.raises(Aborted, match="of nothing"):
         second.take("weights", 5.0)
+
+
+def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
+    make: Callable[..., Party],
+) -> None:
+    party = make(2)
+    line = party.join(1)
+    party.one(Started)
+    ended_waits: list[str] = []
+    line.on_over(lambda broken: ended_waits.append(broken.sentence))
+
+    def chunks() -> Iterator[bytes]:
+        yield b"some of it"
+        raise ZeroDivisionError("of nothing")
+
+    line.give("a shard", chunks())
+    over = line.wait_over(10.0)
+    assert over is not None
+    assert (over.rank, over.is_lost) == (1, False)
+    assert "worker 1 on host1: its line to worker 0 on " in over.sentence
+    assert "failed: ZeroDivisionError('of nothing')" in over.sentence
+    assert line.stop_requested()
+    with pytest.raises(Aborted, match="of nothing"):
+        line.take("weights", 5.0)
+    failure = party.one(Ended).failure
+    assert "raised ZeroDivisionError at step 0: of nothing" in failure.sentence
+    assert "test_lines.py" in str(failure.error())
+    party.until(lambda: ended_waits)
+    assert ended_waits == [over.sentence]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +354,16 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
     assert "call: fly" in party.one(Ended).failure.sentence.replace("'", "")
     second.store.set("k", "v")
     assert party.front.store.get("k") == b"v"
+
+
+def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callable[..., Party]) -> None:
+    party = make(4)
+    line = party.join(1)
+    line._bag.put(hello_of(Place(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
+    assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
+    assert (party.front.members, party.front.missing) == ((), (1, 2, 3))
+    party.join(2)
+    party.until(lambda: party.front.members == (2,))
 
 
 def test_processes_meet_in_the_store_that_the_leader_keeps(make: Callable[..., Party]) -> None:

@@ -1,25 +1,40 @@
-"""From a strategy's settings to the collective that sums by them, among the workers of one host."""
+"""From a strategy's settings to the collective that sums by them, among the workers of one host or of several."""
 
 from __future__ import annotations
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, SharedCollective, over_links
+from manyhands.allreduce.collective import (
+    Collective,
+    ScheduleCollective,
+    SharedCollective,
+    across_hosts,
+    over_links,
+)
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.training.resources import Resources
 
-__all__ = ["collective_for"]
+__all__ = ["algorithm_of", "collective_across_hosts", "collective_for"]
 
 
 def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
     """One worker's end of it."""
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(resources.group())
-    algorithm = _algorithm(strategy, resources.world)
+    algorithm = algorithm_of(strategy, resources.world)
     return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
 
 
-def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
+def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
+    """By which it sums over links among the workers of one host."""
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]
+
+
+def collective_across_hosts(
+    strategy: AllReduce, resources: Resources
+) -> tuple[ScheduleCollective, ScheduleCollective]:
+    """One worker's end over links, as `across_hosts` chose the algorithm: for gradients, and for small exact words."""
+    algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
+    return across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)

@@ -17,6 +17,7 @@ from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.rows import GradientRows
 from manyhands.allreduce.schedule import Algorithm
+from manyhands.errors import ManyhandsError
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
@@ -36,15 +37,16 @@ __all__ = [
     "across_hosts",
     "broadcast",
     "carrier",
-    "gathered",
     "kept_by_codecs",
     "over_links",
     "remember_kept",
     "total",
+    "without_barrier",
 ]
 
 
 _COUNT_BYTES = 8
+_SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
 class Collective(ABC):
@@ -73,6 +75,12 @@ class Collective(ABC):
 
     sums_rows: bool = False
     """Whether gradients of some rows are summed as such; else only dense ones are."""
+
+    instead_of_rows: str = (
+        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
+        "sparse=False"
+    )
+    """What to do where gradients of some rows are not summed."""
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
@@ -121,7 +129,7 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
     memory = collective.memory()
     if not memory:
         return None  # on all alike: they have sent the same buckets
-    found = gathered(collective, index, bucket, as_one(memory))
+    found = _gathered(collective, index, bucket, as_one(memory))
     return {"codec": collective.codec, "workers": found} if collective.rank == 0 else None
 
 
@@ -160,24 +168,36 @@ def broadcast(
     carrier.zero_()
 
 
-def gathered(
+def _gathered(
     collective: Collective, index: int, bucket: torch.Tensor, mine: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Collective: every worker's bytes, on all of them; they ride in those of bucket `index`, zero afterwards."""
+    """Collective: every worker's bytes, on worker 0; they ride in those of bucket `index`, zero afterwards.
+
+    All keep about as much: who says that it keeps far more than this worker is not believed.
+    """
     carrier = bucket.view(torch.uint8)
     room = carrier[:_COUNT_BYTES].view(torch.int64)
+    most = 2 * mine.numel() + _SPARE_BYTES
     found = []
     for root in range(collective.world):
         room[0] = mine.numel()
         collective.broadcast(index, root)
-        theirs = mine.clone() if root == collective.rank else torch.empty(int(room[0]), dtype=torch.uint8)
-        for piece in torch.split(theirs, len(carrier)):
-            carrier[: len(piece)] = piece
+        count = int(room[0])
+        if not 0 <= count <= most:
+            raise ManyhandsError(
+                f"worker {root} says that its codecs keep {count} bytes; at most {most} would fit what this one keeps"
+            )
+        theirs = torch.empty(count if collective.rank == 0 else 0, dtype=torch.uint8)
+        for begin in range(0, count, len(carrier)):
+            end = min(count, begin + len(carrier))
+            if root == collective.rank:
+                carrier[: end - begin] = mine[begin:end]
             collective.broadcast(index, root)
-            piece.copy_(carrier[: len(piece)])
+            if collective.rank == 0:
+                theirs[begin:end] = carrier[: end - begin]
         found.append(theirs)
     carrier.zero_()
-    return found
+    return found if collective.rank == 0 else []
 
 
 class SharedCollective(Collective):
@@ -281,6 +301,10 @@ class ScheduleCollective(Collective):
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
 
+    def of_words(self) -> ScheduleCollective:
+        """Another one over the same links, for small exact words."""
+        return ScheduleCollective(self._executor, self._links)
+
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Plain memory of this worker."""
         self._parcels = parcels
@@ -294,6 +318,17 @@ class ScheduleCollective(Collective):
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """By a butterfly."""
         return self._executor.sum_rows(mine, below)
+
+    def sum_part(self, part: Parcel) -> None:
+        """Collective, at once: make a part of a bucket, which it names, the sum over workers."""
+        item = part.dtype.itemsize
+        items = self._buckets[part.number][part.begin // item : part.end // item]
+        self._executor.at(self.step)
+        self._executor.all_reduce(items, parcel=part)
+
+    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """Collective, at once: every worker's few bytes, and from when to when each was waited for."""
+        return self._executor.gather(mine)
 
     def memory(self) -> dict[str, torch.Tensor]:
         """What the executor's codecs keep."""
@@ -316,6 +351,10 @@ class ScheduleCollective(Collective):
         self._executor.at(self.step)
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
+
+    def barrier(self) -> None:
+        """Collective: return when everyone has come here."""
+        self._executor.barrier()
 
     def broadcast(self, index: int, root: int = 0) -> None:
         """Worker `root`'s bucket to all, down a tree."""
@@ -357,17 +396,27 @@ def over_links(
         return {peer: waited for peer, waited in enumerate(waits) if waited}
 
     carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
-    executor = ScheduleExecutor(algorithm, group.rank, group.world, links, resources.timeout_s, codec=carries)
+    executor = ScheduleExecutor(
+        algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
+    )
     return ScheduleCollective(executor, links, arrive, codec)
+
+
+def without_barrier(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+) -> ScheduleCollective:
+    """A worker's end of schedules over links, of one host or several, where nobody waits for the others to arrive."""
+    links, rank, world = resources.links(), resources.rank, resources.world
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
+    executor = ScheduleExecutor(
+        algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
+    )
+    return ScheduleCollective(executor, links, codec=codec)
 
 
 def across_hosts(
     algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
     """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
-    links, rank, world = resources.links(), resources.rank, resources.world
-    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
-    executor = ScheduleExecutor(
-        algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
-    )
-    return ScheduleCollective(executor, links, codec=codec), ScheduleCollective(executor, links)
+    gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
+    return gradients, gradients.of_words()

@@ -66,12 +66,13 @@ from manyhands.hub.settings import Settings
 from manyhands.link.message import ProtocolError
 from manyhands.record.clocks import clock_id
 from manyhands.record.events import NOBODY, RECORD
+from manyhands.record.files import good_records
 from manyhands.record.ring import EventRing
 
 __all__ = ["Delivered", "Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
 
-_FLUSH_S: Final = 10.0
 _MOST_LARGE: Final = 64  # things that one member may be sending at a time
+_MOST_LOST: Final = 1 << 40  # events that one member may say it dropped at a time
 _MOST_LARGE_BYTES: Final = 1 << 36
 
 
@@ -280,19 +281,8 @@ class Front:
             self.poll(0.05)
         return left
 
-    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Wait until everything for everyone has left; in the place of a `poll`, whose events it drops."""
-        deadline = time.monotonic() + timeout_s
-        while not self._send_letters():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            for event in self._hub.poll(min(left_s, 0.05)):
-                self._hear(event)
-        return self._hub.flush(max(0.0, deadline - time.monotonic()))
-
     def close(self) -> None:
-        """Say goodbye to everyone and leave; what still waits is dropped (see `flush`)."""
+        """Say goodbye to everyone and leave; what still waits is dropped (see `see_off`)."""
         if self._closed:
             return
         self._closed = True
@@ -379,9 +369,12 @@ class Front:
             case LineMarked():
                 member.seen = _whereabouts(member.hello.pid, message)
             case LineEvents(lost=lost):
-                if len(payload) % RECORD.itemsize or lost < 0:
+                if len(payload) % RECORD.itemsize or not 0 <= lost < _MOST_LOST:
                     raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
-                self.rings[rank].append(np.frombuffer(payload, RECORD), lost)
+                records = np.frombuffer(payload, RECORD)
+                if not good_records(records).all():
+                    raise ProtocolError("events", "a record that no role makes")
+                self.rings[rank].append(records, lost)
             case LinePiece(name=name, last=last):
                 data = member.large.setdefault(name, bytearray())
                 if len(data) + len(payload) > _MOST_LARGE_BYTES or len(member.large) > _MOST_LARGE:
@@ -396,6 +389,9 @@ class Front:
         return []
 
     def _greet(self, connection: int, hello: LineHello) -> list[FrontEvent]:
+        if connection in self._ranks:
+            self._hub.disconnect(connection, "it says twice who it is")
+            return self._lost(connection, "it says twice who it is", False)
         refused = self._register.arrive(hello)
         if refused is None and self._seeing_off:
             self._register.leave(hello.rank)

@@ -42,9 +42,6 @@ class Ps(Strategy):
     cannot_heed_evaluations: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )
-    cannot_clip: ClassVar[str] = (
-        "the servers of ps add up and apply their shards of a gradient apart, and nobody has the whole of it to clip"
-    )
     cannot_stop: ClassVar[str] = (
         "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
     )
@@ -69,6 +66,11 @@ class Ps(Strategy):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
         check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+
+    @property
+    def cannot_clip(self) -> str:
+        """Nobody has the whole gradient."""
+        return "the servers of ps add up and apply their shards of a gradient apart, and nobody has all of it to clip"
 
     @property
     def votes(self) -> bool:

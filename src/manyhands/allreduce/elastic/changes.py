@@ -45,6 +45,12 @@ class EpochSeat:
     fresh: bool = False
     """Whether it has no state yet and takes that of the donor."""
 
+    host: str = ""
+    """The identity of the host it is on; empty where all are on one."""
+
+    address: str = ""
+    """The `host:port` at which it lets in those of higher rank; empty where all share memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochView:
@@ -63,10 +69,6 @@ class EpochView:
         """The rank of a member that has a seat."""
         return next(rank for rank, seat in enumerate(self.seats) if seat.member == member)
 
-    def has(self, member: int) -> bool:
-        """Whether the member has a seat."""
-        return any(seat.member == member for seat in self.seats)
-
     @property
     def has_fresh(self) -> bool:
         """Whether somebody takes a state."""
@@ -81,6 +83,10 @@ class MemberReady:
     """A new member is there, and waits for an epoch that it is in."""
 
     member: int
+    host: str = ""
+    """As in `EpochSeat`."""
+
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +219,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginEpoch:
-    """Give the members of this view the memory of its epoch, and tell them."""
+    """Give the members of this view what its epoch needs, and tell them."""
 
     view: EpochView
 
