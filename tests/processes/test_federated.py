@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,15 @@ def test_secure_rounds_are_plain_ones_to_half_a_step_of_their_fixed_point() -> N
         mh.fit(
             task(mh.Parties({"one": PARTIES["one"], "two": PARTIES["two"], "broken": nan})), words, rounds=1
         )
+
+
+def test_without_its_package_a_secure_run_is_refused_and_a_plain_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(UserError, match=r"pip install 'manyhands\[tls\]', or leave out secure=yes"):
+        mh.fit(task(), "federated partition=natural secure=yes", rounds=1)
+    mh.fit(task(), "federated partition=natural", rounds=1)
 
 
 def test_an_algorithm_that_must_see_each_update_is_refused_with_a_secure_sum(
