@@ -15,6 +15,7 @@ from manyhands.federated.secure.cost import MESSAGES, client_bytes, published_bi
 from manyhands.federated.secure.keys import RoundKeys
 from manyhands.federated.secure.messages import (
     Advertisement,
+    Delivery,
     KeyList,
     MaskedInput,
     SealedShares,
@@ -257,6 +258,25 @@ def test_a_server_that_tells_clients_different_survivors_gets_no_signatures_it_c
             number.stage = SecureStage.UNMASK
             with pytest.raises(ProtocolRefused, match=r"did not sign|clients signed the survivors"):
                 number.unmask(UnmaskRequest(lists=one, signatures=given).encode())
+
+
+def test_a_server_that_gives_clients_different_lists_of_keys_is_found_out_before_anything_is_unmasked() -> (
+    None
+):
+    """Client 3 was not told of 9, who then leaves: everything fits, but for the signatures."""
+    party, _, full = at(SecureStage.SHARE)
+    three = [one for one in KeyList.decode(full).advertisements if one.client != 9]
+    lists = {3: KeyList(advertisements=tuple(three)).encode(), 5: full, 7: full}
+    shared = {k: SealedShares.decode(party.clients[k].share(letter)).shares for k, letter in lists.items()}
+    for client in lists:
+        mail = {source: sealed[client] for source, sealed in shared.items() if source != client}
+        party.clients[client].mask(Delivery(shares=mail).encode(), party.inputs[client])
+    survivors = SurvivorList(survivors=(3, 5, 7), dropped=())
+    signed = {client: party.clients[client].confirm(survivors.encode()) for client in lists}
+    request = UnmaskRequest(lists=survivors, signatures=signed).encode()
+    for client, liar in ((3, 5), (5, 3), (7, 3)):
+        with pytest.raises(ProtocolRefused, match=f"client {liar} did not sign"):
+            party.clients[client].unmask(request)
 
 
 def test_steps_out_of_order_are_refused() -> None:
