@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
 from manyhands.allreduce.chosen import collective_for
 from manyhands.allreduce.collective import Collective, across_hosts
@@ -13,6 +16,8 @@ from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
+from manyhands.wire.choice import CHOSEN, codec_sentence
+from manyhands.wire.names import auto_error
 
 __all__ = ["AllReduceTraining"]
 
@@ -38,3 +43,17 @@ class AllReduceTraining(ExchangeTraining):
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
         gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
         return AllReduceExchange(gradients, strategy.buckets), words
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """With what workers chose."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Which codec was chosen, and why."""
+        return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
+
+    @property
+    def _chooses(self) -> bool:
+        strategy = self._request.strategy
+        return isinstance(strategy, AllReduce) and auto_error(strategy.codec) is not None
