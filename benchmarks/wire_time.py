@@ -150,8 +150,12 @@ def train_ddp(trial: Trial, rank: int) -> dict[str, Any]:
 
 def work(name: str, result: Path, most_steps: int, codecs: list[str]) -> None:
     """One of the two processes: every codec, one after the other."""
+    rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(
+        0, {cores[rank % len(cores)]}
+    )  # a host of its own has a core of its own, and one thread
     torch.set_num_threads(1)
-    trial, rank = TRIALS[name](), int(os.environ["RANK"])
+    trial = TRIALS[name]()
     trial = replace(trial, steps=min(trial.steps, most_steps))
     for codec in codecs:
         measured = train_ddp(trial, rank) if codec == DDP else train_ours(trial, codec)

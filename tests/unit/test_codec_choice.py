@@ -70,8 +70,8 @@ def test_the_reason_has_the_numbers_of_both_sides() -> None:
     decision = decide([INT8], link(1e8), sample_bytes=MB, num_bytes=2 * MB, world=2, error=0.01, step=3)
     assert decision.step == 3
     assert decision.why == (
-        "int8: an exchange of 2 MB takes 160 ms as it is at 12.5 MB/s; in int8 it takes 40.2 ms on the wire and 6 ms to "
-        "encode and decode"
+        "int8: an exchange of 2 MB takes 160 ms as it is at 12.5 MB/s; in int8 it takes 40.2 ms on the wire and 6 ms "
+        "to encode and decode"
     )
     refused = decide([TOPK], link(1e8), sample_bytes=MB, num_bytes=MB, world=2, error=0.01).why
     assert refused.endswith("no codec keeps within the error that is allowed")
@@ -187,7 +187,12 @@ def exchanged(
 
 @pytest.mark.parametrize(
     ("setting", "bandwidth", "codec"),
-    [("auto:0.02", 1e5, "int8"), ("auto:1", 1e5, "topk:0.01"), ("auto:0.02", math.inf, "raw"), ("auto", 1e5, "raw")],
+    [
+        ("auto:0.02", 1e5, "int8"),
+        ("auto:1", 1e5, "topk:0.01"),
+        ("auto:0.02", math.inf, "raw"),
+        ("auto", 1e5, "raw"),
+    ],
 )
 def test_all_workers_choose_alike_by_the_link_they_have(setting: str, bandwidth: float, codec: str) -> None:
     workers = exchanged(setting, range(6), bandwidth=bandwidth)
@@ -196,7 +201,11 @@ def test_all_workers_choose_alike_by_the_link_they_have(setting: str, bandwidth:
     assert chooser.codec == codec
     for sums, other, _ in workers[1:]:
         assert other.decisions == chooser.decisions, "the same numbers on all"
-        assert all(torch.equal(a, b) for one, two in zip(sums, first, strict=True) for a, b in zip(one, two, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for one, two in zip(sums, first, strict=True)
+            for a, b in zip(one, two, strict=True)
+        )
     for step in range(6):
         for parcel, total in zip(PARCELS, first[step], strict=True):
             exact = sum(given(rank, step, parcel) for rank in range(WORLD))
@@ -211,7 +220,9 @@ def test_what_was_owed_is_sent_when_the_codec_changes() -> None:
         assert list(kept) == ["in use:raw"]
         for index, parcel in enumerate(PARCELS):
             got = sum(step[index] for step in sums)
-            assert torch.equal(got, sum(given(rank, step, parcel) for rank in range(WORLD) for step in range(5)))
+            assert torch.equal(
+                got, sum(given(rank, step, parcel) for rank in range(WORLD) for step in range(5))
+            )
         assert not torch.equal(sums[0][0], sum(given(rank, 0, PARCELS[0]) for rank in range(WORLD)))
 
 
@@ -232,7 +243,9 @@ def test_the_sentence_at_the_end_has_the_last_choice() -> None:
     assert "too short" in codec_sentence([])
     rows = [{"step": 3, "codec": "raw", "why": "raw: a"}, {"step": 200, "codec": "int8", "why": "int8: b"}]
     assert codec_sentence(rows[:1]) == "codec=auto chose raw: a (at step 4)"
-    assert codec_sentence(rows) == "codec=auto chose int8: b (at step 201, the last of 2 looks, with 1 changes)"
+    assert (
+        codec_sentence(rows) == "codec=auto chose int8: b (at step 201, the last of 2 looks, with 1 changes)"
+    )
     assert codec_words({"codec_choices": rows}) == [f"{codec_sentence(rows)}."]
     assert codec_words({"codec_choices": None}) == [f"{codec_sentence(None)}."]
     assert codec_words({}) == []

@@ -73,10 +73,15 @@ class CodecChooser:
         sample, values = parcel.part(0, count), part[:count]
         names = candidates(self._error, double=parcel.dtype == torch.float64)
         if not names:
-            why = f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
+            why = (
+                f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
+            )
             self._take(Decision(codec=RAW, step=step, why=why), filled)
             return
-        measured = [*self._link_times(values), *(x for name in names for x in self._cost(name, sample, values))]
+        measured = [
+            *self._link_times(values),
+            *(x for name in names for x in self._cost(name, sample, values)),
+        ]
         worst = torch.tensor(measured, dtype=torch.float64)
         self._executor.all_reduce(worst, "max")
         large_s, small_s, *of_codecs = worst.tolist()
@@ -104,9 +109,7 @@ class CodecChooser:
 
     def told(self) -> dict[str, Any]:
         """What was chosen, for the summary."""
-        return {
-            CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]
-        }
+        return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
 
     def memory(self) -> dict[str, torch.Tensor]:
         """Which codec is in use, beside what it keeps: a resumed run goes on with it."""
@@ -146,7 +149,7 @@ class CodecChooser:
         return min(took)
 
     def _cost(self, name: str, parcel: Parcel, values: torch.Tensor) -> tuple[float, float, float, float]:
-        """Seconds to encode and to decode, the share of the bytes that is left, and the error as a share of the norm."""
+        """Seconds to encode and to decode, the share of the bytes that is left, and the error by the norm."""
         codec = codec_named(name, feedback=False)
         assert codec is not None, "raw is not measured"
         room = torch.empty(round_up(codec.size(parcel), CACHE_LINE), dtype=torch.uint8)
@@ -167,7 +170,7 @@ class CodecChooser:
 def _give_back(memory: Mapping[str, torch.Tensor], filled: Filled) -> None:
     """Add what is owed to what is sent next: whoever encodes that, or nobody, owes it from then on.
 
-    Names are as `Compressor.memory` makes them of parcels' keys: what was left out of a part, or of a sum by the one who
+    Names are as `Compressor.memory` makes them of parcels' keys: what was left out of a part, or of a sum by who
     sent it, which is in one worker's memory alone.
     """
     parts = {parcel.number: part for parcel, part in filled}

@@ -331,7 +331,9 @@ class ScheduleCollective(Collective):
                 self._waits[peer] = self._waits.get(peer, 0) + waited
         launched, self._launched = self._launched, []
         if self._chooser is not None:
-            self._chooser.look(self.step, [(self._parcels[index], self._buckets[index]) for index in launched])
+            self._chooser.look(
+                self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
+            )
         self._executor.at(self.step)
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])

@@ -358,7 +358,9 @@ def check_codec(
 
 def _check_auto(text: str, *, strategy: str, feedback: bool, algorithm: str) -> None:
     if strategy != "allreduce":
-        raise UserError(f"{strategy} codec={text}: only allreduce measures and chooses; name a codec, as bf16")
+        raise UserError(
+            f"{strategy} codec={text}: only allreduce measures and chooses; name a codec, as bf16"
+        )
     if algorithm != "direct":
         raise UserError(
             f"codec={text}: it may choose codecs that only algorithm=direct carries, not algorithm={algorithm}; leave "
