@@ -214,9 +214,9 @@ def test_all_workers_choose_alike_by_the_link_they_have(setting: str, bandwidth:
 
 def test_what_was_owed_is_sent_when_the_codec_changes() -> None:
     """In use is `topk`, whose error the setting no longer allows: from step 3 on the sums are all that was given."""
-    before = {rank: {"in use:topk:0.01": torch.zeros(1, dtype=torch.uint8)} for rank in range(WORLD)}
+    before = {rank: {"in use:topk:0.01": torch.tensor([0])} for rank in range(WORLD)}
     for sums, chooser, kept in exchanged("auto:0.02", range(5), before):
-        assert [(one.step, one.codec) for one in chooser.decisions] == [(3, "raw")]
+        assert [(one.step, one.codec) for one in chooser.decisions] == [(0, "topk:0.01"), (3, "raw")]
         assert list(kept) == ["in use:raw"]
         for index, parcel in enumerate(PARCELS):
             got = sum(step[index] for step in sums)

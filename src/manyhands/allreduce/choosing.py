@@ -112,16 +112,19 @@ class CodecChooser:
         return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Which codec is in use, beside what it keeps: a resumed run goes on with it."""
-        return {f"{_IN_USE}{self.codec}": torch.zeros(1, dtype=torch.uint8), **self._executor.memory()}
+        """Which codec is in use since when, beside what it keeps: a resumed run goes on with it."""
+        since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
+        return {f"{_IN_USE}{self.codec}": since, **self._executor.memory()}
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
         """Go on with both."""
         kept = dict(memory)
-        for name in memory:
+        for name, since in memory.items():
             if name.startswith(_IN_USE):
                 del kept[name]
                 self._use(name.removeprefix(_IN_USE))
+                why = f"{self.codec}: as before the run was resumed"
+                self.decisions = [Decision(codec=self.codec, step=int(since), why=why)]
         self._executor.remember(kept)
 
     def _take(self, decision: Decision, filled: Filled) -> None:
