@@ -17,8 +17,8 @@ from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.memory.segment import CACHE_LINE, round_up
 from manyhands.wire.choice import (
     CHOSEN,
+    CodecChoice,
     CodecCost,
-    Decision,
     LinkCost,
     candidates,
     decide,
@@ -61,7 +61,7 @@ class CodecChooser:
         self._clock_s = clock_s
         self.codec = RAW
         """The one in use."""
-        self.decisions: list[Decision] = []
+        self.decisions: list[CodecChoice] = []
 
     def look(self, step: int, filled: Filled) -> None:
         """Collective, before the exchange of a step: measure and choose, where that is due."""
@@ -76,7 +76,7 @@ class CodecChooser:
             why = (
                 f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
             )
-            self._take(Decision(codec=RAW, step=step, why=why), filled)
+            self._take(CodecChoice(codec=RAW, step=step, why=why), filled)
             return
         measured = [
             *self._link_times(values),
@@ -124,10 +124,10 @@ class CodecChooser:
                 del kept[name]
                 self._use(name.removeprefix(_IN_USE))
                 why = f"{self.codec}: as before the run was resumed"
-                self.decisions = [Decision(codec=self.codec, step=int(since), why=why)]
+                self.decisions = [CodecChoice(codec=self.codec, step=int(since), why=why)]
         self._executor.remember(kept)
 
-    def _take(self, decision: Decision, filled: Filled) -> None:
+    def _take(self, decision: CodecChoice, filled: Filled) -> None:
         self.decisions.append(decision)
         if decision.codec != self.codec:
             _give_back(self._executor.memory(), filled)

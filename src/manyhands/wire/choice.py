@@ -20,8 +20,8 @@ from manyhands.wire.names import RAW, rounds_hops
 __all__ = [
     "CHOSEN",
     "LOSSY",
+    "CodecChoice",
     "CodecCost",
-    "Decision",
     "LinkCost",
     "candidates",
     "codec_sentence",
@@ -72,7 +72,7 @@ class LinkCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class CodecChoice:
     """Which codec, since which step, and why."""
 
     codec: str
@@ -105,7 +105,7 @@ def decide(
     error: float,
     now: str = RAW,
     step: int = 0,
-) -> Decision:
+) -> CodecChoice:
     """The codec in which an exchange of `num_bytes` is over first, of those whose error is allowed.
 
     `costs` are of `sample_bytes` of it, `now` is the codec in use, which only one that is clearly better replaces.
@@ -130,7 +130,7 @@ def decide(
     others = [codec for codec in wire if codec != RAW]
     shown = best if best != RAW else min(others, key=total.__getitem__, default=None)
     why = _reason(best, shown, wire, work, link, num_bytes)
-    return Decision(codec=best, step=step, why=why)
+    return CodecChoice(codec=best, step=step, why=why)
 
 
 def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
