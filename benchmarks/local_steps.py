@@ -89,9 +89,7 @@ def time_of(way: str, condition: str) -> float:
     """Seconds of a step, averages included: the mean over some steps between two averages."""
     strategy = WAYS[way]
     if condition == "network":
-        strategy = (
-            "allreduce link=tcp" if way == "mirrored" else f"{strategy.replace(' first=150', '')} link=tcp"
-        )
+        strategy = "allreduce link=tcp" if way == "every step" else f"{strategy} link=tcp"
     options = mh.Options(evaluate_every=TIMED, progress="none", check_every=0)
     run = mh.fit(task(delays=condition == "delays"), strategy, workers=WORKERS, steps=TIMED, options=options)
     return statistics.fmean(row["seconds"] for row in run.history.steps[EVERY:])

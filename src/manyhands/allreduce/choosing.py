@@ -6,6 +6,7 @@ the time that summing the sample takes as it is. `wire.choice` decides.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -25,7 +26,7 @@ from manyhands.wire.choice import (
     looks_at,
     sent_bytes,
 )
-from manyhands.wire.codec import ParcelCodec, codec_named
+from manyhands.wire.codec import ParcelCodec, codec_named, encodes
 from manyhands.wire.names import RAW, auto_error
 from manyhands.wire.parcels import Parcel
 
@@ -155,6 +156,8 @@ class CodecChooser:
         """Seconds to encode and to decode, the share of the bytes that is left, and the error by the norm."""
         codec = codec_named(name, feedback=False)
         assert codec is not None, "raw is not measured"
+        if not encodes(codec, parcel):
+            return 0.0, 0.0, 1.0, math.inf
         room = torch.empty(round_up(codec.size(parcel), CACHE_LINE), dtype=torch.uint8)
         read = torch.empty_like(values)
         encode_s, decode_s, num_bytes = [], [], 0
