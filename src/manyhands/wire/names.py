@@ -19,12 +19,14 @@ from manyhands.settings import check_choice, setting, switch_setting
 __all__ = [
     "AUTO",
     "CODECS",
+    "MOST_STAGES",
     "RAW",
     "CodecOption",
     "CodecStage",
     "Listed",
     "auto_error",
     "check_codec",
+    "check_feedback",
     "codec_setting",
     "feedback_setting",
     "has_feedback",
@@ -42,6 +44,7 @@ AUTO: Final = "auto"
 """The word for a codec that workers choose themselves, by what they measure."""
 
 MOST_STAGES: Final = 2
+"""Of a chain; events have room for three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +353,14 @@ def check_codec(
             f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "
             "twice by algorithm=direct; leave the algorithm out"
         )
+    check_feedback(text, feedback)
+
+
+def check_feedback(text: str, feedback: bool) -> None:
+    """Raise the UserError that says why `feedback=no` makes no sense with a codec."""
     if not feedback and not has_feedback(text):
         raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
-    if not feedback and any(CODECS[stage.word].remembers for stage in stages):
+    if not feedback and any(CODECS[word].remembers for word in words_of(text)):
         raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")
 
 
