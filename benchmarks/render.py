@@ -14,7 +14,7 @@ from manyhands.errors import format_bytes
 from render_choosing import choosing
 from render_links import hosts_speed, links_speed, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
-from render_wire import local_steps
+from render_wire import local_steps, wire_time
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -363,6 +363,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
     "wavefronts": wavefronts,
+    "wire time": wire_time,
     **{
         name: allreduce_table(name)
         for name in (

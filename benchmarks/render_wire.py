@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.errors import format_bytes
-from results_read import load, markdown
+from results_read import has, load, markdown
 
 FP16, DDP = "fp16", "ddp fp16"
 NAMES = {"raw": "none", FP16: "`fp16`", DDP: "fp16 by DDP on Gloo"}
@@ -14,8 +14,12 @@ CONDITIONS = {"plain": "a step", "delays": "with delays", "network": "at 100 Mbi
 
 
 def wire_time() -> str:
+    """The committed result, as soon as there is one."""
+    return wire_tables(load("wire-time")) if has("wire-time") else "*No result is committed yet.*"
+
+
+def wire_tables(result: dict[str, Any]) -> str:
     """One table a task: each codec at each bandwidth, beside the better of the two half precisions."""
-    result = load("wire-time")
     parts = []
     for task, about in result["tasks"].items():
         rows = {(row["bandwidth"], row["codec"]): row for row in result["rows"] if row["task"] == task}

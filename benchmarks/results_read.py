@@ -16,6 +16,11 @@ def data_file(name: str) -> Path | None:
     return path if path.exists() else None
 
 
+def has(name: str) -> bool:
+    """Whether a result is committed."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def load(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return result
