@@ -42,7 +42,7 @@ from manyhands.tasks.mnist import MnistOptions, mnist
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "wire-time.json"
-WORLD, PORT, BACKOFF_S = 2, 29_700, 600
+WORLD, PORT, LIMIT_S = 2, 29_700, 600
 BANDWIDTHS = ("100Mbit", "1Gbit", "10Gbit")
 DDP = "ddp fp16"
 CODECS = ("raw", "fp16", DDP, "bf16", "int8", "qsgd", "sign", "topk:0.01", "dgc", "powersgd:2")
@@ -193,11 +193,14 @@ def measure(
                     env={**os.environ, **places},
                 )
             )
-        deadline = time.monotonic() + BACKOFF_S
-        for process in processes:
-            try:
+        deadline = time.monotonic() + LIMIT_S
+        try:
+            for process in processes:
                 process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:
+            print(f"{task}: not done after {LIMIT_S} s", flush=True)
+        finally:
+            for process in processes:
                 process.kill()
                 process.wait()
         lines = result.read_text().splitlines() if result.exists() else []
