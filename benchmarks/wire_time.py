@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from hosts import ADDRESS, two_hosts
+from cables import inside, two_namespaces
 from manyhands.callbacks import Callback
 from manyhands.compare.bandwidth import Rate
 from manyhands.compare.plan import Target
@@ -42,6 +42,7 @@ from manyhands.tasks.mnist import MnistOptions, mnist
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "wire-time.json"
+SUBNET = "10.231.80."
 WORLD, PORT, LIMIT_S = 2, 29_700, 600
 BANDWIDTHS = ("100Mbit", "1Gbit", "10Gbit")
 DDP = "ddp fp16"
@@ -165,13 +166,9 @@ def work(name: str, result: Path, most_steps: int, codecs: list[str]) -> None:
             print(f"{name:9s} {codec:12s} {measured}", flush=True)
 
 
-def shape(names: list[str], rate: Rate) -> None:
-    """Give the cable another speed; a burst is short, or small gradients would cross it at no cost."""
-    burst = max(16 * 1024, round(rate.bits_per_s / 8 * 0.00025))
-    for name in names:
-        words = f"tbf rate {rate.bits_per_s}bit burst {burst}b latency 100ms".split()
-        tc = ["ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "cable", "root", *words]
-        subprocess.run(tc, check=True, timeout=10)
+def bucket(rate: Rate) -> list[str]:
+    """A burst is short, or small gradients would cross the cable at no cost."""
+    return ["burst", f"{max(16 * 1024, round(rate.bits_per_s / 8 * 0.00025))}b", "latency", "100ms"]
 
 
 def measure(
@@ -183,10 +180,10 @@ def measure(
         processes = []
         for rank, host in enumerate(names):
             places = {
-                "MASTER_ADDR": f"{ADDRESS}1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "RANK": str(rank),
+                "MASTER_ADDR": f"{SUBNET}1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "RANK": str(rank),
                 "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
-            command = ["ip", "netns", "exec", host, sys.executable, __file__, "--most-steps", str(most_steps)]
+            command = [*inside(host), sys.executable, __file__, "--most-steps", str(most_steps)]
             processes.append(
                 subprocess.Popen(
                     [*command, "--work", task, str(result), *codecs],
@@ -242,13 +239,12 @@ def main() -> None:
         },
     }
     port, begin, lost = PORT, time.monotonic(), False
-    with two_hosts("1gbit") as names:
-        for bandwidth in asked.bandwidths:
-            shape(names, Rate.parse(bandwidth))
+    for bandwidth in asked.bandwidths:
+        rate = Rate.parse(bandwidth)
+        with two_namespaces(SUBNET, f"{rate.bits_per_s}bit", bucket(rate)) as names:
             for task in asked.tasks:
                 due = [one for one in asked.codecs if asked.fresh or (task, bandwidth, one) not in rows]
-                load = os.getloadavg()[0]
-                found = []
+                load, found = os.getloadavg()[0], []
                 for torchs in (False, True):  # which processes of ours do not share
                     start = [codec for codec in due if (codec == DDP) is torchs]
                     found += measure(task, start, names, port, asked.most_steps) if start else []
@@ -258,10 +254,8 @@ def main() -> None:
                     rows[key] = {"task": task, "bandwidth": bandwidth, "load_before": load, **row}
                 lost = lost or len(found) < len(due)
                 asked.json.write_text(json.dumps({**about, "rows": list(rows.values())}, indent=1) + "\n")
-                print(
-                    f"{task} at {bandwidth}: {len(found)} of {len(due)}, {time.monotonic() - begin:.0f} s",
-                    flush=True,
-                )
+                took_s = time.monotonic() - begin
+                print(f"{task} at {bandwidth}: {len(found)} of {len(due)}, {took_s:.0f} s", flush=True)
     if lost:
         raise SystemExit("some were lost; the same command again measures what is missing")
 

@@ -116,6 +116,8 @@ def _lead(company: Company, request: Request, out: str | Path | None, resume: bo
 
 def _follow(member: CompanyMember, training: Training, model: nn.Module) -> Run:
     training.take_part(member)
+    if member.place.leaves:
+        return Run(model=model, history=History([]), summary={})
     line = member.line
     try:
         tree = unpack_tree(line.take(_RUN, member.timeout_s))

@@ -15,6 +15,7 @@ import torch
 
 import warm
 from hosts import switched_hosts
+from manyhands.hosts.finding import _near
 from manyhands.server.audit_files import audit_run
 from manyhands.store.rundir import RunDirectory
 from roles import Cluster, cluster, free_ports
@@ -49,10 +50,10 @@ def steps_done(run: Path) -> int:
 
 
 def has_guests(address: str) -> bool:
-    """Whether somebody is connected to this port of loopback."""
-    ended = f":{int(address.rpartition(':')[2]):04X}"
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(row[1].endswith(ended) and row[3] == "01" for row in rows)  # established
+    """Whether somebody is connected to the leader that has this address on loopback."""
+    name = f"@{(_near(address) or '').removeprefix('unix:')}"
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return any(row[-1] == name and row[5] == "03" for row in rows)  # connected
 
 
 def require_one_model(roles: Cluster) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from manyhands.cluster.roster import Ended, Started
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.hosts.finding import Following, Leading, follow, lead
 from manyhands.hosts.front import FrontEvent, Remarked, Turned
 from manyhands.hosts.line import Line
@@ -123,7 +123,7 @@ class Company:
         try:
             if error is not None:
                 rank = error.worker_rank if isinstance(error, WorkerFailed) else 0
-                sentence = str(error).partition("\n")[0] or type(error).__name__
+                sentence = first_line(error)
                 if not isinstance(error, ManyhandsError):
                     sentence = f"{self.place.name} ended with {type(error).__name__}: {sentence}"
                 self.break_off(rank, sentence)

@@ -4,6 +4,7 @@
              leader             where it is reached, or why it is not      rank 0
 
 Once the leader knows who is where, it listens: on a Unix socket for its own host, and by TCP only if there are others.
+At an address that all know, it listens by TCP, or on a Unix socket named after it where it is on loopback.
 """
 
 from __future__ import annotations
@@ -78,14 +79,15 @@ def lead(
         token = security.token or _open_token(place.leader)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
-            front.listen(listening_at(place.leader))
+            front.listen(_near(place.leader) or listening_at(place.leader))
             stack.pop_all()
         return Leading(front=front, token=token, address=place.leader.rpartition(":")[0])
     store = _store(place, name, timeout_s)
     _sit_down(store, place)
     try:
         hosts = _wait_for_all(store, place, timeout_s)
-        address = _own_address(place, security) if len(hosts) > 1 else ""
+        may_spread = len(hosts) > 1 or (place.later and security.anywhere)
+        address = _own_address(place, security) if may_spread else ""
         token = security.token or secrets.token_bytes(_TOKEN_BYTES)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
@@ -115,7 +117,8 @@ def follow(
     settings = replace(settings or _PATIENT, security=security)
     if place.leader is not None:
         token = security.token or _open_token(place.leader)
-        contact = Contact(name=f"the leader at {place.leader}", address=f"tcp:{place.leader}", token=token)
+        address = _near(place.leader) or f"tcp:{place.leader}"
+        contact = Contact(name=f"the leader at {place.leader}", address=address, token=token)
         line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
         return Following(line=line, token=token, address=address_towards(place.leader.rpartition(":")[0]))
     store = _store(place, name, timeout_s)
@@ -128,6 +131,11 @@ def follow(
             "with the folder that `manyhands certificates` made for its host"
         )
     near = told["host"] == host_identity()
+    if not near and "tcp" not in told:
+        raise UserError(
+            f"{place.name} comes to a run that began on one host, that of {told['name']}, and listens nowhere else; "
+            "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
+        )
     contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
     line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
     address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
@@ -212,6 +220,13 @@ def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]
     if "refused" in told:
         raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
     return told
+
+
+def _near(leader: str) -> str | None:
+    """The Unix socket of a leader that only its own host reaches, where users are compared; None for any other."""
+    if not is_loopback(leader.rpartition(":")[0]):
+        return None
+    return f"unix:manyhands-{hashlib.sha256(leader.encode()).hexdigest()[:32]}"
 
 
 def _open_token(leader: str) -> bytes:

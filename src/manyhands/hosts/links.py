@@ -21,9 +21,10 @@ from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.hosts.specified import listening_at
 from manyhands.hosts.waiting import comes_true
 from manyhands.hub.addresses import tune
-from manyhands.link.secure import End, Security, TlsRefused
+from manyhands.link.secure import HANDSHAKE_S, End, Security, TlsRefused
 from manyhands.link.silence import SILENT_AFTER_S
 from manyhands.link.tcp import TcpLink
 
@@ -56,23 +57,25 @@ def open_links(
     timeout_s: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
 ) -> dict[int, TcpLink]:
-    """Collective among workers of several hosts: a link to each of `far`, those of other hosts; listens at `address`.
+    """Collective among workers of several hosts: a link to each of `far`, those of other hosts.
 
-    PeerTimeout names who did not come, ManyhandsError who could not be trusted.
+    Others reach this one at `address`. PeerTimeout names who did not come, ManyhandsError who could not be trusted.
     """
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
     links: dict[int, TcpLink] = {}
     try:
-        with socket.create_server((address, 0), backlog=len(far) + 16) as listener:
+        with _listening(rank, address, len(far) + 16) as listener:
             store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
             for peer in sorted(one for one in far if one < rank):
                 end = _dial(rank, peer, store, token, deadline)
-                links[peer] = TcpLink(_secured(security.wrap_client, end, name_of(peer)), peer=name_of(peer))
+                secured = _secured(security.wrap_client, end, name_of(peer), deadline)
+                links[peer] = TcpLink(secured, peer=name_of(peer))
             waited_for = {one for one in far if one > rank}
             while waited_for:
                 peer, end = _accept(listener, rank, waited_for, token, deadline)
-                links[peer] = TcpLink(_secured(security.wrap_server, end, name_of(peer)), peer=name_of(peer))
+                secured = _secured(security.wrap_server, end, name_of(peer), deadline)
+                links[peer] = TcpLink(secured, peer=name_of(peer))
                 waited_for.discard(peer)
     except BaseException:
         for link in links.values():
@@ -81,9 +84,20 @@ def open_links(
     return links
 
 
-def _secured(wrap: Callable[[socket.socket, str], End], end: socket.socket, peer: str) -> End:
+def _listening(rank: int, address: str, backlog: int) -> socket.socket:
+    """Where others reach `address`, which may be a name that leads here though no interface has it."""
     try:
-        return wrap(end, peer)
+        host = listening_at(f"{address}:0").split(":")[1]
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
+
+
+def _secured(
+    wrap: Callable[[socket.socket, str, float], End], end: socket.socket, peer: str, deadline: float
+) -> End:
+    try:
+        return wrap(end, peer, min(HANDSHAKE_S, _left_s(deadline)))
     except TlsRefused as error:
         raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
 
@@ -94,16 +108,16 @@ def _dial(rank: int, peer: int, store: MeetingStore, token: bytes, deadline: flo
         raise _late([peer], "say where it listens")
     host, _, port = store.get(f"link/{peer}").decode().rpartition(":")
     try:
-        end = socket.create_connection((host, int(port)), max(0.001, deadline - time.monotonic()))
+        end = socket.create_connection((host, int(port)), _left_s(deadline))
     except OSError as error:
         raise ManyhandsError(
             f"rank {rank} cannot connect to rank {peer} at {host}:{port}: {error}; see whether a firewall is between"
         ) from error
     try:
         nonce = secrets.token_bytes(_PROOF_BYTES)
-        end.settimeout(max(0.001, deadline - time.monotonic()))
+        end.settimeout(_left_s(deadline))
         end.sendall(_HELLO.pack(rank, peer, nonce))
-        answer = _read(end, 2 * _PROOF_BYTES)
+        answer = _read(end, 2 * _PROOF_BYTES, deadline)
         theirs = answer[:_PROOF_BYTES]
         said = nonce + theirs + struct.pack("!II", rank, peer)
         if not hmac.compare_digest(answer[_PROOF_BYTES:], _proof(token, b"accept", said)):
@@ -132,37 +146,44 @@ def _accept(
             end, _ = listener.accept()
         except TimeoutError:
             continue
-        peer = _admit(end, rank, token, min(_STRANGER_S, left_s))
+        peer = _admit(end, rank, token, min(deadline, time.monotonic() + _STRANGER_S))
         if peer is not None and peer in waited_for:
             tune(end, 4 * SILENT_AFTER_S)
             return peer, end
         end.close()
 
 
-def _admit(end: socket.socket, rank: int, token: bytes, timeout_s: float) -> int | None:
-    end.settimeout(timeout_s)
+def _admit(end: socket.socket, rank: int, token: bytes, deadline: float) -> int | None:
     try:
-        peer, wanted, nonce = _HELLO.unpack(_read(end, _HELLO.size))
+        peer, wanted, nonce = _HELLO.unpack(_read(end, _HELLO.size, deadline))
         if wanted != rank:
             return None
         mine = secrets.token_bytes(_PROOF_BYTES)
         said = nonce + mine + struct.pack("!II", peer, rank)
         end.sendall(mine + _proof(token, b"accept", said))
-        if not hmac.compare_digest(_read(end, _PROOF_BYTES), _proof(token, b"connect", said)):
+        if not hmac.compare_digest(_read(end, _PROOF_BYTES, deadline), _proof(token, b"connect", said)):
             return None
         return int(peer)
     except OSError:
         return None
 
 
-def _read(end: socket.socket, num_bytes: int) -> bytes:
+def _read(end: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """All of it before the deadline: who sends byte by byte has no more time than others."""
     data = b""
     while len(data) < num_bytes:
+        if time.monotonic() >= deadline:
+            raise TimeoutError("it did not say all of it in time")
+        end.settimeout(_left_s(deadline))
         more = end.recv(num_bytes - len(data))
         if not more:
             raise ConnectionResetError("it closed the connection")
         data += more
     return data
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _proof(token: bytes, word: bytes, said: bytes) -> bytes:

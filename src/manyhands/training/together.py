@@ -286,6 +286,17 @@ class Hearing:
         self._thread.join()
 
     def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: it is the leader's failure."""
+        try:
+            self._go()
+        except Exception as error:
+            reported = report(error, 0)
+            sentence = (
+                f"{self._company.place.name}, which leads, could not hear the others any more: {error!r}"
+            )
+            self._settle(Failure(rank=0, sentence=sentence, name="worker 0", reported=reported))
+
+    def _go(self) -> None:
         for event in self._company.early:
             self._take(event)
         while not self._stop.is_set():
