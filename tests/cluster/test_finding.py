@@ -294,3 +294,56 @@ def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
         open_links(1, [0], Shelf(), token=TOKEN, **{**call, "timeout_s": 0.1})
     with pytest.raises(UserError, match="--tls DIR"):
         open_links(0, [1], Shelf(), token=TOKEN, **{**call, "address": "192.0.2.1"})
+
+
+@pytest.mark.parametrize(
+    ("security", "comes_again", "reached"),
+    [
+        (Security.insecure, True, True),
+        (run_security, True, True),
+        (Security.insecure, False, False),
+        (Security.loopback, True, False),
+    ],
+)
+def test_a_leader_is_reached_from_elsewhere_by_those_who_may_come_again_though_all_begin_on_its_host(
+    security: Callable[[], Security], comes_again: bool, reached: bool
+) -> None:
+    """Where it may listen for other hosts at all: under TLS, or where the user trusts the network."""
+    store, address = HashStore(), own_address()
+    first, second = places(2, store, master=address)
+    call = {"security": security(), "timeout_s": 10.0, "comes_again": comes_again}
+
+    def leads() -> str:
+        with lead_company(first, TERMS, "a", **call) as company:
+            company.gather()
+            deadline = time.monotonic() + 10.0
+            for there in ((), (1,)) if reached else ():
+                while company.front.members != there:
+                    assert time.monotonic() < deadline
+                    company.front.poll(0.05)
+            return company.address
+
+    def follows() -> bool:
+        with join_company(second, TERMS, "a", **call):
+            pass
+        told = json.loads(PrefixStore("manyhands/a", store).get("leader"))
+        if (
+            "tcp" in told
+        ):  # as another process in its place has it, which is elsewhere and so hears of TCP alone
+            seat(store, "a", 1, process="process 1 (worker 1 on vm)")
+            store.set("manyhands/a/leader", json.dumps({**told, "host": "elsewhere"}))
+            with join_company(second, TERMS, "a", **call) as member:
+                assert member.address == address
+        return "tcp" in told
+
+    assert together(leads, follows) == [address if reached else "", reached]
+
+
+def own_address() -> str:
+    """One of this machine's that is not on loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])

@@ -227,3 +227,28 @@ def test_a_worker_whose_cable_was_out_for_a_while_comes_again(tmp_path: Path) ->
             roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return", 60.0)
             assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
     require_clean(tmp_path / "run")
+
+
+def test_a_worker_that_began_beside_its_leader_is_started_again_on_another_host(tmp_path: Path) -> None:
+    """All roles of the specification are on one host at first, which others reach all the same."""
+    words = (SCRIPT, "ps consistency=async", "300", "pause=0.05", "insecure=yes")
+    with switched_hosts(2) as hosts:
+        addresses = [f"{hosts.address(0)}:{2222 + number}" for number in range(4)]
+        with cluster(tmp_path, {"chief": 1, "worker": 2, "ps": 1}, addresses) as roles:
+            spec = written(tmp_path, roles.spec)
+            everyone = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+
+            def start(kind: str, index: int, host: int) -> None:
+                out = [f"out={tmp_path}/run"] if kind == "chief" else []
+                asked = by_hand(spec, kind, index, *words, *out)
+                roles.start(kind, index, asked, before=hosts.inside(host), variables={})
+
+            for one in everyone:
+                start(*one, host=0)
+            roles.wait_for(lambda: steps_done(tmp_path / "run") > 20, "step 20")
+            roles.roles["worker", 1].kill()
+            start("worker", 1, host=1)
+            chief = roles.roles["chief", 0]
+            roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return")
+            assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
+            require_one_model(roles)

@@ -262,6 +262,10 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
         mh.fit(task, workers=2, options=bounded)
     with pytest.raises(UserError, match="strategy allreduce needs the workers it began with"):
         mh.fit(task, "allreduce", workers=2, options=bounded, cluster="ray")
+    with pytest.raises(
+        UserError, match=r"max_workers=4: strategy .*elastic=yes.* no more than it began with"
+    ):
+        mh.fit(task, "allreduce elastic=yes", workers=2, options=bounded, cluster="ray")
     with (
         standing(Place(rank=0, world=2, kind="torchrun")),
         pytest.raises(UserError, match="torchrun has started"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.chosen import collective_for
-from manyhands.allreduce.collective import Collective, across_hosts
+from manyhands.allreduce.chosen import collective_across_hosts, collective_for
+from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
@@ -40,8 +39,7 @@ class AllReduceTraining(ExchangeTraining):
     @classmethod
     def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
-        algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+        gradients, words = collective_across_hosts(strategy, resources)
         return AllReduceExchange(gradients, strategy.buckets), words
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:

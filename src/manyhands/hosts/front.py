@@ -220,6 +220,10 @@ class Front:
         member = self._members.get(rank)
         return member.name if member is not None else f"rank {rank}"
 
+    def host_of(self, rank: int) -> str:
+        """The identity of the host that a rank is on."""
+        return self._members[rank].hello.host
+
     def line(self, rank: int) -> Whereabouts:
         """What a member last said it was doing, on this process's clock."""
         return self._members[rank].seen

@@ -127,6 +127,13 @@ def _beside_me(ray: Any) -> Any:
 
 def _bounds(request: Request) -> Bounds | None:
     options = request.options
+    if request.strategy.goes_on_with_fewer:  # by itself, down to min_workers
+        if options.max_workers is not None:
+            raise UserError(
+                f"max_workers={options.max_workers}: strategy {request.strategy} goes on with fewer and gets back whom "
+                "it lost, but no more than it began with; leave it out, or use ps"
+            )
+        return None
     bounds = Bounds.of(request.workers, options.min_workers, options.max_workers)
     if bounds is not None and not request.strategy.can_change_workers:
         raise UserError(

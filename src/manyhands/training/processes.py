@@ -200,7 +200,7 @@ class ProcessTraining(Training):
                 party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
             )
             ties = stack.enter_context(meeting)
-            around.on_failure(ties.abort)
+            around.tied_by(ties)
             train = stack.enter_context(self.worker(job, ties.resources, around, checkpoints))
             around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
             trained, told = train(start)
