@@ -133,8 +133,8 @@ class AllReduce(Strategy):
             )
         if self.order == "priority" and auto_error(self.codec) is not None:
             raise UserError(
-                f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; name "
-                "a codec, or leave the order out"
+                f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; "
+                "name a codec, or leave the order out"
             )
 
     @property
