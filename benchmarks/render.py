@@ -15,6 +15,7 @@ from render_choosing import choosing
 from render_links import hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
+from render_wire import local_steps, wire_time
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -344,6 +345,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tls": tls_cost,
     "hosts": hosts_speed,
     "priority": priority_gain,
+    "local steps": local_steps,
     "ray actor": ray_actor,
     "events overhead": events_overhead,
     "events cost": events_cost,
@@ -364,6 +366,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
     "wavefronts": wavefronts,
+    "wire time": wire_time,
     **{
         name: allreduce_table(name)
         for name in (

@@ -10,6 +10,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def data_file(name: str) -> Path | None:
+    """A file of the data that lie beside the checkout; None where they do not."""
+    path = ROOT.parent / "shared" / "data" / name
+    return path if path.exists() else None
+
+
+def has(name: str) -> bool:
+    """Whether a result is committed."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def load(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return result

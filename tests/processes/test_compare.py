@@ -141,9 +141,10 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     reason = why_not(rate)
     if reason is not None:
         pytest.skip(f"this machine cannot shape its loopback: {reason}")
-    command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies", "ps link=tcp; ps"]
+    command = [sys.executable, "-m", "manyhands", "compare", "digits", "--strategies"]
+    strategies = "ps link=tcp; ps; allreduce link=tcp; allreduce link=tcp codec=topk:0.01"
     done = warm.run(
-        [*command, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],
+        [*command, strategies, "--steps", "20", "--repeats", "1", "--out", "c", "--bandwidth", "8Mbit"],
         cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -159,3 +160,12 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
     said = " ".join(done.stdout.split())
     assert "TCP was held to 8 Mbit/s" in said
     assert "ps does not use the network on one host, so --bandwidth did not touch it." in said
+    assert "Under allreduce link=tcp, beside no codec and by the time to the target: topk:0.01" in said
+    # Of two workers each sends half of the gradient and half of the sum, or a hundredth of the items and their places.
+    ring, few = figures[2:]
+    assert ring["busiest_bytes_per_step"]["median"] == pytest.approx(num_bytes, rel=0.1)
+    assert few["busiest_bytes_per_step"]["median"] < num_bytes / 20
+    for folder in ("03-allreduce-1", "04-allreduce-1"):
+        summary = json.loads((tmp_path / "c" / folder / "summary.json").read_text())
+        sent = sum(worker["bytes_sent"] for worker in summary["per_worker"])
+        assert sent <= rate.burst_bytes + rate.bits_per_s / 8 * summary["seconds"]

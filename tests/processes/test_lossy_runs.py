@@ -45,6 +45,7 @@ def weights(run: mh.Run) -> dict[str, torch.Tensor]:
         ("allreduce link=tcp codec=dgc:0.05,warmup=6+qsgd:7", 0.0),
         ("allreduce link=tcp codec=powersgd:2", 0.9),
         ("local steps=2 link=tcp codec=topk:0.1", 0.9),
+        ("ps servers=2 link=tcp codec=topk:0.05+int8", 0.9),
     ],
 )
 def test_a_resumed_compressed_run_equals_an_uninterrupted_one(

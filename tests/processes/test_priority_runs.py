@@ -73,6 +73,7 @@ def test_evaluated_saved_and_resumed_as_by_arrival(tmp_path: Path) -> None:
         ("allreduce credit=2MiB", {}, "credit=2MiB only means something to order=priority"),
         ("allreduce link=tcp order=priority credit=0", {}, "credit=0 lets nothing through"),
         ("allreduce link=tcp order=priority elastic=yes", {}, "leave one of the two out"),
+        ("allreduce link=tcp order=priority codec=auto", {}, "codecs are weighed by whole exchanges"),
         ("mirrored order=priority", {}, "only allreduce over links"),
         (
             "allreduce link=tcp order=priority",

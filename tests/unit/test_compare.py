@@ -264,6 +264,28 @@ def test_bandwidth_names_those_it_did_not_touch() -> None:
     assert "bandwidth" not in told(one)
 
 
+def test_codecs_are_told_beside_the_one_that_hardly_compresses() -> None:
+    strategies = parse_strategies(
+        "allreduce link=tcp; allreduce link=tcp codec=fp16; allreduce link=tcp codec=int8; ps link=tcp;"
+        "allreduce link=tcp codec=topk:0.01; allreduce link=tcp codec=sign feedback=no; ps link=tcp codec=int8"
+    )
+    runs = [
+        measured(place, step_s=step_s, final=final)
+        for place, (step_s, final) in enumerate(
+            [(0.4, 0.9), (0.2, 0.9), (0.1, 0.9), (0.3, 0.9), (0.2, 0.9), (0.1, 0.4), (0.3, 0.9)]
+        )
+    ]
+    said = told(found(*runs, target=Target.parse("accuracy=0.8"), strategies=strategies))
+    assert (
+        "Under allreduce link=tcp, beside fp16 and by the time to the target: int8 (2.0 times as fast) paid; "
+        "topk:0.01 made no difference; no codec (2.0 times as long), sign feedback=no (not there in every run) lost."
+    ) in said
+    assert (
+        "Under ps link=tcp, beside no codec and by the time to the target: int8 made no difference." in said
+    )
+    assert "beside" not in told(found(measured(0), measured(1))), "no two differ by their codec alone"
+
+
 def test_what_was_measured_at_the_end_alone_is_an_upper_bound() -> None:
     late = measured(1)
     said = told(found(measured(0), dataclasses.replace(late, evaluations=late.evaluations[-1:])))
@@ -384,12 +406,21 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
         Rate.parse(text)
 
 
+@pytest.mark.parametrize("text", ["8kbit", "100Mbit", "1Gbit", "10Gbit", "100Gbit"])
+def test_a_burst_holds_a_packet_and_is_short_on_the_wire(text: str) -> None:
+    rate = Rate.parse(text)
+    assert rate.burst_bytes >= 2 * rate.packet_bytes, "what is larger than a burst is never sent"
+    # A gradient of 100 KB must be felt on every network that it takes longer than a timer's tick to cross.
+    assert rate.burst_bytes <= max(32 * 1024, 0.0003 * rate.bits_per_s / 8)
+    assert f"mtu {rate.packet_bytes} up" in shaped_command(rate, ["true"], as_root=True)[-3]
+
+
 def test_the_command_is_passed_on_as_it_is() -> None:
     command = ["python", "-m", "manyhands", "a b", "$HOME"]
     line = shaped_command(Rate.parse("1Gbit"), command, as_root=True)
     assert line[:2] == ["unshare", "--net"]
     assert line[-5:] == command
-    assert "rate 1000000000bit burst 500000b" in line[4]
+    assert "rate 1000000000bit burst 32768b" in line[4]
     assert "--map-root-user" in shaped_command(Rate.parse("1Gbit"), command, as_root=False)
 
 

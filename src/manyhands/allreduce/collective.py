@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from manyhands.allreduce.choosing import CodecChooser
 from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.rows import GradientRows
@@ -27,7 +29,7 @@ from manyhands.training.resources import Resources
 from manyhands.wire.codec import ParcelCodec, codec_named
 from manyhands.wire.layout import side_by_side
 from manyhands.wire.memory import as_memory, as_one
-from manyhands.wire.names import RAW, rounds_hops
+from manyhands.wire.names import RAW, auto_error, rounds_hops
 from manyhands.wire.parcels import Parcel
 
 __all__ = [
@@ -87,6 +89,10 @@ class Collective(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
         )
+
+    def told(self) -> dict[str, Any]:
+        """What is told of it at the end of a run: plain values."""
+        return {}
 
     def memory(self) -> dict[str, torch.Tensor]:
         """What this worker keeps of what a codec has left out so far, by name."""
@@ -276,8 +282,8 @@ class ScheduleCollective(Collective):
     """Buckets summed one after the other by a schedule over links, once all of them are filled.
 
     `arrive`, where given, waits until every worker has come this far and returns the nanoseconds waited for each: with
-    it, lateness is told apart from the exchange itself. `codec` is the name of what the executor encodes by. Owns the
-    links.
+    it, lateness is told apart from the exchange itself. `codec` is the name of what the executor encodes by; a
+    `chooser` changes that as the run goes on. Owns the links.
     """
 
     sums_rows = True
@@ -288,13 +294,14 @@ class ScheduleCollective(Collective):
         links: Mapping[int, Link],
         arrive: Callable[[], Mapping[int, int]] | None = None,
         codec: str = RAW,
+        chooser: CodecChooser | None = None,
     ) -> None:
         self.rank = executor.rank
         self.world = executor.world
         self._executor = executor
         self._links = links
         self.codec = codec
-        self.wire = wire_of(next((link.wire for link in links.values()), Wire.NONE), codec)
+        self._chooser = chooser
         self._arrive = arrive
         self._parcels: Sequence[Parcel] = ()
         self._buckets: list[torch.Tensor] = []
@@ -304,6 +311,16 @@ class ScheduleCollective(Collective):
     def of_words(self) -> ScheduleCollective:
         """Another one over the same links, for small exact words."""
         return ScheduleCollective(self._executor, self._links)
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        """By the codec in use."""
+        codec = self.codec if self._chooser is None else self._chooser.codec
+        return wire_of(next((link.wire for link in self._links.values()), Wire.NONE), codec)
+
+    def told(self) -> dict[str, Any]:
+        """What was chosen, where something was."""
+        return {} if self._chooser is None else self._chooser.told()
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Plain memory of this worker."""
@@ -331,12 +348,12 @@ class ScheduleCollective(Collective):
         return self._executor.gather(mine)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """What the executor's codecs keep."""
-        return self._executor.memory()
+        """What the executor's codecs keep, and which is in use where that is chosen."""
+        return (self._chooser or self._executor).memory()
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
         """So that they go on with it."""
-        self._executor.remember(memory)
+        (self._chooser or self._executor).remember(memory)
 
     def launch(self, index: int) -> None:
         """Queue the bucket for `finish`."""
@@ -348,6 +365,10 @@ class ScheduleCollective(Collective):
             for peer, waited in self._arrive().items():
                 self._waits[peer] = self._waits.get(peer, 0) + waited
         launched, self._launched = self._launched, []
+        if self._chooser is not None:
+            self._chooser.look(
+                self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
+            )
         self._executor.at(self.step)
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
@@ -378,7 +399,9 @@ class ScheduleCollective(Collective):
 def carrier(
     codec: str, *, feedback: bool, seed: int, rank: int, world: int
 ) -> ParcelCodec | Compressor | None:
-    """What encodes for an executor: at every hop, or in forms of its own; None where nothing does."""
+    """What encodes for an executor: at every hop, or in forms of its own; None where nothing does, or does yet."""
+    if auto_error(codec) is not None:
+        return None
     if rounds_hops(codec):
         return codec_named(codec)
     return Compressor(codec, feedback=feedback, seed=seed, rank=rank, world=world)
@@ -399,7 +422,7 @@ def over_links(
     executor = ScheduleExecutor(
         algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
     )
-    return ScheduleCollective(executor, links, arrive, codec)
+    return ScheduleCollective(executor, links, arrive, codec, _chooser(codec, executor, resources.seed))
 
 
 def without_barrier(
@@ -411,7 +434,8 @@ def without_barrier(
     executor = ScheduleExecutor(
         algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
     )
-    return ScheduleCollective(executor, links, codec=codec)
+    chooser = _chooser(codec, executor, resources.seed)
+    return ScheduleCollective(executor, links, codec=codec, chooser=chooser)
 
 
 def across_hosts(
@@ -420,3 +444,10 @@ def across_hosts(
     """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
     gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
     return gradients, gradients.of_words()
+
+
+def _chooser(codec: str, executor: ScheduleExecutor, seed: int) -> CodecChooser | None:
+    if auto_error(codec) is None:
+        return None
+    make = partial(carrier, feedback=True, seed=seed, rank=executor.rank, world=executor.world)
+    return CodecChooser(codec, executor, make)

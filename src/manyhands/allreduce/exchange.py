@@ -30,12 +30,16 @@ class AllReduceExchange(Exchange):
     def __init__(self, collective: Collective, bucket_bytes: int) -> None:
         self.rank = collective.rank
         self.world = collective.world
-        self.wire = collective.wire
         self._collective = collective
         self._bucket_bytes = bucket_bytes
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._reducer: Reducer | None = None
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        """As the collective has it, which may change."""
+        return self._collective.wire
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
@@ -123,6 +127,10 @@ class AllReduceExchange(Exchange):
     def traffic(self) -> Traffic:
         """What the collective sent."""
         return self._collective.traffic()
+
+    def told(self) -> Mapping[str, Any]:
+        """What the collective tells."""
+        return self._collective.told()
 
     def close(self) -> None:
         """Release gradients, memory and links."""

@@ -91,8 +91,7 @@ class ScheduleExecutor:
         self.rank = rank
         self.world = world
         self._mailbox = Mailbox(rank, links, timeout_s, alarm)
-        self._compressor = codec if isinstance(codec, Compressor) else None
-        self._codec = codec if isinstance(codec, ParcelCodec) else None
+        self.carry_by(codec)
         self._rooms: dict[str, torch.Tensor] = {}
         self._calls = 0
 
@@ -105,6 +104,11 @@ class ScheduleExecutor:
     def bytes_sent(self) -> int:
         """Bytes of payload this rank has sent so far."""
         return self._mailbox.bytes_sent
+
+    def carry_by(self, codec: ParcelCodec | Compressor | None) -> None:
+        """From the next call on parcels travel in this codec; all ranks change between the same two calls."""
+        self._compressor = codec if isinstance(codec, Compressor) else None
+        self._codec = codec if isinstance(codec, ParcelCodec) else None
 
     def encodes(self, parcel: Parcel) -> bool:
         """Whether a parcel travels encoded."""

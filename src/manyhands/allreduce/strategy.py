@@ -23,7 +23,7 @@ from manyhands.settings import (
     whole_number,
 )
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
+from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["AllReduce", "Mirrored"]
 
@@ -130,6 +130,11 @@ class AllReduce(Strategy):
             raise UserError(
                 "elastic=yes order=priority: a step that is taken again would find parameters of the next one; leave "
                 "one of the two out"
+            )
+        if self.order == "priority" and auto_error(self.codec) is not None:
+            raise UserError(
+                f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; "
+                "name a codec, or leave the order out"
             )
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
 from manyhands.allreduce.collective import Collective, without_barrier
 from manyhands.allreduce.elastic.training import ElasticTraining
@@ -13,6 +16,8 @@ from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
+from manyhands.wire.choice import CHOSEN, codec_sentence
+from manyhands.wire.names import auto_error
 
 __all__ = ["AllReduceTraining"]
 
@@ -45,3 +50,17 @@ class AllReduceTraining(ExchangeTraining):
         if strategy.order == "priority":
             return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """With what workers chose."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Which codec was chosen, and why."""
+        return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
+
+    @property
+    def _chooses(self) -> bool:
+        strategy = self._request.strategy
+        return isinstance(strategy, AllReduce) and auto_error(strategy.codec) is not None

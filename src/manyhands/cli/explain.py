@@ -26,6 +26,7 @@ def explain_command(
 ) -> None:
     """Say why a run is as fast as it is, from its events."""
     # Imported here so that help texts do not wait for torch.
+    from manyhands.analyse.codecs import codec_words
     from manyhands.analyse.explain import explain
     from manyhands.analyse.layers import layers_sent
     from manyhands.analyse.narrate import paragraph
@@ -42,7 +43,9 @@ def explain_command(
     for note in events.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found, str(strategy))
-    layers = layers_sent(directory.read_summary() or {})
+    summary = directory.read_summary() or {}
+    words = " ".join([words, *codec_words(summary)])
+    layers = layers_sent(summary)
     _print(found, f"{text(str(directory.config.get('task')))} · {strategy}", words, layers)
     told = {"layers": [layer.to_dict() for layer in layers]} if layers else {}
     write_json(json, {"strategy": str(strategy), **found.to_dict(), **told, "paragraph": words})

@@ -24,8 +24,14 @@ SHAPED = "MANYHANDS_SHAPED"
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TOOLS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2", "sh": "a shell"}
-_BURST_BYTES = 128 * 1024  # no less than the largest packet of loopback
-_BURST_S = 0.004  # no less than the rate in one tick of a kernel's clock
+_BURST_PACKETS = 2  # no less than that, or what is larger would be dropped
+_BURST_S = (
+    0.00025  # as coarse as a kernel's timers may be; more would let a small gradient through at no cost
+)
+_PACKET_BYTES = (
+    65_536,
+    16_384,
+)  # of loopback: as it is, and where that is longer on the wire than a burst may be
 _QUEUE_MS = 200  # what waits for longer is dropped, and sent again
 _PROBE_S = 10.0
 _ADMIN_PATHS = ("/usr/sbin", "/sbin")
@@ -48,7 +54,17 @@ class Rate:
     @property
     def burst_bytes(self) -> int:
         """What may go through at once after a pause."""
-        return max(_BURST_BYTES, round(self.bits_per_s / 8 * _BURST_S))
+        return max(_BURST_PACKETS * self.packet_bytes, self._timed_bytes)
+
+    @property
+    def packet_bytes(self) -> int:
+        """The largest packet."""
+        usual, small = _PACKET_BYTES
+        return usual if _BURST_PACKETS * usual <= self._timed_bytes else small
+
+    @property
+    def _timed_bytes(self) -> int:
+        return round(self.bits_per_s / 8 * _BURST_S)
 
     def __str__(self) -> str:
         for unit, factor in (("Gbit", 10**9), ("Mbit", 10**6), ("kbit", 10**3)):
@@ -65,7 +81,7 @@ def inside() -> bool:
 def shaped_command(rate: Rate, command: Sequence[str], *, as_root: bool) -> list[str]:
     """The command line that runs `command` where the loopback is shaped; without root in a user namespace."""
     shape = (
-        "ip link set lo up && "
+        f"ip link set lo mtu {rate.packet_bytes} up && "
         f"tc qdisc add dev lo root tbf rate {rate.bits_per_s}bit burst {rate.burst_bytes}b latency {_QUEUE_MS}ms && "
         'exec "$@"'
     )

@@ -17,6 +17,12 @@ __all__ = ["Conditions", "paragraph"]
 _ALIKE = 1.05  # medians this near are called alike
 _WAITS = 0.10  # a share of waiting worth a word
 _FREE = 0.05  # and one that is none
+_OF_CODECS = ("codec=", "feedback=")
+_HARDLY_COMPRESS = (
+    "fp16",
+    "bf16",
+    "",
+)  # what a codec must beat: half the bytes for next to nothing, or all of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +39,7 @@ def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
     sentences = [*_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
     sentences += _quality(found, rows)
+    sentences += _codecs(rows)
     sentences += _network(rows, conditions.bandwidth)
     for row in found.rows:
         sentences += [f"{row.name} failed: {sentence}." for sentence in row.failures]
@@ -173,6 +180,44 @@ def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     bests, worsts = ([row for row in ranked if row.final[metric].median == end.median] for end in (high, low))
     said = f"{_names(bests)} ended best, at {metric} {high.median:.4g}, and {_names(worsts)} worst, at {low.median:.4g}"
     return [f"{said}. {_certainty(best, worst, high, low)}"]
+
+
+def _codecs(rows: Sequence[CompareRow]) -> list[str]:
+    """Of strategies that differ by their codec alone: who was at the target before the one that hardly compresses."""
+    families: dict[str, dict[str, CompareRow]] = {}
+    for row in rows:
+        words = row.name.split()
+        codec = " ".join(word for word in words if word.startswith(_OF_CODECS)).removeprefix("codec=")
+        family = " ".join(word for word in words if not word.startswith(_OF_CODECS))
+        families.setdefault(family, {})[codec] = row
+    said = []
+    for family, by_codec in families.items():
+        beside = next((codec for codec in _HARDLY_COMPRESS if codec in by_codec), None)
+        if len(by_codec) < 2 or beside is None or not by_codec[beside].always_reached:
+            continue
+        others = [(codec or "no codec", row) for codec, row in by_codec.items() if codec != beside]
+        said.append(_beside(family, beside or "no codec", by_codec[beside], others))
+    return said
+
+
+def _beside(family: str, name: str, base: CompareRow, others: Sequence[tuple[str, CompareRow]]) -> str:
+    """Each of `others`, by the name of its codec, beside one of the same family."""
+    never = [codec for codec, row in others if not row.always_reached]
+    times = {codec: _seconds(base) / max(_seconds(row), 1e-9) for codec, row in others if row.always_reached}
+    groups = {
+        "paid": [f"{codec} ({ratio:.1f} times as fast)" for codec, ratio in times.items() if ratio > _ALIKE],
+        "made no difference": [codec for codec, ratio in times.items() if 1 / _ALIKE <= ratio <= _ALIKE],
+        "lost": [
+            *(
+                f"{codec} ({1 / ratio:.1f} times as long)"
+                for codec, ratio in times.items()
+                if ratio < 1 / _ALIKE
+            ),
+            *(f"{codec} (not there in every run)" for codec in never),
+        ],
+    }
+    each = "; ".join(f"{', '.join(who)} {what}" for what, who in groups.items() if who)
+    return f"Under {family}, beside {name} and by the time to the target: {each}."
 
 
 def _network(rows: Sequence[CompareRow], bandwidth: str | None) -> list[str]:

@@ -96,6 +96,11 @@ class ProcessTraining(Training):
         """From what each worker told at the end: the samples of the run, and what its summary says besides."""
         return finished[0]["samples"], {}
 
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """From what each worker told at the end: sentences for whoever reads the summary."""
+        del finished
+        return ()
+
     def run(self, stage: Stage) -> Result:
         """Start the workers, listen to them, and read what worker 0 left."""
         if stage.company is not None:
@@ -135,6 +140,7 @@ class ProcessTraining(Training):
             bytes_sent=sum(one["bytes_sent"] for one in finished),
             messages_sent=sum(one["messages_sent"] for one in finished),
             observed={**observed, **besides},
+            notes=self.said(finished),
         )
 
     def _lead(self, stage: Stage, company: Company) -> Result:

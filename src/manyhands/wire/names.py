@@ -2,6 +2,7 @@
 needed.
 
     codec   = stage ["+" stage]             topk:0.01+int8: what is kept of topk travels as int8
+            | "auto" [":" error]            auto:0.01: chosen while training, of those whose error is at most 1 %
     stage   = word [":" options]            dgc:0.001,momentum=0.9,warmup=64
     options = value {"," (name "=" value | name)}
 """
@@ -16,12 +17,14 @@ from manyhands.errors import UserError, nearest
 from manyhands.settings import check_choice, setting, switch_setting
 
 __all__ = [
+    "AUTO",
     "CODECS",
     "MOST_STAGES",
     "RAW",
     "CodecOption",
     "CodecStage",
     "Listed",
+    "auto_error",
     "check_codec",
     "check_feedback",
     "codec_setting",
@@ -36,6 +39,9 @@ __all__ = [
 
 RAW: Final = "raw"
 """The word for parcels that travel as they lie in memory."""
+
+AUTO: Final = "auto"
+"""The word for a codec that workers choose themselves, by what they measure."""
 
 MOST_STAGES: Final = 2
 """Of a chain; events have room for three."""
@@ -269,14 +275,29 @@ def _example(word: str) -> str:
     return f"{word}:{CODECS[word].options[0].default}"
 
 
+def auto_error(text: str) -> float | None:
+    """How large an error `codec=auto` may choose, as a share of what is sent; None for a codec that is named."""
+    word, colon, tail = text.partition(":")
+    if word.partition("+")[0] != AUTO:
+        return None
+    if word != AUTO:
+        raise UserError(f"codec={text}: {AUTO} stands alone")
+    if not colon:
+        return 0.0
+    try:
+        return _fraction(tail)
+    except UserError as error:
+        raise UserError(f"codec={text}: the error that is allowed, {error}; as auto:0.01") from None
+
+
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a chain, without their options: as events tell it."""
     return tuple(stage.word for stage in parse_codec(text))
 
 
 def rounds_hops(text: str) -> bool:
-    """Whether any algorithm carries it, rounding at every hop."""
-    return all(CODECS[word].hops for word in words_of(text))
+    """Whether any algorithm carries it, rounding at every hop; what is chosen while training may be any."""
+    return auto_error(text) is None and all(CODECS[word].hops for word in words_of(text))
 
 
 def has_feedback(text: str) -> bool:
@@ -292,7 +313,8 @@ def votes(text: str) -> bool:
 
 def momentum_of(text: str) -> float:
     """The momentum that a codec keeps by itself, 0 for none: the optimizer must not have it as well."""
-    return max((float(stage.options.get("momentum", 0.0)) for stage in parse_codec(text)), default=0.0)
+    stages = parse_codec(text) if auto_error(text) is None else ()
+    return max((float(stage.options.get("momentum", 0.0)) for stage in stages), default=0.0)
 
 
 def codec_setting() -> Any:
@@ -312,6 +334,9 @@ def check_codec(
 
     Where nothing travels by `link`, none does.
     """
+    if auto_error(text) is not None:
+        _check_auto(text, strategy=strategy, feedback=feedback, algorithm=algorithm)
+        return
     stages = parse_codec(text)
     if stages and link == "shared":
         raise UserError(
@@ -337,3 +362,17 @@ def check_feedback(text: str, feedback: bool) -> None:
         raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
     if not feedback and any(CODECS[word].remembers for word in words_of(text)):
         raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")
+
+
+def _check_auto(text: str, *, strategy: str, feedback: bool, algorithm: str) -> None:
+    if strategy != "allreduce":
+        raise UserError(
+            f"{strategy} codec={text}: only allreduce measures and chooses; name a codec, as bf16"
+        )
+    if algorithm != "direct":
+        raise UserError(
+            f"codec={text}: it may choose codecs that only algorithm=direct carries, not algorithm={algorithm}; leave "
+            "the algorithm out"
+        )
+    if not feedback:
+        raise UserError(f"feedback=no codec={text}: what a codec leaves out is kept; leave feedback out")

@@ -8,6 +8,7 @@ numbers. Parameters are rounded on their way to a worker only: the server keeps 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,15 @@ class RangeCoding:
         if self._codec is not None:
             self._codec.from_worker(self._seed, part)
             self._codec.at(batch)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What it owes, by name."""
+        return {} if self._codec is None else self._codec.memory()
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on with what another one of the same setting and layout owed."""
+        if self._codec is not None:
+            self._codec.remember(memory)
 
     @property
     def codes_gradients(self) -> bool:

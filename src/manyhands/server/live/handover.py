@@ -16,6 +16,7 @@ from dataclasses import replace
 from manyhands.errors import UserError
 from manyhands.server.core import ShardCore
 from manyhands.server.layout import FlatLayout
+from manyhands.server.live.owed import OwedMemory
 from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.server.live.training import resume_point
 from manyhands.server.replica import ShardReplica
@@ -48,6 +49,7 @@ def onto_shards(
         states = [split(layout, shard, model, optimizer, start.step) for shard in range(layout.shards)]
     snapshots = ShardSnapshots(directory.path, strategy.servers)
     snapshots.remove_after(-1)
+    OwedMemory.remove_after(directory.path, -1)
     clear_records(directory.path)
     for shard, state in enumerate(states):
         config = ShardConfig(

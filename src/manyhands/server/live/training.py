@@ -27,6 +27,7 @@ from manyhands.server.live.job import Job
 from manyhands.server.live.launcher import Launcher, LaunchOutcome, new_token
 from manyhands.server.live.losses import LossBook
 from manyhands.server.live.members import Assemble, LocalMembers, RunFiles
+from manyhands.server.live.owed import OwedMemory
 from manyhands.server.live.role_members import RoleMembers, RunKeeper
 from manyhands.server.live.server_tables import final_bytes, final_tables
 from manyhands.server.live.snapshots import ShardSnapshots
@@ -92,6 +93,7 @@ def forget_after(run_path: Path, strategy: Ps, point: ResumePoint | None) -> Non
     """
     RunDirectory.open(run_path, lock=False).remove_summary()
     ShardSnapshots(run_path, strategy.servers).remove_after(point.version if point is not None else -1)
+    OwedMemory.remove_after(run_path, point.to_come.start if point is not None else -1)
     if point is None:
         clear_records(run_path)
 

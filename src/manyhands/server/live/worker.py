@@ -383,8 +383,9 @@ class _Turn:
         body.model.end()
         body.tables.collect(done.share)
         if body.coding.codes_gradients:
-            body.coding.begin(work.batch, work.part)
-            body.encoded = [body.coding.round(shard, part.gradient) for shard, part in enumerate(body.parts)]
+            said = body.encode(work.batch, work.part)
+            if said is not None:
+                self._report(Remark(sentence=said))
         begun = self._begun_ns
         if not body.tables.exist:  # else what was read before is over already
             begun += done.input_ns

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from manyhands.errors import CorruptCheckpoint
 from manyhands.server.live.area import WorkerArea
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.job import Job
+from manyhands.server.live.owed import OwedMemory
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.reports import ORDERS, PlaceGiven
 from manyhands.server.live.resources import MemberContext, MemberResources
 from manyhands.server.live.worker_tables import WorkerTables
 from manyhands.server.updates import Recorder
+from manyhands.store.atomic import WriteFailed
 from manyhands.training.computing import Computed
 from manyhands.training.diagnosis import Course, diagnose
 from manyhands.wire.codec import check_optimizer
@@ -42,6 +45,8 @@ class WorkerBody:
         self.coding = RangeCoding(
             self.layout, job.strategy.codec, feedback=job.strategy.feedback, seed=job.plan.seed
         )
+        self._owed = OwedMemory(job.run_path, job.strategy, job.workers, job.keep_checkpoints)
+        self._recalls = job.resume_version is not None
         self.encoded: list[torch.Tensor] = []
         """By shard: the last gradient as it travels, where that is not as it lies in the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
@@ -52,6 +57,28 @@ class WorkerBody:
         self.messages_sent = 0
         self.bytes_sent = 0
         self.samples = 0
+
+    def encode(self, batch: int, part: int) -> str | None:
+        """Make the gradients of all shards what servers will read, and keep what is owed where that is due.
+
+        A sentence where the disk has lost, or does not take, what is owed.
+        """
+        said = None
+        if self._recalls:  # the first gradient of a run that goes on
+            self._recalls = False
+            try:
+                self.coding.remember(self._owed.load(batch, part))
+            except CorruptCheckpoint as error:
+                said = f"worker {part} goes on with nothing owed by its codec: {error}"
+        self.coding.begin(batch, part)
+        self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
+        done, every = batch + 1, self.job.plan.checkpoint_every
+        if done == self.job.plan.steps or (every and done % every == 0):
+            try:
+                self._owed.save(done, part, self.coding.memory())
+            except WriteFailed as error:
+                said = f"what worker {part} owes after {done} batches was not kept: {error}"
+        return said
 
     def await_place(self, member: int) -> tuple[int, int] | None:
         """Wait, as a standby, for a place under a number after `member`; None if the run ended without one."""

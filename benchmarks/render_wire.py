@@ -1,0 +1,94 @@
+"""Tables of smaller and of fewer exchanges: time to accuracy by codec, and loss by how often workers meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.errors import format_bytes
+from results_read import has, load, markdown
+
+FP16, DDP = "fp16", "ddp fp16"
+NAMES = {"raw": "none", FP16: "`fp16`", DDP: "fp16 by DDP on Gloo"}
+SAME = 1.05  # times that are nearer make no difference
+CONDITIONS = {"plain": "a step", "delays": "with delays", "network": "at 100 Mbit/s"}
+
+
+def wire_time() -> str:
+    """The committed result, as soon as there is one."""
+    return wire_tables(load("wire-time")) if has("wire-time") else "*No result is committed yet.*"
+
+
+def wire_tables(result: dict[str, Any]) -> str:
+    """One table a task: each codec at each bandwidth, beside the better of the two half precisions."""
+    parts = []
+    for task, about in result["tasks"].items():
+        rows = {(row["bandwidth"], row["codec"]): row for row in result["rows"] if row["task"] == task}
+        bandwidths = list(dict.fromkeys(bandwidth for bandwidth, _ in rows))
+        codecs = list(dict.fromkeys(codec for _, codec in rows))
+        table = [["codec", "sent in a step", "steps", *map(_speed, bandwidths)]]
+        for codec in codecs:
+            known = [rows[bandwidth, codec] for bandwidth in bandwidths if (bandwidth, codec) in rows]
+            sent = known[0].get("busiest_bytes_per_step")
+            steps = known[0].get("steps", "") or "never"
+            table.append(
+                [
+                    NAMES.get(codec, f"`{codec}`"),
+                    format_bytes(round(sent)) if sent else "",
+                    "" if codec == DDP else str(steps),
+                    *(_cell(rows, bandwidth, codec) for bandwidth in bandwidths),
+                ]
+            )
+        head = (
+            f"**{task}** to {about['target']}, gradients of {format_bytes(about['gradient_bytes'])}, "
+            f"{result['workers']} hosts of one core each"
+        )
+        parts.append(f"{head}\n\n{markdown(table)}")
+    return "\n\n".join(parts)
+
+
+def _speed(bandwidth: str) -> str:
+    return bandwidth.replace("Mbit", " Mbit/s").replace("Gbit", " Gbit/s")
+
+
+def _seconds(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> float | None:
+    """To the target; torch's as many steps as ours in half precision."""
+    row = rows.get((bandwidth, codec))
+    if row is None or codec != DDP:
+        return None if row is None else row["seconds"]
+    ours = rows.get((bandwidth, FP16))
+    return row["step_s"] * ours["steps"] if ours and ours["steps"] else None
+
+
+def _cell(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> str:
+    took = _seconds(rows, bandwidth, codec)
+    if took is None:
+        return "never" if (bandwidth, codec) in rows else ""
+    halves = [known for one in (FP16, DDP) if (known := _seconds(rows, bandwidth, one)) is not None]
+    if codec in (FP16, DDP) or not halves:
+        return f"{took:.1f} s"
+    ratio = min(halves) / took
+    verdict = "pays" if ratio > SAME else "loses" if ratio < 1 / SAME else "no difference"
+    return f"{took:.1f} s, {ratio:.2f}×, {verdict}"
+
+
+def local_steps() -> str:
+    """Traffic against loss against time."""
+    result = load("local-steps")
+    together = result["ways"]["every step"]
+    timed = {name: head for name, head in CONDITIONS.items() if result.get("step_s", {}).get(name)}
+    rows = [["strategy", "exchanges", "busiest worker sends", "loss", "beside every step", *timed.values()]]
+    for way, row in result["ways"].items():
+        pairs = result["steps"] - row["exchanges"]
+        times = [result["step_s"][name].get(way) for name in timed]
+        rows.append(
+            [
+                f"`{row['strategy']}`",
+                f"{row['exchanges']:,}" + (f" and {pairs:,} in pairs" if "gossip" in row["strategy"] else ""),
+                format_bytes(row["busiest_bytes"]),
+                f"{row['evaluation_loss']:.4f}",
+                f"{100 * (row['evaluation_loss'] / together['evaluation_loss'] - 1):+.1f} %",
+                *("" if step_s is None else f"{1e3 * step_s:.1f} ms" for step_s in times),
+            ]
+        )
+    head = f"**{result['workers']} workers, {result['steps']:,} steps, {result['text']}**"
+    return f"{head}\n\n{markdown(rows)}"

@@ -1,0 +1,76 @@
+"""What workers of `ps` owe, on the disk: found again by the same run, and by no other."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.errors import CorruptCheckpoint
+from manyhands.server.live.owed import OwedMemory
+from manyhands.server.strategy import Ps
+from manyhands.strategy import Strategy
+
+MEMORY = {"left/0.0.32": torch.arange(8.0), "left/1.0.16": torch.full((4,), -0.5)}
+
+
+def ps(text: str = "ps servers=2 link=tcp codec=topk:0.1") -> Ps:
+    strategy = Strategy.parse(text)
+    assert isinstance(strategy, Ps)
+    return strategy
+
+
+def test_the_same_run_finds_what_each_part_owed_at_its_step(tmp_path: Path) -> None:
+    owed = OwedMemory(tmp_path, ps(), workers=2, keep=2)
+    for step in (2, 4, 6, 8):
+        owed.save(step, 0, {name: step * kept for name, kept in MEMORY.items()})
+    again = OwedMemory(tmp_path, ps(), workers=2)
+    for step in (4, 6, 8):
+        found = again.load(step, 0)
+        assert found.keys() == MEMORY.keys()
+        assert all(torch.equal(found[name], step * kept) for name, kept in MEMORY.items())
+    assert again.load(2, 0) == {}, "as many are kept as there are snapshots, and one"
+    assert again.load(5, 0) == {}
+    assert again.load(8, 1) == {}, "another worker's"
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"),
+    [("ps servers=2 link=tcp codec=sign", 2), ("ps link=tcp codec=topk:0.1", 2), (str(ps()), 3)],
+)
+def test_another_codec_layout_or_number_of_workers_owes_nothing(
+    text: str, workers: int, tmp_path: Path
+) -> None:
+    OwedMemory(tmp_path, ps(), workers=2).save(4, 0, MEMORY)
+    assert OwedMemory(tmp_path, ps(text), workers=workers).load(4, 0) == {}
+
+
+def test_nothing_is_kept_without_a_directory_or_order(tmp_path: Path) -> None:
+    asynchronous = replace(ps(), consistency=ps("ps consistency=async").consistency)
+    for owed in (OwedMemory(None, ps(), workers=2), OwedMemory(tmp_path, asynchronous, workers=2)):
+        owed.save(4, 0, MEMORY)
+        assert owed.load(4, 0) == {}
+    OwedMemory(tmp_path, ps(), workers=2).save(4, 0, {})  # a codec that owes nothing
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_life_that_did_not_go_on_leaves_nothing(tmp_path: Path) -> None:
+    owed = OwedMemory(tmp_path, ps(), workers=2, keep=3)
+    for step in (2, 4, 6):
+        owed.save(step, 1, MEMORY)
+    OwedMemory.remove_after(tmp_path, 4)
+    assert [bool(owed.load(step, 1)) for step in (2, 4, 6)] == [True, True, False]
+    OwedMemory.remove_after(tmp_path, -1)
+    assert not owed.load(2, 1)
+    OwedMemory.remove_after(tmp_path / "none", -1)
+
+
+def test_what_is_damaged_is_said_to_be(tmp_path: Path) -> None:
+    owed = OwedMemory(tmp_path, ps(), workers=2)
+    owed.save(4, 0, MEMORY)
+    [file] = tmp_path.glob("owed/0/step-*/model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match="step 4"):
+        owed.load(4, 0)
