@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
 from manyhands.allreduce.collective import Collective, SharedCollective, over_links
+from manyhands.allreduce.helped import helped_collective
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.training.resources import Resources
@@ -15,6 +16,8 @@ def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Coll
     """One worker's end of it."""
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(resources.group())
+    if strategy.helpers:
+        return helped_collective(resources, strategy.codec)
     algorithm = _algorithm(strategy, resources.world)
     return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
 

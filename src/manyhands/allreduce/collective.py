@@ -38,6 +38,7 @@ __all__ = [
     "carrier",
     "gathered",
     "kept_by_codecs",
+    "meeting_in",
     "over_links",
     "remember_kept",
     "total",
@@ -314,6 +315,9 @@ class ScheduleCollective(Collective):
                 self._waits[peer] = self._waits.get(peer, 0) + waited
         launched, self._launched = self._launched, []
         self._executor.at(self.step)
+        self._sum(launched)
+
+    def _sum(self, launched: Sequence[int]) -> None:
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
@@ -350,15 +354,20 @@ def over_links(
 ) -> ScheduleCollective:
     """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
     group, links = resources.group(), resources.links()
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
+    executor = ScheduleExecutor(algorithm, group.rank, group.world, links, resources.timeout_s, codec=carries)
+    return ScheduleCollective(executor, links, meeting_in(group), codec)
+
+
+def meeting_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
+    """A barrier of the group that says how long each worker that came later was waited for, in nanoseconds."""
 
     def arrive() -> Mapping[int, int]:
         group.barrier()
         waits = group.take_stats().waiting_ns
         return {peer: waited for peer, waited in enumerate(waits) if waited}
 
-    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
-    executor = ScheduleExecutor(algorithm, group.rank, group.world, links, resources.timeout_s, codec=carries)
-    return ScheduleCollective(executor, links, arrive, codec)
+    return arrive
 
 
 def across_hosts(

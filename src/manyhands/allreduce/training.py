@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
 from manyhands.allreduce.chosen import collective_for
 from manyhands.allreduce.collective import Collective, across_hosts
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.allreduce.helped import help_workers, helped_collective
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import ExchangeTraining
+from manyhands.training.exchanging import ExchangeTraining, told
+from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
 
@@ -28,6 +33,12 @@ class AllReduceTraining(ExchangeTraining):
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 
     @classmethod
+    def helper(cls, strategy: Strategy, resources: Resources, around: Surroundings) -> Mapping[str, Any]:
+        """Sum until the workers are done."""
+        assert isinstance(strategy, AllReduce), "mirrored has no helpers"
+        return told(help_workers(resources, strategy.codec, around))
+
+    @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:
         """Among a fixed number of workers, or by those who are there."""
         return ElasticTraining if isinstance(strategy, AllReduce) and strategy.elastic else cls
@@ -35,6 +46,9 @@ class AllReduceTraining(ExchangeTraining):
     @classmethod
     def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
+        if strategy.helpers:
+            collective = helped_collective(resources, strategy.codec)
+            return AllReduceExchange(collective, strategy.buckets), collective
         algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
         gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
         return AllReduceExchange(gradients, strategy.buckets), words
