@@ -57,6 +57,7 @@ ROWS = {
 }
 VARIANTS = {
     "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
+    "helpers": Row(text="allreduce link=tcp helpers=2", workers=3),
     "elastic": Row(text="allreduce elastic=yes"),
     "elastic over links": Row(text="allreduce algorithm=ring elastic=yes", workers=3),
     "sharded by tcp": Row(text="sharded link=tcp"),

@@ -3,7 +3,7 @@
 Gradients go by way of those who sum them (`helpers`); losses, flags and weights, which are small or travel once, from
 worker to worker. What a helper has to do it is told by worker 0, in messages of int64 numbers:
 
-    first           how many items each bucket has and of which type, two numbers for each
+    first           how many buckets there are; of each, how many items it has, and of which type
     in every step   the step, and the buckets to be summed, in their order
     in the end      worker 0 closes its link
 """
@@ -67,7 +67,8 @@ class HelpedCollective(ScheduleCollective):
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Plain memory of this worker; worker 0 tells the helpers of it."""
         buckets = super().allocate(parcels)
-        self._order([n for one in self._summed(parcels) for n in (one.count, CODES[one.dtype])])
+        summed = self._summed(parcels)
+        self._order([len(summed), *(n for one in summed for n in (one.count, CODES[one.dtype]))])
         return buckets
 
     def rounds(self, parcel: Parcel) -> bool:
@@ -207,7 +208,12 @@ class _Helper:
         return True
 
     def _lay_out(self, numbers: Sequence[int]) -> None:
-        sizes = list(zip(numbers[::2], numbers[1::2], strict=True))
+        buckets, *rest = numbers
+        if len(rest) != 2 * buckets:
+            raise ManyhandsError(
+                f"worker 0 told of {buckets} buckets by {len(rest)} numbers, not two for each"
+            )
+        sizes = list(zip(rest[::2], rest[1::2], strict=True))
         for count, code in sizes:
             if count < 0 or BY_CODE.get(code) not in SUMMED:
                 raise ManyhandsError(f"worker 0 told of a bucket of {count} items of type {code}")

@@ -26,11 +26,12 @@ _MEASURES = (
     "busiest\nsends",
     "stale,\nmax",
 )
+_PRICES = ("price, 1000\nsteps", "price to\ntarget")
 
 
 def columns(found: Figures) -> list[str]:
     """The heads of all columns after the strategy; a line break is where a narrow one may break."""
-    return [*_MEASURES, *_metrics(found)]
+    return [*_MEASURES, *(_PRICES if found.prices is not None else ()), *_metrics(found)]
 
 
 def cells(found: Figures, row: CompareRow) -> list[str]:
@@ -48,6 +49,7 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
         _size(row.bytes_per_step),
         _size(row.busiest_bytes_per_step),
         stale,
+        *(_prices(row) if found.prices is not None else ()),
         *(_show(row.final.get(name), "{:.4f}") for name in _metrics(found)),
     ]
 
@@ -86,6 +88,12 @@ def _metrics(found: Figures) -> list[str]:
     """The metric of the target, then the training loss: what every strategy ended with."""
     names = [] if found.target is None else [found.target.metric]
     return [*names, *(["loss"] if "loss" not in names else [])]
+
+
+def _prices(row: CompareRow) -> tuple[str, str]:
+    """In the currency of the prices."""
+    target = row.price_to_target
+    return _show(row.price_per_1000_steps, "{:,.3g}"), "never" if target is None else _show(target, "{:,.3g}")
 
 
 def _show(spread: Spread | None, form: str) -> str:
