@@ -78,7 +78,7 @@ def _caption(found: Figures) -> str:
 def _price_caption(found: Figures) -> str:
     if found.prices is None:
         return ""
-    return f"; prices of all processes together, for 1,000 steps and to the target, at {found.prices} an hour"
+    return f"; the price of 1,000 steps, of all processes together, at {found.prices} an hour"
 
 
 _AXES: tuple[tuple[str, Callable[[Point], float]], ...] = (

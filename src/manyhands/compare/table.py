@@ -26,12 +26,13 @@ _MEASURES = (
     "busiest\nsends",
     "stale,\nmax",
 )
-_PRICES = ("price, 1000\nsteps", "price to\ntarget")
+_PRICE = "price/\n1k steps"
+_NARROWEST = 14
 
 
 def columns(found: Figures) -> list[str]:
     """The heads of all columns after the strategy; a line break is where a narrow one may break."""
-    return [*_MEASURES, *(_PRICES if found.prices is not None else ()), *_metrics(found)]
+    return [*_MEASURES, *([_PRICE] if found.prices is not None else []), *_metrics(found)]
 
 
 def cells(found: Figures, row: CompareRow) -> list[str]:
@@ -49,7 +50,7 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
         _size(row.bytes_per_step),
         _size(row.busiest_bytes_per_step),
         stale,
-        *(_prices(row) if found.prices is not None else ()),
+        *([_show(row.price_per_1000_steps, "{:,.3g}")] if found.prices is not None else []),
         *(_show(row.final.get(name), "{:.4f}") for name in _metrics(found)),
     ]
 
@@ -65,7 +66,7 @@ def promise_cells(promises: Promises, *, words: bool = False) -> list[str]:
 def measures_table(found: Figures) -> Table:
     """What was measured, readable at 100 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column("strategy", overflow="fold")
+    table.add_column("strategy", overflow="fold", min_width=_NARROWEST)
     for head in columns(found):
         table.add_column(head, justify="right", no_wrap=True, min_width=max(map(len, head.split("\n"))))
     for row in found.rows:
@@ -88,12 +89,6 @@ def _metrics(found: Figures) -> list[str]:
     """The metric of the target, then the training loss: what every strategy ended with."""
     names = [] if found.target is None else [found.target.metric]
     return [*names, *(["loss"] if "loss" not in names else [])]
-
-
-def _prices(row: CompareRow) -> tuple[str, str]:
-    """In the currency of the prices."""
-    target = row.price_to_target
-    return _show(row.price_per_1000_steps, "{:,.3g}"), "never" if target is None else _show(target, "{:,.3g}")
 
 
 def _show(spread: Spread | None, form: str) -> str:
