@@ -160,7 +160,7 @@ def test_a_priced_row_has_its_cost_in_table_json_report_and_words() -> None:
     assert row.price_to_target.median == pytest.approx(row.target_s.median * 72 / 3600)
     heads, values = columns(one), cells(one, row)
     assert len(heads) == len(values)
-    assert values[heads.index("price/\n1k steps")] == f"{row.price_per_1000_steps.median:,.3g}"
+    assert values[heads.index("price,\n1k st.")] == f"{row.price_per_1000_steps.median:,.3g}"
     assert one.to_dict()["prices_per_hour"] == {"worker": 36, "server": 18}
     assert one.to_dict()["strategies"][0]["price_per_hour"] == 72
     made = Made(title="t", command="c", facts={}, notes=())

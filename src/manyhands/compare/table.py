@@ -26,8 +26,8 @@ _MEASURES = (
     "busiest\nsends",
     "stale,\nmax",
 )
-_PRICE = "price/\n1k steps"
-_NARROWEST = 14
+_PRICE = "price,\n1k st."  # of a thousand steps
+_NARROWEST = 12
 
 
 def columns(found: Figures) -> list[str]:
