@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from cables import inside, two_namespaces
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 1024, 4, 32, 14, 4
@@ -128,27 +129,9 @@ def work(way: str, result: Path) -> None:
         result.write_text(json.dumps({"took": took, "sent": meter.bytes_per_step()}))
 
 
-@contextmanager
-def two_hosts(rate: str) -> Iterator[list[str]]:
-    names = [f"manyhands-bench-{host}-{os.getpid()}" for host in range(HOSTS)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10)
-
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        ends = ["cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]]
-        ip("link", "add", *ends)
-        for host, name in enumerate(names):
-            ip("-n", name, "address", "add", f"{ADDRESS}{host + 1}/24", "dev", "cable")
-            for device in ("cable", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-            shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-            tc = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", *shape]
-            subprocess.run(tc, check=True, timeout=10)
-        yield names
+def two_hosts(rate: str) -> AbstractContextManager[list[str]]:
+    """The namespaces that stand for hosts, by name."""
+    return two_namespaces(ADDRESS, rate, ["burst", "256kb", "latency", "100ms"])
 
 
 def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
@@ -164,7 +147,7 @@ def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
                 "GLOO_SOCKET_IFNAME": "cable",
                 "OMP_NUM_THREADS": "1",
             }
-            command = ["ip", "netns", "exec", names[rank * HOSTS // WORLD], sys.executable, __file__]
+            command = [*inside(names[rank * HOSTS // WORLD]), sys.executable, __file__]
             processes.append(
                 subprocess.Popen([*command, "--work", way, str(result)], env={**os.environ, **places})
             )

@@ -1,6 +1,8 @@
 """Pipelines: measured steps beside the formula of their bubble and beside `torch.distributed.pipelining` on Gloo.
 
-    python benchmarks/pipeline.py [--stages 2,4,8] [--rounds 3] [--json benchmarks/results/pipeline.json]
+    python benchmarks/pipeline.py [--stages 2,4,8] [--schedules naive,gpipe,1f1b] [--rounds 3] [--json FILE]
+
+On 16 cores: `--layers "" --schedules gpipe,1f1b --json benchmarks/results/pipeline-16.json`.
 
 Everybody trains the same chain of eight equal transformer blocks on the same batches with the same cuts, one core and
 one thread per stage, in processes that are pinned to as many cores as there are stages. Contenders take turns, round by
@@ -46,8 +48,9 @@ from manyhands.tasks.language import TransformerBlock
 
 RESULTS = Path(__file__).resolve().parent / "results" / "pipeline.json"
 BLOCKS, WIDTH, HEADS, CONTEXT, SAMPLES = 8, 256, 4, 64, 32
-WARM_UP, STEPS = 2, 6
+WARM_UP, STEPS = 2, 16
 TORCH_HAS = ("gpipe", "1f1b")
+SCHEDULES = ("naive", *TORCH_HAS)
 Paces = dict[str, float]
 TIME_STEPS, SLICES, WAVE_CORES = 128, 16, 2
 RECURRENT = {"width": 256, "context": TIME_STEPS, "batch_size": 128}
@@ -103,8 +106,8 @@ def ours(stages: int, microbatches: int, schedule: str) -> Paces:
     strategy = f"pipeline stages={stages} microbatches={microbatches} cuts={cuts}"
     paces = {}
     with tempfile.TemporaryDirectory() as folder:
-        for word in ("naive", *TORCH_HAS):
-            if word in schedule:
+        for word in SCHEDULES:
+            if word in schedule.split("+"):
                 out = Path(folder) / word
                 paces[word] = pace(chain_task(), f"{strategy} schedule={word}", stages, out)
                 paces[f"{word} compute"] = busiest(out)
@@ -141,8 +144,9 @@ def peer_stage(rank: int, stages: int, microbatches: int, schedule: str, port: i
     store = dist.TCPStore("127.0.0.1", port, stages, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages)
     kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+    wanted = schedule.split("+")
     paces = {
-        word: peer_pace(rank, stages, microbatches, kind) for word, kind in kinds.items() if word in schedule
+        word: peer_pace(rank, stages, microbatches, kind) for word, kind in kinds.items() if word in wanted
     }
     dist.barrier()
     dist.destroy_process_group()
@@ -237,22 +241,27 @@ def measured(name: str, stages: int, microbatches: int, schedule: str, cores: in
 
 
 def stage_rows(
-    stages: list[int], microbatches: int, rounds: int, keep: Callable[[list[dict[str, Any]]], None]
+    stages: list[int],
+    schedules: list[str],
+    microbatches: int,
+    rounds: int,
+    keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """The rows; `keep` gets those so far after each round."""
+    wanted = "+".join(schedules)
     seen: dict[tuple[int, str, str], list[float]] = {}
     rows: list[dict[str, Any]] = []
     for _ in range(rounds if stages else 0):
         seen.setdefault((1, "", "alone"), []).append(measured("alone", 1, microbatches, "", 1)[""])
         for count in stages:
             for name in ("ours", "torch"):
-                for schedule, found in measured(name, count, microbatches, "naive+gpipe+1f1b", count).items():
+                for schedule, found in measured(name, count, microbatches, wanted, count).items():
                     seen.setdefault((count, schedule, name), []).append(found)
         whole = statistics.median(seen[1, "", "alone"])
         rows = [
             stage_row(count, schedule, microbatches, whole, seen)
             for count in stages
-            for schedule in ("naive", *TORCH_HAS)
+            for schedule in schedules
         ]
         keep(rows)
     return rows
@@ -332,6 +341,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stages", default="2,4,8")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--layers", default="2,3,4", help="of the LSTM; empty: none")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -361,7 +371,10 @@ def main() -> None:
         before.update(about, **rows)
         options.json.write_text(json.dumps(before, indent=1) + "\n")
 
-    pipelines = stage_rows(stages, options.microbatches, options.rounds, lambda rows: keep(pipelines=rows))
+    schedules = [word for word in SCHEDULES if word in options.schedules.split(",")]
+    pipelines = stage_rows(
+        stages, schedules, options.microbatches, options.rounds, lambda rows: keep(pipelines=rows)
+    )
     wavefronts = wave_rows(layers, options.rounds)
     if layers:
         keep(wavefronts=wavefronts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from manyhands.errors import format_bytes
-from results_read import load, markdown, show_percent, show_time
+from results_read import RESULTS, load, markdown, show_percent, show_time
 
 
 def links_speed() -> str:
@@ -19,11 +21,18 @@ def links_speed() -> str:
 
 
 def tls_cost() -> str:
-    """Throughput of a link and a hub, plain and with TLS, and what TLS takes of it, by place and size."""
-    result = load("tls")
+    """Throughput of a link and a hub, plain and with TLS, and what TLS takes of it, by machine, place and size."""
+    names = [name for name in ("tls", "tls-16core") if (RESULTS / f"{name}.json").exists()]
+    return "\n\n".join(_tls_table(load(name)) for name in names)
+
+
+def _tls_table(result: dict[str, Any]) -> str:
+    by_end = "limit" in result["places"][0]["rows"][0]  # not in what was measured before it was asked
     table = [
         ["", "link, plain", "link, TLS", "cost", "hub, plain", "hub, TLS", "cost", "core s/GB, plain to TLS"]
     ]
+    if by_end:
+        table[0] += ["of it the receiver", "limit with TLS", "bare TLS sockets, 1 and 4"]
     for place in result["places"]:
         cells = {(row["num_bytes"], row["carrier"]): row for row in place["rows"]}
         for size in dict.fromkeys(row["num_bytes"] for row in place["rows"]):
@@ -32,13 +41,22 @@ def tls_cost() -> str:
                 plain, tls = (cells[size, f"{carrier}, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
                 cost = show_percent(max(0.0, 1 - tls / plain))
                 line += [f"{plain / 1e9:.2f} GB/s", f"{tls / 1e9:.2f} GB/s", cost]
-            spent = [cells[size, f"link, {how}"]["core_seconds_per_gb"] for how in ("plain", "TLS")]
-            table.append([*line, f"{spent[0]:.2f} to {spent[1]:.2f}"])
+            ends = [cells[size, f"link, {how}"] for how in ("plain", "TLS")]
+            line.append(_change(ends, "core_seconds_per_gb"))
+            if by_end:
+                floors = [cells[size, f"{sockets}, TLS"] for sockets in ("socket", "4 sockets")]
+                bare = " and ".join(f"{one['bytes_per_s'] / 1e9:.2f}" for one in floors)
+                line += [_change(ends, "receiver_core_seconds_per_gb"), ends[1]["limit"], f"{bare} GB/s"]
+            table.append(line)
     about = (
         f"{result['cores']} cores for both processes, medians of {result['rounds']} rounds, {result['openssl']}, load "
         f"{result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+def _change(ends: list[dict[str, Any]], what: str) -> str:
+    return f"{ends[0][what]:.2f} to {ends[1][what]:.2f}"
 
 
 def hosts_speed() -> str:

@@ -26,19 +26,16 @@ def pipeline_bubbles() -> str:
 
 
 def pipeline_speed() -> str:
-    """A step beside compute + bubble, and beside torch's pipelines on Gloo; on 16 cores beside an ideal."""
-    two, sixteen = load("pipeline"), load("pipeline-16")
-    rounds = f"{sixteen['rounds']} round" + ("s" if sixteen["rounds"] > 1 else "")
-    return (
-        f"**{two['cores']} cores**, a core for each stage\n\n"
-        f"{_speed(two['pipelines'], '÷ (compute + bubble)', 'over_formula')}\n\n"
-        f"**{sixteen['cores']} cores**, a core for each stage, {rounds}\n\n"
-        f"{_speed(sixteen['pipelines'], '÷ (alone ÷ p + bubble)', 'over_ideal')}"
+    """A step beside compute + bubble, and beside torch's pipelines on Gloo."""
+    return "\n\n".join(
+        f"**{result['cores']} cores**, a core for each stage\n\n{_speed(result['pipelines'])}"
+        for result in (load("pipeline"), load("pipeline-16"))
     )
 
 
-def _speed(pipelines: list[dict[str, Any]], beside: str, over: str) -> str:
-    rows = [["schedule", "stages", "a step", beside, "torch on Gloo", "torch ÷ ours"]]
+def _speed(pipelines: list[dict[str, Any]]) -> str:
+    head = ["schedule", "stages", "a step", "÷ (compute + bubble)", "a p-th of one process"]
+    rows = [[*head, "torch on Gloo", "torch ÷ ours"]]
     for row in pipelines:
         torchs = row["torch_s"]
         rows.append(
@@ -46,7 +43,8 @@ def _speed(pipelines: list[dict[str, Any]], beside: str, over: str) -> str:
                 row["schedule"],
                 str(row["stages"]),
                 f"{1000 * row['ours_s']:.0f} ms",
-                f"{row[over]:.2f}",
+                f"{row['over_formula']:.2f}",
+                f"{1000 * row['alone_s'] / row['stages']:.0f} ms",
                 "" if torchs is None else f"{1000 * torchs:.0f} ms",
                 "" if torchs is None else f"{row['torch_over_ours']:.2f}×",
             ]

@@ -1,11 +1,15 @@
 """What encryption costs: a link and a hub between two processes, with TLS and without, at three sizes.
 
-    python benchmarks/tls.py [--rounds 15] [--out benchmarks/results/tls.json]
+    python benchmarks/tls.py [--rounds 15] [--sizes 67108864] [--out benchmarks/results/tls-16core.json]
 
-One process sends several messages of a size, the other says when it has them all. The four carriers take turns within
-each round, so that a busy moment of the machine meets all of them; the median over rounds is reported, and the seconds
-of a core that both processes spent on a gigabyte. Over loopback, and, where network namespaces are permitted, between
-two of them over a cable that a token bucket holds to the rate of a network.
+One process sends several messages of a size, the other says when it has them all. The carriers take turns within each
+round, so that a busy moment of the machine meets all of them; the median over rounds is reported, with what each end
+took of a core for a gigabyte, and what was the limit: the network, the core of one end, or all cores. Bare sockets
+stand beside ours, one and four of them: what Python's ssl can do at all, and what more connections would bring where
+there are cores for them.
+
+Over loopback; over loopback where the kernel paces each connection to a network's rate, for which nobody need be root;
+and, where network namespaces are permitted, between two of them over a cable that a token bucket holds to a rate.
 """
 
 from __future__ import annotations
@@ -14,308 +18,216 @@ import argparse
 import json
 import os
 import platform
-import shutil
-import socket
 import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from cables import inside, namespaces_are_permitted, two_namespaces
 from manyhands.errors import format_bytes
-from manyhands.hub.encoding import MessageCoder
-from manyhands.hub.handshake import Credentials
-from manyhands.hub.hub import Arrived, Hub, Joined, Settings
 from manyhands.link.authority import make_certificates
-from manyhands.link.base import Full, Link, Queued, Received
-from manyhands.link.message import Message
-from manyhands.link.secure import Security
-from manyhands.link.tcp import TcpLink
+from tls_carriers import TIMEOUT_S, Carrier, Meeting, OverSockets, hold_to
 
 SIZES = {1 << 16: 200, 1 << 20: 32, 1 << 26: 2}  # bytes, and messages per measurement
-TIMEOUT_S = 120.0
-TOKEN = b"the secret of this benchmark, no other"
-HOSTS = ("10.231.78.1", "10.231.78.2")
-CABLES = {"10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
+SUBNET = "10.231.78."
+BUCKET = ["burst", "2mb", "limit", "16mb"]
+PACED = {"loopback paced to 10 Gbit/s": 1.25e9, "loopback paced to 25 Gbit/s": 3.125e9}  # bytes per second
+CABLES = {"10 Gbit/s": ("10gbit", 1.25e9), "1 Gbit/s": ("1gbit", 0.125e9)}
+NEARLY = 0.85  # of a rate, or of a core, is as good as all of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    number: int
+@dataclass(slots=True)
+class Turns:
+    """What one carrier did with messages of one size, a value per round."""
 
+    rates: list[float] = field(default_factory=list)
+    senders: list[float] = field(default_factory=list)
+    receivers: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    cpu_ns: int
+    def take(self, carrier: Carrier, tensor: torch.Tensor, times: int) -> None:
+        """One more round."""
+        num_bytes = times * tensor.nbytes
+        busy, begin, cpu_ns = _busy_and_all_ticks(), time.perf_counter(), time.process_time_ns()
+        theirs_ns = carrier.send(tensor, times)
+        self.rates.append(num_bytes / (time.perf_counter() - begin))
+        self.senders.append((time.process_time_ns() - cpu_ns) / num_bytes)
+        self.receivers.append(theirs_ns / num_bytes)
+        worked, passed = (now - then for now, then in zip(_busy_and_all_ticks(), busy, strict=True))
+        self.busy += [worked / passed] if passed else []
 
-
-class Carrier(ABC):
-    """One way to send a tensor to the other process."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @abstractmethod
-    def send(self, tensor: torch.Tensor, times: int) -> int:
-        """Send it so often, wait until all of it is there; what the other process's processor spent, in ns."""
-
-    @abstractmethod
-    def receive(self, target: torch.Tensor, times: int) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class OverLink(Carrier):
-    def __init__(self, name: str, link: Link) -> None:
-        super().__init__(name)
-        self.link = link
-
-    def send(self, tensor: torch.Tensor, times: int) -> int:
-        for number in range(times):
-            self._say(Message(kind=1, step=number, payload=tensor))
-        outcome = self.link.receive(TIMEOUT_S)
-        assert isinstance(outcome, Received), outcome
-        return outcome.message.step
-
-    def receive(self, target: torch.Tensor, times: int) -> None:
-        begin = time.process_time_ns()
-        for _ in range(times):
-            outcome = self.link.receive(TIMEOUT_S, target)
-            assert isinstance(outcome, Received), outcome
-        self._say(Message(kind=2, step=time.process_time_ns() - begin))
-
-    def _say(self, message: Message) -> None:
-        while isinstance(outcome := self.link.send(message), Full):
-            self.link.flush(TIMEOUT_S)
-        assert isinstance(outcome, Queued), outcome
-
-    def close(self) -> None:
-        self.link.close()
-
-
-class OverHub(Carrier):
-    def __init__(self, name: str, member: int, security: Security) -> None:
-        super().__init__(name)
-        self.peer = 1 - member
-        self.target: memoryview | None = None
-        self.hub = Hub(
-            Credentials(member=member, role="benchmark", token=TOKEN, fingerprint="tls"),
-            MessageCoder({1: Chunk, 2: Done}),
-            destination=lambda _member, _message, _num_bytes: self.target,
-            settings=Settings(security=security, queue_bytes=256 << 20),
+    def row(self, link_bytes_per_s: float | None) -> dict[str, Any]:
+        """The medians without the first round, which warms up, and what they say about the limit."""
+        rate, sender, receiver = (
+            statistics.median(values[1:]) for values in (self.rates, self.senders, self.receivers)
         )
-
-    def send(self, tensor: torch.Tensor, times: int) -> int:
-        payload = [tensor.numpy()]
-        for number in range(times):
-            while not self.hub.send(self.peer, Chunk(number=number), payload):
-                assert self.hub.flush(TIMEOUT_S)
-        [done] = self._take(1)
-        assert isinstance(done.message, Done)
-        return done.message.cpu_ns
-
-    def receive(self, target: torch.Tensor, times: int) -> None:
-        begin = time.process_time_ns()
-        self.target = memoryview(target.numpy()).cast("B")
-        self._take(times)
-        self.hub.send(self.peer, Done(cpu_ns=time.process_time_ns() - begin))
-
-    def _take(self, count: int) -> list[Arrived]:
-        taken: list[Arrived] = []
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(taken) < count:
-            assert time.monotonic() < deadline, self.name
-            for event in self.hub.poll(1.0):
-                assert isinstance(event, Arrived | Joined), event
-                if isinstance(event, Arrived):
-                    taken.append(event)
-        return taken
-
-    def close(self) -> None:
-        self.hub.flush(TIMEOUT_S)
-        self.hub.close()
+        busy = statistics.fmean(self.busy[1:]) if len(self.busy) > 1 else 0.0
+        return {
+            "bytes_per_s": rate,
+            "best_bytes_per_s": max(self.rates[1:]),
+            "core_seconds_per_gb": sender + receiver,
+            "sender_core_seconds_per_gb": sender,
+            "receiver_core_seconds_per_gb": receiver,
+            "machine_busy": busy,
+            "limit": limit(rate, link_bytes_per_s, sender * rate / 1e9, receiver * rate / 1e9, busy),
+        }
 
 
-def carriers(security: Security, host: str, addresses: dict[str, str] | None) -> list[Carrier]:
-    """The four of one process; it listens where it is told no addresses, and prints its own."""
-    plain = Security.insecure()
-    ways = {"plain": plain, "TLS": security}
-    member = int(addresses is None)
-    hubs = {name: OverHub(f"hub, {name}", member, way) for name, way in ways.items()}
-    ends: dict[str, socket.socket] = {}
-    if addresses is None:
-        with socket.create_server((host, 0)) as server:
-            told = {name: over.hub.listen(f"tcp:{host}:0") for name, over in hubs.items()}
-            print(json.dumps({**told, "links": f"{host}:{server.getsockname()[1]}"}), flush=True)
-            server.settimeout(TIMEOUT_S)
-            for name in ways:
-                ends[name] = server.accept()[0]
-    else:
-        where, _, port = addresses["links"].rpartition(":")
-        for name, over in hubs.items():
-            ends[name] = socket.create_connection((where, int(port)), TIMEOUT_S)
-            over.hub.connect(1, addresses[name])
-    links: list[Carrier] = []
-    for name, way in ways.items():
-        ends[name].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wrap = way.wrap_server if addresses is None else way.wrap_client
-        links.append(OverLink(f"link, {name}", TcpLink(wrap(ends[name], "the peer"), peer="the peer")))
-    for over in hubs.values():
-        deadline = time.monotonic() + TIMEOUT_S
-        while not over.hub.members():
-            assert time.monotonic() < deadline
-            for event in over.hub.poll(0.1):
-                assert isinstance(event, Joined), event
-    return [*links, *hubs.values()]
+def limit(
+    bytes_per_s: float, link_bytes_per_s: float | None, sender: float, receiver: float, machine: float
+) -> str:
+    """What kept a carrier from being faster, from the cores that each end and the share that all programs used."""
+    if link_bytes_per_s is not None and bytes_per_s >= NEARLY * link_bytes_per_s:
+        return "link"
+    if machine >= NEARLY:
+        return "all cores"
+    if max(sender, receiver) >= NEARLY:
+        return "receiver's core" if receiver > sender else "sender's core"
+    return "waiting for each other"
 
 
-def be_receiver(rounds: int, host: str, security: Security) -> None:
-    used = carriers(security, host, None)
-    for num_bytes, times in SIZES.items():
+def _busy_and_all_ticks() -> tuple[int, int]:
+    """What all cores together have worked, and what has passed for them, since the machine started."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)
+
+
+def be_receiver(options: argparse.Namespace) -> None:
+    used = Meeting(options.certificates / "b", options.receive, None).carriers()
+    for num_bytes in options.sizes:
         target = torch.zeros(num_bytes // 4)
-        for _ in range(rounds + 1):
+        for _ in range(options.rounds + 1):
             for carrier in used:
-                carrier.receive(target, times)
+                carrier.receive(target, SIZES[num_bytes])
     for carrier in used:
         carrier.close()
 
 
-def be_sender(rounds: int, addresses: dict[str, str], security: Security) -> list[dict[str, Any]]:
-    used = carriers(security, "", addresses)
+def be_sender(options: argparse.Namespace) -> dict[str, Any]:
+    used = Meeting(options.certificates / "a", "", json.loads(options.send)).carriers()
+    if options.paced:
+        hold_to(int(options.link_bytes_per_s), used)
     rows: list[dict[str, Any]] = []
-    for num_bytes, times in SIZES.items():
+    for num_bytes in options.sizes:
         tensor = torch.from_numpy(np.random.default_rng(num_bytes).random(num_bytes // 4, np.float32))
-        rates: dict[str, list[float]] = {carrier.name: [] for carrier in used}
-        spent: dict[str, list[float]] = {carrier.name: [] for carrier in used}
-        for _ in range(rounds + 1):
+        turns = {carrier.name: Turns() for carrier in used}
+        for _ in range(options.rounds + 1):
             for carrier in used:
-                begin, cpu_ns = time.perf_counter(), time.process_time_ns()
-                theirs_ns = carrier.send(tensor, times)
-                rates[carrier.name].append(times * num_bytes / (time.perf_counter() - begin))
-                both_ns = time.process_time_ns() - cpu_ns + theirs_ns
-                spent[carrier.name].append(both_ns / (times * num_bytes))
+                turns[carrier.name].take(carrier, tensor, SIZES[num_bytes])
         rows += [
-            {
-                "carrier": name,
-                "num_bytes": num_bytes,
-                "bytes_per_s": statistics.median(rates[name][1:]),  # the first round warms up
-                "best_bytes_per_s": max(rates[name][1:]),
-                "core_seconds_per_gb": statistics.median(spent[name][1:]),
-            }
-            for name in rates
+            {"carrier": name, "num_bytes": num_bytes, **one.row(options.link_bytes_per_s)}
+            for name, one in turns.items()
         ]
+    [cipher] = {
+        end.cipher()
+        for carrier in used
+        if isinstance(carrier, OverSockets)
+        for end in carrier.ends
+        if isinstance(end, ssl.SSLSocket)
+    }
     for carrier in used:
         carrier.close()
-    return rows
+    return {"cipher": cipher[0] if cipher else "", "rows": rows}
 
 
-def compare(rounds: int, folder: Path, inside: Sequence[Sequence[str]], host: str) -> list[dict[str, Any]]:
-    """Measure between two processes, each started by what stands in `inside`; the second listens at `host`."""
-    command = [sys.executable, __file__, "--rounds", str(rounds), "--certificates", str(folder)]
-    receiver = subprocess.Popen([*inside[1], *command, "--receive", host], stdout=subprocess.PIPE, text=True)
+def compare(
+    options: argparse.Namespace, words: Sequence[str], ends: Sequence[Sequence[str]], host: str
+) -> dict[str, Any]:
+    """Measure between two processes, each started by what stands in `ends`; the second listens at `host`."""
+    sizes = ",".join(map(str, options.sizes))
+    command = [sys.executable, __file__, "--rounds", str(options.rounds), "--sizes", sizes, *words]
+    receiver = subprocess.Popen([*ends[1], *command, "--receive", host], stdout=subprocess.PIPE, text=True)
     try:
         assert receiver.stdout is not None
         addresses = receiver.stdout.readline()
         sender = subprocess.run(
-            [*inside[0], *command, "--send", addresses],
+            [*ends[0], *command, "--send", addresses],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            timeout=1800,
+            timeout=3600,
         )
         receiver.wait(TIMEOUT_S)
     finally:
         receiver.kill()
         receiver.wait()
-    rows: list[dict[str, Any]] = json.loads(sender.stdout)
-    return rows
+    measured: dict[str, Any] = json.loads(sender.stdout)
+    return measured
 
 
-@contextmanager
-def cable(rate: str) -> Iterator[list[list[str]]]:
-    """Two network namespaces with a cable that carries no more than `rate`; how to start something in each."""
-    names = [f"manyhands-tls-{end}-{os.getpid()}" for end in "ab"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
-
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
-        ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            names[1],
-        )
-        inside = [["ip", "netns", "exec", name] for name in names]
-        for name, host, enter in zip(names, HOSTS, inside, strict=True):
-            ip("-n", name, "address", "add", f"{host}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-            shape = ["root", "tbf", "rate", rate, "burst", "2mb", "limit", "16mb"]
-            subprocess.run([*enter, "tc", "qdisc", "add", "dev", "cable", *shape], check=True, timeout=10)
-        yield inside
-
-
-def places(folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
-    yield {"place": "loopback", "rows": compare(rounds, folder, ([], []), "127.0.0.1")}
-    if os.geteuid() != 0 or shutil.which("ip") is None:
+def places(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Every network that can be had here, measured."""
+    files = ["--certificates", str(folder)]
+    here: tuple[list[str], list[str]] = ([], [])
+    yield {"place": "loopback", **compare(options, files, here, "127.0.0.1")}
+    for name, rate in PACED.items():
+        words = [*files, "--link-bytes-per-s", str(rate), "--paced"]
+        yield {"place": name, "link_bytes_per_s": rate, **compare(options, words, here, "127.0.0.1")}
+    if not namespaces_are_permitted():
+        print("network namespaces are not permitted here: no cables")
         return
-    for name, rate in CABLES.items():
-        with cable(rate) as inside:
-            yield {"place": name, "rows": compare(rounds, folder, inside, HOSTS[1])}
+    for name, (tc_rate, rate) in CABLES.items():
+        words = [*files, "--link-bytes-per-s", str(rate)]
+        with two_namespaces(SUBNET, tc_rate, BUCKET) as names:
+            ends = [inside(one) for one in names]
+            yield {"place": name, "link_bytes_per_s": rate, **compare(options, words, ends, f"{SUBNET}2")}
 
 
 def show(place: dict[str, Any]) -> None:
-    print(place["place"])
+    print(f"{place['place']}, {place['cipher']}")
+    plain = {}
     for row in place["rows"]:
+        way, _, how = row["carrier"].partition(", ")
+        if how == "plain":
+            plain[row["num_bytes"], way] = row["bytes_per_s"]
+        cost = 1 - row["bytes_per_s"] / plain[row["num_bytes"], way]
         print(
-            f"{format_bytes(row['num_bytes']):>10}  {row['carrier']:<12} {row['bytes_per_s'] / 1e9:6.2f} GB/s"
-            f"  best {row['best_bytes_per_s'] / 1e9:6.2f}  {row['core_seconds_per_gb']:.2f} core s/GB"
+            f"{format_bytes(row['num_bytes']):>10}  {row['carrier']:<16} {row['bytes_per_s'] / 1e9:6.2f} GB/s"
+            f"  best {row['best_bytes_per_s'] / 1e9:6.2f}  cost {100 * cost:4.0f} %  core s/GB: sender "
+            f"{row['sender_core_seconds_per_gb']:.2f}, receiver {row['receiver_core_seconds_per_gb']:.2f}"
+            f"  limit: {row['limit']}",
+            flush=True,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--sizes", type=_sizes, default=list(SIZES), help=f"some of {','.join(map(str, SIZES))}, in bytes"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tls.json")
     parser.add_argument("--certificates", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--send", help=argparse.SUPPRESS)
+    parser.add_argument("--link-bytes-per-s", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.receive or options.send:
-        security = Security.from_directory(options.certificates / ("b" if options.receive else "a"))
-        if options.receive:
-            be_receiver(options.rounds, options.receive, security)
-        else:
-            print(json.dumps(be_sender(options.rounds, json.loads(options.send), security)))
+    if options.receive:
+        be_receiver(options)
+        return
+    if options.send:
+        print(json.dumps(be_sender(options)))
         return
     load = os.getloadavg()[0]
     measured = []
     with tempfile.TemporaryDirectory() as folder:
         make_certificates(Path(folder) / "run", ["a", "b"])
-        for place in places(Path(folder) / "run", options.rounds):
+        for place in places(options, Path(folder) / "run"):
             show(place)
             measured.append(place)
     facts = {
@@ -330,6 +242,13 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(word) for word in text.split(",")]
+    if unknown := set(sizes) - set(SIZES):
+        raise argparse.ArgumentTypeError(f"{unknown}: must be some of {', '.join(map(str, SIZES))}")
+    return sizes
 
 
 if __name__ == "__main__":

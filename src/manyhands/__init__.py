@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
     from manyhands.data.own import Files, PerWorker
+    from manyhands.data.parties import Parties
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.exporting import load
+    from manyhands.federated.strategy import Federated
     from manyhands.fitting import fit
     from manyhands.hogwild.strategy import Hogwild
     from manyhands.hosts.specification import ClusterSpec
@@ -54,6 +56,7 @@ __all__ = [
     "ClusterSpec",
     "CsvLogger",
     "EarlyStopping",
+    "Federated",
     "Files",
     "History",
     "Hogwild",
@@ -62,6 +65,7 @@ __all__ = [
     "Mirrored",
     "MlflowLogger",
     "Options",
+    "Parties",
     "PerWorker",
     "Pipeline",
     "Ps",
@@ -97,6 +101,7 @@ _HOMES = {
     "ManyhandsError": "errors",
     "MlflowLogger": "loggers",
     "Options": "training.options",
+    "Parties": "data.parties",
     "PerWorker": "data.own",
     "RayCluster": "onray.cluster",
     "Replayed": "server.replay",

@@ -59,8 +59,9 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
         config, built = _task_of(place, task)
         return _filled(built, _newest(place, config, built)[1])
     exported = read_exported(place)
-    name, options = exported.about.get("task", ""), exported.about.get("options", "{}")
-    return _filled(task or _builtin(name, json.loads(options), place), exported.weights)
+    about = exported.about
+    built = task or _builtin(about.get("task", ""), _options(about.get("options", "{}"), place), place)
+    return _filled(built, exported.weights)
 
 
 def export_run(
@@ -105,6 +106,20 @@ def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:
     config = directory.config
     directory.close()
     return config, task or _builtin(str(config["task"]), config.get("task_options", {}), place)
+
+
+def _options(text: str, place: Path) -> Mapping[str, Any]:
+    """Those that the header of a file has; a stranger may have written it."""
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise UserError(
+            f"model {place} was not written by `manyhands export`: its options are {text[:80]!r}; give the task "
+            "that it was trained with: mh.load(path, task=...)"
+        )
+    return options
 
 
 def _builtin(name: str, options: Mapping[str, Any], place: Path) -> Task:

@@ -65,6 +65,8 @@ class Truth(Enum):
     """Each has a shard, which workers read and push to."""
     SHARES = "shares"
     """Each worker has a piece of every layer, and layers are gathered when they are used."""
+    SERVER_OF_CLIENTS = "a server of clients"
+    """It averages what they send, and never sees their data."""
     ONE_MEMORY = "one memory"
     """Every worker reads and writes all of it."""
 

@@ -34,6 +34,7 @@ def fit(
     workers: int | None = None,
     steps: int | None = None,
     epochs: int | None = None,
+    rounds: int | None = None,
     seed: int = 0,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -47,7 +48,8 @@ def fit(
     rank 0 keeps the run, the others print nothing but errors. So it is with TF_CONFIG set, or under `manyhands role`,
     where a process is the role that the cluster specification gives it.
 
-    `steps` counts global batches; `epochs` says the same in passes over the data (default: one). `device` is `cpu`, or
+    `steps` counts global batches; `epochs` says the same in passes over the data (default: one); `federated` is counted
+    in `rounds`. `device` is `cpu`, or
     `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
     from its newest good checkpoint to the weights that an uninterrupted run would have. With `cluster`, Ray starts the
     processes: `ray` for one of this run's own, `auto` for the one that runs here, or its address.
@@ -78,9 +80,9 @@ def fit(
         expect(STRATEGIES[chosen.word].modules)
         warm()  # before all that is imported here: the workers wait for it
     from manyhands.session import run_session
-    from manyhands.training.request import Request
+    from manyhands.training.request import Length, Request
 
-    length, device = (steps, epochs), check_device(device)
+    length, device = Length(steps=steps, epochs=epochs, rounds=rounds), check_device(device)
     if place is None:
         asked = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
         if ray_cluster is None:

@@ -21,14 +21,15 @@ from torch.futures import Future
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
-from manyhands.wire.codecs.powersgd import PowerSgd
+from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
 from manyhands.wire.feedback import ErrorFeedback
-from manyhands.wire.names import RAW
+from manyhands.wire.names import RAW, check_feedback
 from manyhands.wire.parcels import Matrix, Parcel
 
 __all__ = ["compressed"]
 
 _LENGTH: Final = 8
+_STEP: Final = "step"
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
@@ -38,8 +39,11 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
 
     The first `start` steps go as they are: DistributedDataParallel lays its buckets out anew after the first one, and
     what is owed belongs to a place in a bucket. With `feedback`, what a biased codec leaves out is kept. What the hook
-    keeps is `hook.memory()`, a dict of tensors, to be saved by every worker; `hook.remember(memory)` goes on with it.
+    keeps is `hook.memory()`, a dict of tensors, to be saved by every worker; `hook.remember(memory)` goes on with it,
+    and with the number of the step: so a warm-up and what is drawn at random go on, too. In a new process the first
+    `start` steps go as they are again, for the same reason; what is owed waits.
     """
+    check_feedback(codec, feedback)
     made = codec_named(codec, feedback=feedback)
     if made is None:
         raise UserError(f"codec={RAW}: without a hook, buckets travel as they are")
@@ -50,7 +54,7 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
     def compressed_hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         return buckets.exchange(state, bucket)
 
-    compressed_hook.memory = made.memory  # type: ignore[attr-defined]
+    compressed_hook.memory = buckets.memory  # type: ignore[attr-defined]
     compressed_hook.remember = buckets.remember  # type: ignore[attr-defined]
     return compressed_hook
 
@@ -61,26 +65,35 @@ class _Buckets:
     def __init__(self, codec: ParcelCodec, seed: int, start: int) -> None:
         self._codec = codec
         self._seed = seed
-        self._start = start
+        self._as_they_are = start  # steps
         self._step = 0
 
+    def memory(self) -> dict[str, torch.Tensor]:
+        return {_STEP: torch.tensor(self._step), **self._codec.memory()}
+
     def remember(self, memory: dict[str, torch.Tensor]) -> None:
-        self._codec.remember(memory)
+        if _STEP not in memory:
+            raise UserError(f"memory has no {_STEP!r}; give what memory() of such a hook returned")
+        self._step = int(memory[_STEP])
+        self._codec.remember({name: kept for name, kept in memory.items() if name != _STEP})
 
     def exchange(self, group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         """The mean over workers of a bucket, when it is there."""
-        buffer, step = bucket.buffer(), self._step
+        buffer, step, as_it_is = bucket.buffer(), self._step, self._as_they_are > 0
         self._step += bucket.is_last()
+        self._as_they_are -= bucket.is_last()
         world, parcel = dist.get_world_size(group), _parcel_of(bucket)
         self._codec.from_worker(self._seed, dist.get_rank(group))
         self._codec.at(step)
         values = buffer.detach().to("cpu", copy=True).div_(world)
-        if step < self._start or not encodes(self._codec, parcel):
+        if as_it_is or not encodes(self._codec, parcel):
             buffer.div_(world)
             return _whole(dist.all_reduce(buffer, group=group, async_op=True), buffer)
-        factors = self._codec.inner if isinstance(self._codec, ErrorFeedback) else self._codec
-        if isinstance(factors, PowerSgd):
-            return _done(self._sum_factors(factors, parcel, values, group).to(buffer.device))
+        feedback = self._codec if isinstance(self._codec, ErrorFeedback) else None
+        codec = feedback.inner if feedback is not None else self._codec
+        if isinstance(codec, PowerSgd):
+            sum_factors(codec, feedback, parcel, values, lambda part: dist.all_reduce(part, group=group))
+            return _done(values.to(buffer.device))
         return self._gather(parcel, values, buffer, group)
 
     def _gather(
@@ -110,20 +123,6 @@ class _Buckets:
 
         future: Future[torch.Tensor] = work.get_future().then(add_up)
         return future
-
-    def _sum_factors(self, codec: PowerSgd, parcel: Parcel, values: torch.Tensor, group: Any) -> torch.Tensor:
-        feedback = self._codec if isinstance(self._codec, ErrorFeedback) else None
-        owed = values if feedback is None else feedback.owed(parcel, values)
-        left = codec.left(parcel, owed)
-        dist.all_reduce(left, group=group)
-        right = codec.right(parcel, owed, left)
-        if feedback is not None:
-            codec.take_off(parcel, left, right, owed)
-            feedback.keep(owed)
-        dist.all_reduce(right, group=group)
-        codec.start_with(parcel, right)
-        codec.product(parcel, left, right, values)
-        return values
 
 
 def _parcel_of(bucket: GradBucket) -> Parcel:

@@ -62,6 +62,7 @@ STRATEGIES: Final[dict[str, Home]] = {
         "hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining", "hogwild.kernel:HogwildKernels"
     ),
     "local": Home("local.strategy:Local", "local.training:LocalTraining"),
+    "federated": Home("federated.strategy:Federated", "federated.training:FederatedTraining"),
     "pipeline": Home("pipeline.strategy:Pipeline", "pipeline.training:PipelineTraining"),
     "tensor": Home("tensor.strategy:Tensor", "tensor.training:TensorTraining", "tensor.kernel:TensorKernels"),
 }
@@ -79,6 +80,8 @@ ELSEWHERE: Final[dict[str, str]] = {
     "parameter_server": "ps",
     "async": "ps consistency=async",
     "localsgd": "local",
+    "fl": "federated",
+    "fedavg": "federated",
     "gpipe": "pipeline schedule=gpipe",
     "1f1b": "pipeline",
     "pp": "pipeline",

@@ -95,6 +95,11 @@ class Strategy(ABC):
         return True
 
     @property
+    def counts_rounds(self) -> bool:
+        """Whether its runs are counted in rounds of many steps each, and not in global batches."""
+        return False
+
+    @property
     def record_order(self) -> str | None:
         """In which order compiled steps take single records on one memory; None where they work on batches."""
         return None

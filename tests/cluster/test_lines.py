@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,12 @@ from manyhands.cluster.roster import Ended, Said, Started
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
 from manyhands.hosts.front import Delivered, Front, FrontEvent, Remarked, Turned, hello_of
 from manyhands.hosts.line import Contact, Line, open_line
+from manyhands.hosts.messages import LineEvents
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
-from manyhands.record.events import EventKind
+from manyhands.record.events import NO_STEP, NOBODY, RECORD, EventKind
+from manyhands.record.files import read_events
+from manyhands.record.keeper import EventKeeper
 
 TOKEN = b"the secret of this run, 32 bytes"
 TERMS = terms_of({"task": "digits", "steps": 10})
@@ -168,6 +173,34 @@ def test_who_is_dismissed_is_told_and_another_may_come(make: Callable[..., Party
     party.one(Started)
     second.send({"here": True})
     assert party.one(Said) == Said(1, {"here": True})
+
+
+def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
+    make: Callable[..., Party], tmp_path: Path
+) -> None:
+    party = make(2)
+    bad: list[tuple[dict[str, Any], int]] = [({"kind": 200}, 0), ({"codec": 31}, 0), ({"wire": 9}, 0)]
+    bad += [({"peer": -2}, 0), ({"step": -2}, 0), ({"start_ns": 2**63}, 0)]
+    bad += [({"duration_ns": 2**63}, 0), ({"num_bytes": 2**63}, 0), ({}, -1), ({}, 2**62)]
+    bad += [({"kind": EventKind.HOLD, "value": math.nan}, 0)]
+    ring = party.front.rings[1]
+    for number, (fields, lost) in enumerate(bad):
+        line = party.join(1)
+        line.ring.record(EventKind.COMPUTE, time.monotonic_ns(), 5, step=7)
+        party.until(lambda due=number + 1: ring.written == due)
+        records = np.zeros(2, RECORD)
+        records["kind"], records["step"], records["peer"] = EventKind.WAIT, NO_STEP, NOBODY
+        for name, value in fields.items():
+            records[name][1] = value
+        line._bag.put(LineEvents(lost=lost), [records.tobytes()])
+        failure = party.one(Ended).failure
+        assert "it broke the rules of the line: link protocol, field 'events'" in failure.sentence
+        line.close()
+    keeper = EventKeeper({"worker-1": ring}, tmp_path)
+    keeper.open()
+    assert [len(records) for _, records in keeper.take()] == [len(bad)]
+    keeper.close()
+    assert read_events(tmp_path / "worker-1.bin")["id"].tolist() == list(range(len(bad)))
 
 
 def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_the_end(

@@ -135,6 +135,25 @@ def test_a_handshake_that_stops_ends_at_its_deadline(said: bytes) -> None:
         run_security().wrap_client(far, "worker 1")
 
 
+def test_a_server_that_says_something_else_after_the_handshake_is_refused() -> None:
+    near, far = connected()
+    server = run_security().begin(far, server_side=True)
+    assert isinstance(server, SecureSocket)
+    far.settimeout(PATIENCE_S)
+
+    def say_no(context: ssl.SSLContext) -> None:
+        with context.wrap_socket(far, server_side=True) as tls:
+            tls.sendall(b"\x02")
+
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(say_no, server._context)
+        with pytest.raises(
+            TlsRefused, match=r"worker 1: TLS failed \(.*it said something else than the handsh"
+        ):
+            run_security(HOSTS[1]).wrap_client(near, "worker 1")
+        said.result(PATIENCE_S)
+
+
 def test_nothing_is_sent_or_received_before_the_handshake() -> None:
     near, far = connected()
     with near, far:

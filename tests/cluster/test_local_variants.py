@@ -165,11 +165,17 @@ def test_diloco_is_torchs_nesterov_on_how_far_the_mean_has_come(first: int) -> N
     assert distance(dict(results[0].model.state_dict()), by_hand(task, 2, 18, after)[0]) < 1e-9
 
 
-def test_elastic_averaging_shows_the_centre_and_leaves_the_replicas_apart() -> None:
+@pytest.mark.parametrize("first", [0, 4])
+def test_elastic_averaging_shows_the_centre_and_leaves_the_replicas_apart(first: int) -> None:
     task, world, pull = small_task(OPTIMIZERS["momentum"]), 3, 0.6
     centre = [value.detach().clone() for value in task.model().parameters()]
 
     def after(step: int, parameters: Parameters) -> None:
+        if step <= first:
+            set_all(parameters)
+            for middle, tensor in zip(centre, parameters[0], strict=True):
+                middle.copy_(tensor)
+            return
         if step % 4 and step != 18:
             return
         for middle, tensors in zip(centre, zip(*parameters, strict=True), strict=True):
@@ -178,7 +184,7 @@ def test_elastic_averaging_shows_the_centre_and_leaves_the_replicas_apart() -> N
                 tensor.sub_(pull / world * (tensor - middle))
             middle.copy_(drawn)
 
-    results = train(task, f"local steps=4 outer=elastic:{pull}", world, 18)
+    results = train(task, f"local steps=4 first={first} outer=elastic:{pull}", world, 18)
     replicas = by_hand(task, world, 18, after)
     for result, replica in zip(results, replicas, strict=True):
         assert distance(dict(result.model.state_dict()), replica) < 1e-9

@@ -24,7 +24,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.randomness import mix, seed_all
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
-from manyhands.training.request import Request
+from manyhands.training.request import Length, Request
 
 STEPS, BATCH = 7, 7
 MODEL = nn.Linear(1, 1).double()
@@ -181,7 +181,7 @@ def test_a_ray_dataset_is_dealt_where_the_run_is_asked_for_and_travels_as_its_sh
 
 
 def request(described: mh.Task, strategy: str, workers: int, **length: int) -> Request:
-    asked = (length.get("steps", 2) if "epochs" not in length else None, length.get("epochs"))
+    asked = Length(**(length or {"steps": 2}))
     return Request.make(described, Strategy.parse(strategy), workers, asked, 0, Options(), "cpu")
 
 

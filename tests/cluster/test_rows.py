@@ -15,7 +15,7 @@ from manyhands.loop.connect import choose
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 from manyhands.training.overlap import overlap_summary
-from manyhands.training.request import Request
+from manyhands.training.request import Length, Request
 from manyhands.training.rows import RowsInOrder
 
 
@@ -71,4 +71,4 @@ def test_a_loop_of_ones_own_names_what_it_can_run(text: str) -> None:
 def test_a_gpu_is_refused_with_what_to_use() -> None:
     task = make_task(OPTIMIZERS["sgd"])
     with pytest.raises(UserError, match=r"device=cuda: hogwild .* strategy=mirrored for GPUs"):
-        Request.make(task, Hogwild(), 2, (3, None), 0, Options(), "cuda")
+        Request.make(task, Hogwild(), 2, Length(steps=3), 0, Options(), "cuda")

@@ -43,11 +43,18 @@ for text in ("topk:0.1+int8", "sign", "qsgd:7", "powersgd:1"):
     model.register_comm_hook(None, hook)
     codecs = [codec_named(text, seed=3, worker=worker) for worker in range(2)]
     parcel = Parcel.whole(0, 600, torch.float32)
-    for step in range(5):
+    for step in range(9):
+        if step == 5:  # another process goes on, and has its first two steps go as they are
+            assert len(hook.memory()) == 1 + (text != "qsgd:7") + text.startswith("powersgd")
+            memory = {name: one.clone() for name, one in hook.memory().items()}
+            model = DistributedDataParallel(net)
+            hook = manyhands.hooks.compressed(text, seed=3)
+            hook.remember(memory)
+            model.register_comm_hook(None, hook)
         got = gradient_of(model, inputs_of(step, rank)).clone()
         with model.no_sync():
             parts = [gradient_of(net, inputs_of(step, worker)).clone() / 2 for worker in range(2)]
-        if step < 2:
+        if step % 5 < 2:
             expected = parts[0] + parts[1]
         elif text.startswith("powersgd"):
             both = [torch.empty_like(got) for _ in range(2)]
@@ -62,7 +69,7 @@ for text in ("topk:0.1+int8", "sign", "qsgd:7", "powersgd:1"):
                 room = torch.empty(codec.size(parcel), dtype=torch.uint8)
                 codec.add(parcel, room[: codec.encode(parcel, part, room)], expected)
         assert torch.allclose(got, expected, rtol=1e-6, atol=1e-7), (text, step)
-    assert bool(hook.memory()) == (text != "qsgd:7")
+    assert int(hook.memory()["step"]) == 9
 dist.barrier()
 dist.destroy_process_group()
 print("good")
@@ -93,3 +100,9 @@ def test_a_hook_that_makes_no_sense_is_refused() -> None:
         hooks.compressed("topk:0.01", start=1)
     with pytest.raises(UserError, match="did you mean 'topk'"):
         hooks.compressed("topl:0.01")
+    with pytest.raises(UserError, match=r"feedback=no: what dgc:0.001 leaves out is what it is made of"):
+        hooks.compressed("dgc:0.001", feedback=False)
+    with pytest.raises(UserError, match="feedback=no: codec=qsgd:7 keeps nothing that could be turned off"):
+        hooks.compressed("qsgd:7", feedback=False)
+    with pytest.raises(UserError, match="memory has no 'step'; give what memory"):
+        hooks.compressed("qsgd:7").remember({})  # type: ignore[attr-defined]

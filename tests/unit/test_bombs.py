@@ -22,7 +22,7 @@ from manyhands.draw.page import report
 from manyhands.draw.prometheus import metrics_text
 from manyhands.errors import DataError, UserError
 from manyhands.record.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
-from manyhands.record.files import _HEADER, EventFileWriter, read_events
+from manyhands.record.files import _HEADER, _LAYOUTS, _OLD_RECORD, EventFileWriter, read_events
 from manyhands.record.plain import number, text, whole
 from manyhands.regression import room, training
 from manyhands.regression.labels import Labels
@@ -85,19 +85,39 @@ def write_events(folder: Path, role: int, records: np.ndarray) -> Path:
 
 def test_one_peer_of_one_event_takes_no_memory(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", _config()) as run:
-        write_events(run.events_path, 0, events_of(0, peer=1500))
+        write_events(run.events_path, 0, events_of(0, peer=MAX_ROLE))
     with at_most(100 << 20):
         shown(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("peer", -2), ("wire", 9), ("codec", 31), ("codec", 2**16 - 1), ("step", 2**62), ("step", -2), ("start_ns", 2**63),
-     ("duration_ns", 2**64 - 1), ("num_bytes", 2**64 - 1), ("id", 2**64 - 1)],
+    [("peer", -2), ("wire", 9), ("codec", 31), ("codec", 9 | 5 << 5 | 5 << 10), ("codec", 2**16 - 1), ("step", 2**62),
+     ("step", -2), ("start_ns", 2**63), ("duration_ns", 2**64 - 1), ("num_bytes", 2**64 - 1), ("id", 2**64 - 1)],
 )  # fmt: skip
 def test_a_value_that_no_role_records_is_refused_by_offset(tmp_path: Path, field: str, value: int) -> None:
     path = write_events(tmp_path, 0, events_of(0, **{field: value}))
     with pytest.raises(DataError, match=f"offset {_HEADER.itemsize + RECORD.itemsize}: not the next event"):
+        read_events(path)
+
+
+@pytest.mark.parametrize("peer", [-2, MAX_ROLE + 1, 2**16, 2**31 - 1])
+def test_a_peer_that_no_role_has_is_told_as_a_file_of_version_2_has_it(tmp_path: Path, peer: int) -> None:
+    path = write_events(tmp_path, 0, events_of(0))
+    now = read_events(path)
+    records = np.zeros(len(now), _OLD_RECORD)
+    for name in ("kind", "role", "id", "start_ns", "duration_ns", "peer"):
+        records[name] = now[name]
+    header = np.frombuffer(path.read_bytes(), _HEADER, 1).copy()
+    header["version"], header["layout"] = 2, _LAYOUTS[2]
+    path.write_bytes(header.tobytes() + records.tobytes())
+    assert read_events(path).tobytes() == now.tobytes()
+    records["peer"][1] = peer
+    path.write_bytes(header.tobytes() + records.tobytes())
+    offset = _HEADER.itemsize + RECORD.itemsize
+    with pytest.raises(
+        DataError, match=rf"offset {offset}: not the next event of role 0 \(.*, peer {peer}, step"
+    ):
         read_events(path)
 
 

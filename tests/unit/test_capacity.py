@@ -35,7 +35,7 @@ from manyhands.regression.options import LogregOptions
 from manyhands.regression.training import train_logreg
 from manyhands.session import require_room_for
 from manyhands.strategy import Strategy
-from manyhands.training.request import Request
+from manyhands.training.request import Length, Request
 from manyhands.words.glove import GloveOptions
 from manyhands.words.learning import Learning
 
@@ -267,7 +267,7 @@ def test_whoever_insists_is_let_through_and_the_command_line_can_insist() -> Non
     for insists in (False, True):
         options = mh.Options(allow_overload=insists)
         with warnings.catch_warnings(action="ignore"):
-            request = Request.make(task(), Strategy.parse("ps"), TOO_MANY, (1, None), 0, options, "cpu")
+            request = Request.make(task(), Strategy.parse("ps"), TOO_MANY, Length(steps=1), 0, options, "cpu")
         with nullcontext() if insists else pytest.raises(Overload):
             require_room_for(request, nn.Linear(8, 1))
     commands = ("train digits", "train glove", "train logreg", "compare digits", "launch", "bench allreduce")

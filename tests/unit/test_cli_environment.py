@@ -29,11 +29,19 @@ def test_one_sentence_for_each_launcher(environment: dict[str, str], parts: list
         assert all(part in sentence for part in expected), sentence
 
 
-@pytest.mark.parametrize("asked", [("compare", "digits", "--strategies", "rign"), ("launch", "nowhere.py")])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("compare", "digits", "--strategies", "rign"),
+        ("launch", "nowhere.py"),
+        ("train", "logreg", "--train", "nowhere"),
+    ],
+)
 def test_commands_that_start_workers_say_that_it_is_not_read(
     asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}}')
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     assert run_command(monkeypatch, *asked) == 2
     assert capfd.readouterr().err.startswith("manyhands: TF_CONFIG is set and not read")
 

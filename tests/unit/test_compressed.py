@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.collective import ScheduleCollective, kept_by_codecs
 from manyhands.allreduce.compressed import Compressor, gathers
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.schedule import chunk_bounds
 from manyhands.errors import ManyhandsError
 from manyhands.link.simulated import SimulatedNetwork
 from manyhands.wire.codec import ParcelCodec, codec_named
+from manyhands.wire.memory import as_memory
 from manyhands.wire.parcels import Matrix, Parcel
 
 pytestmark = pytest.mark.timeout(60)
@@ -29,8 +32,17 @@ GATHERED = {
     "int8": 3,
     "randomk:0.1": 4,
     "dgc:0.02": 3,
+    "dgc:0.001,warmup=64": 8,
 }
-IN_TWO_PHASES = {"int8": 9, "fp8": 8, "qsgd:127": 8, "topk:0.5": 8, "dgc:0.5": 8, "ternary": 41}
+IN_TWO_PHASES = {
+    "int8": 9,
+    "fp8": 8,
+    "qsgd:127": 8,
+    "topk:0.5": 8,
+    "dgc:0.5": 8,
+    "dgc:0.001,warmup=64": 24,
+    "ternary": 41,
+}
 """At these numbers of workers; the second is where c is not below 2 / P."""
 
 
@@ -45,7 +57,11 @@ def values_of(rank: int, step: int, count: int = COUNT) -> torch.Tensor:
 
 
 def run(
-    text: str, world: int, parcel: Parcel, break_it: Callable[[int, Compressor], None] = lambda *_: None
+    text: str,
+    world: int,
+    parcel: Parcel,
+    break_it: Callable[[int, Compressor], None] = lambda *_: None,
+    steps: range = range(STEPS),
 ) -> tuple[list[list[torch.Tensor]], list[int]]:
     """Every rank's sums, step by step, and the bytes that it sent in the last one."""
     network = SimulatedNetwork()
@@ -58,7 +74,7 @@ def run(
 
         def work() -> tuple[list[torch.Tensor], int]:
             sums, sent = [], 0
-            for step in range(STEPS):
+            for step in steps:
                 executor.at(step)
                 vector = values_of(rank, step, parcel.count)
                 sent = executor.all_reduce(vector, parcel=parcel).num_bytes
@@ -116,9 +132,23 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
     assert sent == [sum(sizes) - sizes[rank] + (world - 1) * again[rank] for rank in range(world)]
 
 
+@pytest.mark.parametrize(("world", "share"), [(7, 0.8), (8, 0.8), (24, 0.25)])
+def test_the_first_steps_of_a_warm_up_give_many_items_a_sum_in_either_form(world: int, share: float) -> None:
+    results, _ = run("dgc:0.001,warmup=64", world, Parcel.whole(0, COUNT, torch.float32))
+    for step in range(STEPS):
+        assert float((results[0][step] != 0).float().mean()) >= share
+
+
 def test_where_each_form_is_taken() -> None:
     parcel = Parcel.whole(0, 100_000, torch.float32)
-    for text, most in (("topk:0.01", 157), ("int8", 7), ("sign", 62), ("sign:vote", 1000)):  # c < 2 / P
+    for text, most in (
+        ("topk:0.01", 157),
+        ("int8", 7),
+        ("sign", 62),
+        ("sign:vote", 1000),
+        ("dgc:0.01", 157),
+        ("dgc:0.001,warmup=64", 21),
+    ):  # c < 2 / P, where c is the mean over a warm-up
         codec = named(text, 0)
         assert gathers(codec, parcel, most)
         assert gathers(codec, parcel, most + 1) == codec.sums_vote
@@ -149,19 +179,83 @@ def test_factors_are_summed_and_every_rank_has_the_product() -> None:
     assert all(num_bytes < 2 * 2 * 4 * (2 * (30 + 20) + 7 + 6) for num_bytes in sent)
 
 
-def test_memory_and_another_rank_make_the_sums_that_would_have_been() -> None:
-    memory: dict[int, dict[str, torch.Tensor]] = {}
-    kept: list[Compressor] = []
+@pytest.mark.parametrize(
+    ("text", "world"), [("topk:0.01", 2), ("dgc:0.02,warmup=8+qsgd:7", 2), ("int8", 9), ("dgc:0.5", 8)]
+)
+def test_memory_and_another_rank_make_the_sums_that_would_have_been(text: str, world: int) -> None:
     parcel = Parcel.whole(0, COUNT, torch.float32)
-    for text, world in (("topk:0.01", 2), ("int8", 9)):
-        kept.clear()
-        first, _ = run(text, world, parcel, lambda _rank, one: kept.append(one))
-        memory = {one.rank: {name: value.clone() for name, value in one.memory().items()} for one in kept}
-        assert all(memory[rank] for rank in range(world))
-        again, _ = run(text, world, parcel, lambda rank, one, memory=memory: one.remember(memory[rank]))
-        afresh, _ = run(text, world, parcel)
-        assert torch.equal(first[0][0], afresh[0][0])
-        assert not torch.equal(again[0][0], afresh[0][0])
+    assert gathers(named(text, 0), parcel, world) == (world == 2)
+    whole, _ = run(text, world, parcel, steps=range(2 * STEPS))
+    kept: list[Compressor] = []
+    first, _ = run(text, world, parcel, lambda _rank, one: kept.append(one))
+    memory = {one.rank: {name: value.clone() for name, value in one.memory().items()} for one in kept}
+    assert all(memory[rank] for rank in range(world))
+    rest, _ = run(
+        text,
+        world,
+        parcel,
+        lambda rank, one: one.remember(memory[rank]),
+        steps=range(STEPS, 2 * STEPS),
+    )
+    afresh, _ = run(text, world, parcel, steps=range(STEPS, 2 * STEPS))
+    for rank in range(world):
+        for step in range(2 * STEPS):
+            assert torch.equal(whole[rank][step], [*first[rank], *rest[rank]][step]), step
+        assert not torch.equal(rest[rank][0], afresh[rank][0])
+
+
+class Boasting(ScheduleCollective):
+    """A worker that says it keeps another number of bytes than it does."""
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        if root == self.rank:
+            self._buckets[index].view(torch.int64)[0] = said_to_keep[self.rank]
+        super().broadcast(index, root)
+
+
+said_to_keep: dict[int, int] = {}
+
+
+def kept_of(kinds: Sequence[type[ScheduleCollective]]) -> tuple[list[dict[str, torch.Tensor]], list[Any]]:
+    """What each worker keeps after one sum, and what `kept_by_codecs` finds on each."""
+    network, world = SimulatedNetwork(), len(kinds)
+    parcels = [Parcel.whole(0, COUNT, torch.float32), Parcel.whole(1, 64, torch.float64, exact=True)]
+
+    def role(rank: int) -> Callable[[], tuple[dict[str, torch.Tensor], Any]]:
+        links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
+        compressor = Compressor("topk:0.01", feedback=True, seed=5, rank=rank, world=world)
+        executor = ScheduleExecutor(ALGORITHMS["direct"], rank, world, links, 20.0, codec=compressor)
+
+        def work() -> tuple[dict[str, torch.Tensor], Any]:
+            collective = kinds[rank](executor, links, codec="topk:0.01")
+            values, status = collective.allocate(parcels)
+            values.copy_(values_of(rank, 0))
+            collective.launch(0)
+            collective.finish()
+            return collective.memory(), kept_by_codecs(collective, 1, status)
+
+        return work
+
+    found = network.run({str(rank): role(rank) for rank in range(world)})
+    return [found[str(rank)][0] for rank in range(world)], [found[str(rank)][1] for rank in range(world)]
+
+
+def test_what_all_codecs_keep_is_on_worker_0_alone() -> None:
+    memories, (first, *others) = kept_of([ScheduleCollective] * 3)
+    assert others == [None, None]
+    for memory, bytes_of_it in zip(memories, first["workers"], strict=True):
+        came = as_memory(bytes_of_it)
+        assert came.keys() == memory.keys()
+        assert all(torch.equal(came[name], one) for name, one in memory.items())
+
+
+@pytest.mark.parametrize("count", [-1, 2**24, 2**62])
+def test_a_worker_that_says_it_keeps_what_it_cannot_is_named(count: int) -> None:
+    said_to_keep[1] = count
+    with pytest.raises(
+        ManyhandsError, match=rf"worker 1 says that its codecs keep {count} bytes; at most \d+ "
+    ):
+        kept_of([ScheduleCollective, Boasting])
 
 
 def test_bytes_that_make_no_sense_name_the_rank_they_came_from() -> None:

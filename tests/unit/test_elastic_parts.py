@@ -214,6 +214,5 @@ def test_the_story_says_who_was_lost_who_came_and_how_long_it_took() -> None:
         "worker 1 joined after step 9, with the state of worker 0",
     ]
     assert story.recoveries == [{"what": "worker 1 and worker 2", "seconds": 0.25}]
-    assert story.last_lost == 2
     assert story.summary(core)["lost"] == 2
     assert story.summary(core)["joined"] == 1

@@ -91,6 +91,26 @@ def test_files_that_were_not_written_so_are_refused(
         read_exported(tmp_path / "x")
 
 
+@pytest.mark.parametrize("options", ["{", "[]", "[1]", "7", "null", '"x"', ""])
+def test_options_that_are_none_are_refused_by_file(tmp_path: Path, options: str) -> None:
+    header = {"manyhands": "export.1", "task": "digits", "options": options}
+    safetensors.torch.save_file({"x": torch.zeros(4)}, tmp_path / "x", header)
+    with pytest.raises(UserError, match=r"model .*x was not written by `manyhands export`: its options "):
+        mh.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e300])
+def test_int8_of_what_is_not_finite_is_refused_and_no_file_is_left(tmp_path: Path, value: float) -> None:
+    table = torch.zeros(3, 300, dtype=torch.float64)
+    table[1, 7] = value
+    with pytest.raises(UserError, match=r"layer\.weight is not finite; use fp32"):
+        write_exported(tmp_path / "x", {"layer.weight": table}, "int8", {})
+    assert not list(tmp_path.iterdir())
+    write_exported(tmp_path / "x", {"layer.weight": table}, "fp32", {})
+    read = read_exported(tmp_path / "x").weights["layer.weight"]
+    assert torch.equal(read.nan_to_num(5.0), table.float().nan_to_num(5.0))
+
+
 def test_a_run_is_exported_with_its_cost_and_loaded_again(tmp_path: Path) -> None:
     run = mh.fit(mh.tasks.build("digits"), "single", steps=60, out=tmp_path / "run")
     sizes = {}

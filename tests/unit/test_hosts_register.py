@@ -163,11 +163,11 @@ def test_a_ring_takes_events_that_were_recorded_elsewhere_and_counts_what_finds_
     records = np.zeros(5, RECORD)
     records["start_ns"], records["role"], records["id"] = np.arange(5), 9, np.arange(10, 15)
     with EventRing.create(role=2, capacity=8) as ring:
-        for _ in range(3):  # around the end of the ring
+        for turn in range(3):  # around the end of the ring
             ring.append(records, lost=1)
             drained = ring.drain()
             assert drained["start_ns"].tolist() == [0, 1, 2, 3, 4]
-            assert drained["id"].tolist() == [10, 11, 12, 13, 14]
+            assert drained["id"].tolist() == [6 * turn + 1 + place for place in range(5)]
             assert set(drained["role"].tolist()) == {2}
         ring.append(records)
         ring.append(records)

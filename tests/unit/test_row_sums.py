@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from manyhands.allreduce.algorithms import ALGORITHMS
+from manyhands.allreduce.collective import ScheduleCollective
+from manyhands.allreduce.elastic.collective import ElasticCollective
+from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.rows import GradientRows, row_sparse
-from manyhands.errors import ManyhandsError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.link.simulated import SimulatedNetwork
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,3 +100,21 @@ def test_which_parameters_have_gradients_of_rows() -> None:
     )
     assert (rows.numbers.tolist(), rows.items.flatten().tolist()) == ([1, 3], [2.0, 6.0])
     assert rows.times(0.0).numbers.tolist() == []
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_where_rows_are_not_summed_the_sentence_says_what_would_help(elastic: bool) -> None:
+    inner = ScheduleCollective(ScheduleExecutor(ALGORITHMS["ring"], 0, 1, {}, 1.0), {})
+    collective = ElasticCollective(inner, None, lambda: False, lambda: None) if elastic else inner
+    model = nn.Embedding(5, 2, sparse=True)
+    exchange = AllReduceExchange(collective, 1 << 20)
+    exchange.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    total = model(torch.tensor([1, 3])).sum()
+    if elastic:
+        with pytest.raises(
+            UserError, match="not summed with elastic=yes; leave that out, or build it with sparse"
+        ):
+            exchange.backward(total, 1.0)
+    else:
+        exchange.backward(total, 1.0)
+    exchange.close()

@@ -17,6 +17,7 @@ from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.rows import GradientRows
 from manyhands.allreduce.schedule import Algorithm
+from manyhands.errors import ManyhandsError
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
@@ -36,7 +37,6 @@ __all__ = [
     "across_hosts",
     "broadcast",
     "carrier",
-    "gathered",
     "kept_by_codecs",
     "meeting_in",
     "over_links",
@@ -46,6 +46,7 @@ __all__ = [
 
 
 _COUNT_BYTES = 8
+_SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
 class Collective(ABC):
@@ -74,6 +75,12 @@ class Collective(ABC):
 
     sums_rows: bool = False
     """Whether gradients of some rows are summed as such; else only dense ones are."""
+
+    instead_of_rows: str = (
+        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
+        "sparse=False"
+    )
+    """What to do where gradients of some rows are not summed."""
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
@@ -122,7 +129,7 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
     memory = collective.memory()
     if not memory:
         return None  # on all alike: they have sent the same buckets
-    found = gathered(collective, index, bucket, as_one(memory))
+    found = _gathered(collective, index, bucket, as_one(memory))
     return {"codec": collective.codec, "workers": found} if collective.rank == 0 else None
 
 
@@ -161,24 +168,36 @@ def broadcast(
     carrier.zero_()
 
 
-def gathered(
+def _gathered(
     collective: Collective, index: int, bucket: torch.Tensor, mine: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Collective: every worker's bytes, on all of them; they ride in those of bucket `index`, zero afterwards."""
+    """Collective: every worker's bytes, on worker 0; they ride in those of bucket `index`, zero afterwards.
+
+    All keep about as much: who says that it keeps far more than this worker is not believed.
+    """
     carrier = bucket.view(torch.uint8)
     room = carrier[:_COUNT_BYTES].view(torch.int64)
+    most = 2 * mine.numel() + _SPARE_BYTES
     found = []
     for root in range(collective.world):
         room[0] = mine.numel()
         collective.broadcast(index, root)
-        theirs = mine.clone() if root == collective.rank else torch.empty(int(room[0]), dtype=torch.uint8)
-        for piece in torch.split(theirs, len(carrier)):
-            carrier[: len(piece)] = piece
+        count = int(room[0])
+        if not 0 <= count <= most:
+            raise ManyhandsError(
+                f"worker {root} says that its codecs keep {count} bytes; at most {most} would fit what this one keeps"
+            )
+        theirs = torch.empty(count if collective.rank == 0 else 0, dtype=torch.uint8)
+        for begin in range(0, count, len(carrier)):
+            end = min(count, begin + len(carrier))
+            if root == collective.rank:
+                carrier[: end - begin] = mine[begin:end]
             collective.broadcast(index, root)
-            piece.copy_(carrier[: len(piece)])
+            if collective.rank == 0:
+                theirs[begin:end] = carrier[: end - begin]
         found.append(theirs)
     carrier.zero_()
-    return found
+    return found if collective.rank == 0 else []
 
 
 class SharedCollective(Collective):

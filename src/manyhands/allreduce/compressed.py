@@ -6,8 +6,9 @@
                 Tang et al., ICML 2021)
     factors     PowerSGD's are summed like any vector, by the schedule
 
-where c is the share of the n bytes that is left. Gathering is for c < 2 / P, where it takes less than a ring of what is
-not encoded. All add up what they decoded in the order of ranks, themselves included: so all have the same bits.
+where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P, where it takes
+less than a ring of what is not encoded. All add up what they decoded in the order of ranks, themselves included: so all
+have the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.schedule import chunk_bounds
 from manyhands.memory.segment import CACHE_LINE, round_up
 from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
-from manyhands.wire.codecs.powersgd import PowerSgd
+from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Parcel
 
@@ -32,7 +33,7 @@ _SUMS = 1 << 20  # workers are numbered below this: sums draw by other numbers
 
 def gathers(codec: ParcelCodec, parcel: Parcel, world: int) -> bool:
     """Whether a parcel goes to all, and not by way of the owners of its chunks."""
-    return codec.sums_vote or codec.size(parcel) * world < 2 * parcel.num_bytes
+    return codec.sums_vote or codec.usual_size(parcel) * world < 2 * parcel.num_bytes
 
 
 class Compressor:
@@ -84,9 +85,10 @@ class Compressor:
 
         `enter` says which round begins; `add_up` sums a small vector over ranks as it is.
         """
-        codec = self._given.inner if isinstance(self._given, ErrorFeedback) else self._given
+        feedback = self._given if isinstance(self._given, ErrorFeedback) else None
+        codec = feedback.inner if feedback is not None else self._given
         if isinstance(codec, PowerSgd):
-            self._sum_factors(codec, vector, parcel, add_up)
+            sum_factors(codec, feedback, parcel, vector, add_up)
         elif gathers(self._given, parcel, self.world):
             self._gather(vector, parcel, mailbox, enter)
         else:
@@ -140,21 +142,6 @@ class Compressor:
             places[rank].zero_()
             self._add(self._sums, chunks[rank], came, places[rank], rank, mailbox)
         mailbox.flush(refused, self._peers())
-
-    def _sum_factors(
-        self, codec: PowerSgd, vector: Tensor, parcel: Parcel, add_up: Callable[[Tensor], object]
-    ) -> None:
-        feedback = self._given if isinstance(self._given, ErrorFeedback) else None
-        owed = vector if feedback is None else feedback.owed(parcel, vector)
-        left = codec.left(parcel, owed)
-        add_up(left)
-        right = codec.right(parcel, owed, left)
-        if feedback is not None:
-            codec.take_off(parcel, left, right, owed)
-            feedback.keep(owed)
-        add_up(right)
-        codec.start_with(parcel, right)
-        codec.product(parcel, left, right, vector)
 
     def _peers(self) -> list[int]:
         """The others, from the next one on: so that not all send to the same one at once."""

@@ -18,6 +18,7 @@ from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.training.gradients import clippable
 from manyhands.wire.codec import check_optimizer
 
 __all__ = ["AllReduceExchange"]
@@ -87,7 +88,7 @@ class AllReduceExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """The same bits on every worker, because the gradients are."""
         assert self._model is not None, "attach comes before clip"
-        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+        return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
 
     def apply(self) -> None:
         """The same optimizer step on every worker."""

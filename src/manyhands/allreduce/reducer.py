@@ -227,10 +227,7 @@ class Reducer:
             return (
                 f"parameter {name} is of an embedding built with sparse=True and has a dense gradient as well"
             )
-        return (
-            f"parameter {name} has a sparse gradient; its rows are summed over links, if it is that of an "
-            "nn.Embedding: add link=tcp, or build it with sparse=False"
-        )
+        return f"parameter {name} has a sparse gradient; {self._collective.instead_of_rows}"
 
     def _start_step(self) -> None:
         self._reached = [False] * len(self._parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,7 @@ class _Common(Compared):
         int | None,
         typer.Option(help="Passes over the data, instead of --steps.", show_default="half of train's"),
     ] = None
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each run that is counted in them.")] = None
 
 
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -102,18 +103,18 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     def build(_out: Path) -> Iterator[AnyTask]:
         yield entry.build(**task_options)
 
-    run_comparison(entry.name, build, common, (steps, epochs))
+    run_comparison(entry.name, build, common, {"steps": steps, "epochs": epochs, "rounds": common.rounds})
 
 
 def run_comparison(
     name: str,
     build: Callable[[Path], AbstractContextManager[AnyTask]],
     common: Compared,
-    length: tuple[int | None, int | None] = (None, None),
+    length: Mapping[str, int | None] | None = None,
 ) -> None:
     """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
 
-    `length` is in steps or in epochs; neither: as the task says.
+    `length` is in steps or epochs, and in rounds; nothing: as the task says.
     """
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
@@ -127,11 +128,9 @@ def run_comparison(
     check_writable(common.json)
     parse_strategies(common.strategies)
     rate = Rate.parse(common.bandwidth) if common.bandwidth is not None else None
-    steps, epochs = length
     settings = CompareSettings(
         workers=common.workers,
-        steps=steps,
-        epochs=epochs,
+        **(length or {}),
         seed=common.seed,
         repeats=common.repeats,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,

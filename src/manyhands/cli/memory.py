@@ -112,11 +112,11 @@ def _all() -> list[tuple[str, Strategy]]:
 def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> list[WorkerMemory]:
     """What each worker holds; whatever `train` would refuse before it begins is refused with its sentence."""
     from manyhands.training.options import Options
-    from manyhands.training.request import Request
+    from manyhands.training.request import Length, Request
     from manyhands.training.training import training_class
 
     count = _of(strategy, workers)
-    request = Request.make(task, strategy, count, (1, None), 0, Options(), "cpu")
+    request = Request.make(task, strategy, count, Length(steps=1), 0, Options(), "cpu")
     training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
     return strategy.needs(found.footprint, count)
 

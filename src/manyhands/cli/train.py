@@ -36,6 +36,7 @@ from manyhands.cli.runs import (
     live_tensorboard,
 )
 from manyhands.registry import STRATEGIES
+from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -87,6 +88,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     ),
     "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
     "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
+    "rounds": (
+        Annotated[int | None, typer.Option(help="Rounds to train, of a strategy that counts them.")],
+        None,
+    ),
     "seed": (Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")], 0),
     "out": (
         Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")],
@@ -143,6 +148,7 @@ class _Common:
     max_workers: int | None
     steps: int | None
     epochs: int | None
+    rounds: int | None
     seed: int
     out: Path | None
     resume: bool
@@ -179,7 +185,6 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         raise UserError("--resume needs --out, the directory of the run to go on with")
     spare_the_compiler()
     task = entry.build(**task_options)
-    steps, epochs = _length(entry, common)
     place = place_among_others()
     leads = place is None or place.leads
     workers = common.workers if common.workers is not None or place is not None else _WORKERS
@@ -191,8 +196,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         task,
         common.strategy,
         workers=workers,
-        steps=steps,
-        epochs=epochs,
+        **_length(entry, common),
         seed=common.seed,
         device=common.device,
         out=out,
@@ -244,11 +248,14 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
-def _length(entry: BuiltinTask[Any], common: _Common) -> tuple[int | None, int | None]:
-    """Steps or epochs as asked for, or what the task itself would have."""
-    if common.steps is None and common.epochs is None:
-        return entry.steps, entry.epochs
-    return common.steps, common.epochs
+def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:
+    """Steps, epochs or rounds as asked for, or what the task itself would have."""
+    asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
+    if any(value is not None for value in asked.values()):
+        return asked
+    if Strategy.parse(common.strategy).counts_rounds:
+        return {}
+    return {"steps": entry.steps, "epochs": entry.epochs}
 
 
 def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:

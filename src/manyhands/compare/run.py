@@ -24,7 +24,7 @@ from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
-from manyhands.training.request import Request
+from manyhands.training.request import Length, Request
 
 __all__ = ["CompareSettings", "Comparison", "Progress", "Tell", "compare"]
 
@@ -38,6 +38,8 @@ class CompareSettings:
     workers: int = 2
     steps: int | None = None
     epochs: int | None = None
+    rounds: int | None = None
+    """Of the strategies that count rounds; the others take `steps` or `epochs`."""
     seed: int = 0
     repeats: int = 1
     slow: Slowdown | None = None
@@ -155,7 +157,11 @@ def _request(task: AnyTask, strategy: Strategy, settings: CompareSettings, optio
     options = replace(options, slow=slow)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said when the run begins
-        length = (settings.steps, settings.epochs)
+        length = (
+            Length(rounds=settings.rounds)
+            if strategy.counts_rounds
+            else Length(steps=settings.steps, epochs=settings.epochs)
+        )
         return Request.make(task, strategy, workers, length, settings.seed, options, "cpu")
 
 
@@ -182,7 +188,8 @@ def _run(trial: Trial, request: Request, folder: Path) -> Measured:
                 plan.task,
                 request.strategy,
                 workers=request.workers,
-                steps=plan.steps,
+                steps=None if request.strategy.counts_rounds else plan.steps,
+                rounds=plan.steps if request.strategy.counts_rounds else None,
                 seed=plan.seed,
                 out=folder,
                 options=request.options,

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from manyhands.errors import UserError
 
-__all__ = ["BatchSource"]
+__all__ = ["BatchSource", "as_dataset"]
 
 Indices: TypeAlias = NDArray[np.int64]
 Gather: TypeAlias = Callable[[Indices], Any]
@@ -45,7 +45,7 @@ class BatchSource:
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any] | None = None, *, field: str = "data"
     ) -> None:
-        self._samples = _as_dataset(data, field)
+        self._samples = as_dataset(data, field)
         self._length = _length(self._samples, field)
         self._collate = default_collate if collate is None else collate
         self._gather = _gatherer(self._samples) if collate is None else None
@@ -65,7 +65,7 @@ class BatchSource:
         return self._collate([self._samples[index] for index in wanted])
 
 
-def _as_dataset(data: Any, field: str) -> Any:
+def as_dataset(data: Any, field: str) -> Any:
     """`data` as something with `__len__` and `__getitem__`, or a UserError that says what to give instead."""
     if isinstance(data, DataLoader):
         raise UserError(

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from manyhands.hosts.links import address_towards
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
 from manyhands.hosts.specified import listening_at
+from manyhands.hosts.waiting import comes_true
 from manyhands.hub.settings import Settings
 from manyhands.link.secure import Security, is_loopback
 from manyhands.link.silence import Silence
@@ -36,8 +36,6 @@ from manyhands.version import __version__
 
 __all__ = ["Following", "Leading", "follow", "lead"]
 
-_FIRST_PAUSE_S: Final = 0.005
-_LONGEST_PAUSE_S: Final = 0.1
 _TOKEN_BYTES: Final = 32
 _PATIENT: Final = Settings(silence=Silence(silence_s=20.0, handshake_s=10.0))
 """A process trains in Python while its line beats in a thread: one long call must not pass for silence."""
@@ -177,19 +175,15 @@ def _own_address(place: Place, security: Security) -> str:
 
 def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[int, ...], ...]:
     keys = [f"here/{rank}" for rank in range(place.world - place.later)]
-    began, pause_s = time.monotonic(), _FIRST_PAUSE_S
-    while not store.check(keys):
-        waited_s = time.monotonic() - began
-        if waited_s >= timeout_s:
-            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if not comes_true(lambda: store.check(keys), timeout_s):
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if late:
             who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
             raise PeerTimeout(
-                f"{who} of {place.world} did not come within {waited_s:.0f} s; see whether it was started, with the "
+                f"{who} of {place.world} did not come within {timeout_s:.0f} s; see whether it was started, with the "
                 f"same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
                 late[0],
             )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     seats = [json.loads(store.get(key).decode()) for key in keys]
     for seat in seats:
         _require_version(seat, place)
@@ -206,16 +200,13 @@ def _require_version(other: Mapping[str, str], place: Place) -> None:
 
 def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]:
     # A moment longer than the leader waits for everyone: it says who is missing, and that is worth hearing.
-    began, pause_s, patience_s = time.monotonic(), _FIRST_PAUSE_S, timeout_s + 5.0
-    while not store.check(["leader"]):
-        if time.monotonic() - began >= patience_s:
-            raise PeerTimeout(
-                f"{place.name} (rank {place.rank}): rank 0, which leads, did not come within {patience_s:.0f} s; see "
-                "whether it was started, and whether it failed before it called fit",
-                0,
-            )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    patience_s = timeout_s + 5.0
+    if not comes_true(lambda: store.check(["leader"]), patience_s):
+        raise PeerTimeout(
+            f"{place.name} (rank {place.rank}): rank 0, which leads, did not come within {patience_s:.0f} s; see "
+            "whether it was started, and whether it failed before it called fit",
+            0,
+        )
     told: dict[str, str] = json.loads(store.get("leader").decode())
     _require_version(told, place)
     if "refused" in told:

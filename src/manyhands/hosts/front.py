@@ -66,12 +66,14 @@ from manyhands.hub.settings import Settings
 from manyhands.link.message import ProtocolError
 from manyhands.record.clocks import clock_id
 from manyhands.record.events import NOBODY, RECORD
+from manyhands.record.files import good_records
 from manyhands.record.ring import EventRing
 
 __all__ = ["Delivered", "Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
 
 _FLUSH_S: Final = 10.0
 _MOST_LARGE: Final = 64  # things that one member may be sending at a time
+_MOST_LOST: Final = 1 << 40  # events that one member may say it dropped at a time
 _MOST_LARGE_BYTES: Final = 1 << 36
 
 
@@ -379,9 +381,12 @@ class Front:
             case LineMarked():
                 member.seen = _whereabouts(member.hello.pid, message)
             case LineEvents(lost=lost):
-                if len(payload) % RECORD.itemsize or lost < 0:
+                if len(payload) % RECORD.itemsize or not 0 <= lost < _MOST_LOST:
                     raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
-                self.rings[rank].append(np.frombuffer(payload, RECORD), lost)
+                records = np.frombuffer(payload, RECORD)
+                if not good_records(records).all():
+                    raise ProtocolError("events", "a record that no role makes")
+                self.rings[rank].append(records, lost)
             case LinePiece(name=name, last=last):
                 data = member.large.setdefault(name, bytearray())
                 if len(data) + len(payload) > _MOST_LARGE_BYTES or len(member.large) > _MOST_LARGE:

@@ -21,6 +21,7 @@ from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.hosts.waiting import comes_true
 from manyhands.hub.addresses import tune
 from manyhands.link.secure import End, Security, TlsRefused
 from manyhands.link.silence import SILENT_AFTER_S
@@ -31,8 +32,6 @@ __all__ = ["address_towards", "open_links"]
 _HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
 _PROOF_BYTES: Final = 32
 _STRANGER_S: Final = 2.0
-_FIRST_PAUSE_S: Final = 0.002
-_LONGEST_PAUSE_S: Final = 0.1
 
 
 def address_towards(host: str, family: int = socket.AF_INET) -> str:
@@ -91,7 +90,8 @@ def _secured(wrap: Callable[[socket.socket, str], End], end: socket.socket, peer
 
 def _dial(rank: int, peer: int, store: MeetingStore, token: bytes, deadline: float) -> socket.socket:
     """A connection to a lower rank, each having shown the other that it has the token."""
-    _wait(lambda: store.check([f"link/{peer}"]), [peer], "say where it listens", deadline)
+    if not comes_true(lambda: store.check([f"link/{peer}"]), deadline - time.monotonic()):
+        raise _late([peer], "say where it listens")
     host, _, port = store.get(f"link/{peer}").decode().rpartition(":")
     try:
         end = socket.create_connection((host, int(port)), max(0.001, deadline - time.monotonic()))
@@ -167,15 +167,6 @@ def _read(end: socket.socket, num_bytes: int) -> bytes:
 
 def _proof(token: bytes, word: bytes, said: bytes) -> bytes:
     return hmac.digest(token, b"link " + word + b"|" + said, "sha256")
-
-
-def _wait(is_done: Callable[[], bool], ranks: Sequence[int], deed: str, deadline: float) -> None:
-    pause_s = _FIRST_PAUSE_S
-    while not is_done():
-        if time.monotonic() >= deadline:
-            raise _late(ranks, deed)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _late(ranks: Sequence[int], deed: str) -> PeerTimeout:

@@ -65,8 +65,12 @@ def why_refused(error: ssl.SSLError) -> str:
     """A sentence about the other end, `it`, for an error of OpenSSL."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _why_not_verified(error.verify_code, error.verify_message)
-    reason = error.reason or ""
+    reason = _reason(error)
     return _REASONS.get(reason, f"TLS failed ({reason.replace('_', ' ').lower() or error})")
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return getattr(error, "reason", None) or ""  # one that OpenSSL has not made has no such attribute
 
 
 def _why_not_verified(code: int, message: str) -> str:
@@ -119,7 +123,7 @@ class SecureSocket:
             raise ConnectionResetError("it ended the connection in the middle of the TLS handshake") from None
         except ssl.SSLError as error:
             self._failed = TlsRefused(why_refused(error))
-            if self._server_side and error.reason in _NO_TLS:
+            if self._server_side and _reason(error) in _NO_TLS:
                 self._refuse_in_the_clear()
             raise self._failed from error
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-from manyhands.wire.names import CODECS, RAW, words_of
+from manyhands.wire.names import CODECS, MOST_STAGES, RAW, words_of
 
 __all__ = ["KNOWN_WIRES", "Wire", "codec_of", "is_codec", "wire_of"]
 
 _WIRE_BITS: Final = 8
 _STAGE_BITS: Final = 5
 _STAGE: Final = (1 << _STAGE_BITS) - 1
-_MOST_STAGES: Final = 3
 
 
 class Wire(IntEnum):
@@ -39,7 +38,7 @@ if len(_WORDS) != len(CODECS) or not all(0 < number <= _STAGE for number in _WOR
 def wire_of(wire: Wire, codec: str = RAW) -> int:
     """What carried bytes and the codec they were in, as one number: an event keeps both, without the codec's options.
 
-    The codec takes 16 bits above the wire: 5 for each of up to three stages of a chain, the first lowest.
+    The codec takes 16 bits above the wire: 5 for each stage of a chain, the first lowest.
     """
     number = 0
     for place, word in enumerate(words_of(codec)):
@@ -55,7 +54,7 @@ def codec_of(number: int) -> str:
     rest = number
     while rest:
         word = _WORDS.get(rest & _STAGE)
-        if word is None or len(words) == _MOST_STAGES:
+        if word is None or len(words) == MOST_STAGES:
             raise ValueError(f"{number} is no codec")
         words.append(word)
         rest >>= _STAGE_BITS

@@ -27,6 +27,7 @@ from manyhands.local.replica import Replica
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.computing import Computer
 from manyhands.training.exchange import Exchange, LocalStep, Post, SharedStep, Times, Traffic
+from manyhands.training.gradients import clippable
 
 __all__ = ["ApartExchange", "LocalExchange"]
 
@@ -113,7 +114,7 @@ class LocalExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """This worker's own gradient."""
         assert self._model is not None, "attach comes before clip"
-        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+        return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
 
     def apply(self) -> None:
         """This worker's own step, unless its loss has broken."""

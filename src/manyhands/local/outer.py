@@ -36,6 +36,11 @@ class OuterStep(ABC):
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
         """Move parameter `number`, in place, now that the mean over all replicas is known."""
 
+    def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """The mean becomes everyone's parameter `number`, in place: in steps that end with a plain average."""
+        del number
+        parameter.copy_(mean)
+
     def memory(self) -> dict[str, Tensor]:
         """What a resumed run needs of it."""
         return {}
@@ -55,8 +60,7 @@ class Mean(OuterStep):
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
         """The mean itself."""
-        del number
-        parameter.copy_(mean)
+        self.plainly(number, parameter, mean)
 
 
 class Nesterov(OuterStep):
@@ -117,6 +121,11 @@ class Elastic(OuterStep):
         centre = self._centre[number]
         parameter.sub_((parameter - centre).mul_(self._own_pull))
         centre.add_((mean - centre).mul_(self._pull))
+
+    def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """All are at the mean, and so is their centre."""
+        super().plainly(number, parameter, mean)
+        self._centre[number].copy_(mean)
 
     @contextmanager
     def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:

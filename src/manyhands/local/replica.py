@@ -116,7 +116,7 @@ class Replica:
 
         `plainly`: it becomes everyone's, whatever the outer step is.
         """
-        outer = Mean() if plainly else self._outer
+        take = self._outer.plainly if plainly else self._outer.take
         reached, kept = self._agree_on_parts()
         for place in self._places:
             tensor = self._tensor(place.held)
@@ -135,7 +135,7 @@ class Replica:
         for place in self._places:
             held = place.held
             if held.state is None and reached[held.number]:
-                outer.take(held.number, self._parameters[held.number], place.room.view(held.shape))
+                take(held.number, self._parameters[held.number], place.room.view(held.shape))
             elif held.state is not None and reached[held.number] and kept[held.number]:
                 self._keep(held, place.room.view(held.shape))
         self._reached = [False] * len(self._parameters)

@@ -23,7 +23,15 @@ from manyhands.link.wire import is_codec
 from manyhands.record.clocks import clock_id
 from manyhands.record.events import KNOWN_WIRES, MAX_ROLE, NO_STEP, NOBODY, RECORD, EventKind, Records
 
-__all__ = ["Ending", "EventFile", "EventFileWriter", "has_header", "read_events", "read_header"]
+__all__ = [
+    "Ending",
+    "EventFile",
+    "EventFileWriter",
+    "good_records",
+    "has_header",
+    "read_events",
+    "read_header",
+]
 
 _VERSION = 3
 _MAGIC = b"MHEVENTS"
@@ -255,30 +263,37 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
     if not count:
         return np.zeros(0, RECORD)
     records: Records = np.fromfile(path, RECORD, count, offset=begin)
+    peers = records["peer"]
     if header.version == _OLD_VERSION:
+        peers = records.view(_OLD_RECORD)["peer"]
         records = _as_now(records.view(_OLD_RECORD))
     # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
-    good = np.isin(records["kind"], list(EventKind)) & (records["role"] == role)
-    good &= np.isin(records["wire"], KNOWN_WIRES)
-    good &= np.isin(records["codec"], [one for one in np.unique(records["codec"]) if is_codec(int(one))])
-    good &= (records["start_ns"] < _MOST_NS) & (records["duration_ns"] < _MOST_NS)
-    good &= (records["step"] >= NO_STEP) & (records["step"] < _MOST_STEP)
-    good &= (records["peer"] >= NOBODY) & (records["peer"] <= MAX_ROLE)
-    good &= (records["num_bytes"] < _MOST_NUMBER) & (records["id"] < _MOST_NUMBER)
-    good &= _has_value(records)
+    good = good_records(records) & (records["role"] == role) & (records["id"] < _MOST_NUMBER)
     good[1:] &= records["id"][1:] > records["id"][:-1]
     if not good.all():
         first = int(np.argmin(good))
         wrong = records[first]
         raise DataError(
             f"{path}: offset {begin + first * RECORD.itemsize}: not the next event of role {role} "
-            f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']}, peer {wrong['peer']}, step "
+            f"(it reads kind {wrong['kind']}, role {wrong['role']}, id {wrong['id']}, peer {peers[first]}, step "
             f"{wrong['step']}, {wrong['duration_ns']} ns from {wrong['start_ns']}, {wrong['num_bytes']} bytes, "
             f"value {wrong['value']})"
         )
     return records
+
+
+def good_records(records: Records) -> npt.NDArray[np.bool_]:
+    """Which of them some role may have recorded, whatever their own role and number say."""
+    good: npt.NDArray[np.bool_] = np.isin(records["kind"], list(EventKind))
+    good &= np.isin(records["wire"], KNOWN_WIRES)
+    good &= np.isin(records["codec"], [one for one in np.unique(records["codec"]) if is_codec(int(one))])
+    good &= (records["start_ns"] < _MOST_NS) & (records["duration_ns"] < _MOST_NS)
+    good &= (records["step"] >= NO_STEP) & (records["step"] < _MOST_STEP)
+    good &= (records["peer"] >= NOBODY) & (records["peer"] <= MAX_ROLE)
+    good &= records["num_bytes"] < _MOST_NUMBER
+    return good & _has_value(records)
 
 
 def _has_value(records: Records) -> npt.NDArray[np.bool_]:

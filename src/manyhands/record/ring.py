@@ -129,19 +129,20 @@ class EventRing:
         return kept
 
     def append(self, records: Records, lost: int = 0) -> None:
-        """Publish events that were recorded elsewhere, as they are but for their role; `lost` is counted as dropped.
+        """Publish events that were recorded elsewhere, after `lost` that were dropped there; both are counted.
 
-        What finds no room is dropped and counted. Only where nobody calls `record`.
+        They get this ring's role, and numbers that go on from its last event, whoever recorded that one. What finds no
+        room is dropped and counted. Only where nobody calls `record`.
         """
-        head = self._word(_HEAD)
+        head, dropped = self._word(_HEAD), self._word(_DROPPED)
         room = self.capacity - (head - self._word(_TAIL))
         kept = records[: max(0, room)].copy()
-        kept["role"] = self.role
+        kept["role"], kept["id"] = self.role, head + dropped + lost + np.arange(len(kept))
         start = head % self.capacity
         before_wrap = min(len(kept), self.capacity - start)
         self._records[start : start + before_wrap] = kept[:before_wrap]
         self._records[: len(kept) - before_wrap] = kept[before_wrap:]
-        _store(self._address + _DROPPED, self._word(_DROPPED) + lost + len(records) - len(kept))
+        _store(self._address + _DROPPED, dropped + lost + len(records) - len(kept))
         _store(self._address + _HEAD, head + len(kept))
 
     def drain(self) -> Records:

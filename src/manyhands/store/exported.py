@@ -63,6 +63,8 @@ def narrow(weights: Mapping[str, Tensor], precision: str) -> dict[str, Tensor]:
         elif precision == "fp32" or value.numel() < _SMALLEST:
             written[name] = value.to(torch.float32)
         else:
+            if not bool(torch.isfinite(value.to(torch.float32)).all()):
+                raise UserError(f"{name} is not finite; use fp32")
             written[name], written[name + _SCALES] = _to_int8(value)
     return written
 

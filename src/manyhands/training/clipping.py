@@ -13,6 +13,7 @@ from manyhands.kernel import AnyTask
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.exchange import Exchange
+from manyhands.training.gradients import clippable
 
 __all__ = ["check_clipping", "clip", "clip_own", "scale_down", "squares_of"]
 
@@ -66,6 +67,6 @@ def scale_down(gradients: Sequence[Tensor], norm: float, max_norm: float) -> Non
 def clip_own(task: Task, model: nn.Module) -> None:
     """The gradient that this worker's model has."""
     if task.clip_norm is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+        nn.utils.clip_grad_norm_(clippable(model.parameters()), task.clip_norm)
     elif task.clip_value is not None:
-        nn.utils.clip_grad_value_(model.parameters(), task.clip_value)
+        nn.utils.clip_grad_value_(clippable(model.parameters()), task.clip_value)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from manyhands.link.wire import Wire
 from manyhands.training.computing import Computed, Computer
+from manyhands.training.gradients import clippable
 
 __all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic", "TurnTime"]
 
@@ -323,7 +324,7 @@ class SingleExchange(Exchange):
     def clip(self, max_norm: float) -> float:
         """What torch does."""
         assert self._model is not None, "attach comes before clip"
-        return float(nn.utils.clip_grad_norm_(self._model.parameters(), max_norm))
+        return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
 
     def apply(self) -> None:
         """One optimizer step."""

@@ -22,7 +22,34 @@ from manyhands.training.computing import TrainingPlan
 from manyhands.training.options import Options
 from manyhands.version import __version__
 
-__all__ = ["Request"]
+__all__ = ["Length", "Request"]
+
+_USUAL_ROUNDS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    """How long a run is to be, said in one of three units; in none: as long as its task says."""
+
+    steps: int | None = None
+    """Global batches."""
+
+    epochs: int | None = None
+    """Passes over the data."""
+
+    rounds: int | None = None
+    """Of a strategy that counts them."""
+
+    def require_one(self) -> None:
+        """UserError where it is said twice, or is no number of at least 1."""
+        said = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
+        said = {name: value for name, value in said.items() if value is not None}
+        for name, value in said.items():
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name}={value!r} must be a whole number of at least 1")
+        if len(said) > 1:
+            (one, first), (other, second), *_ = said.items()
+            raise UserError(f"{one}={first} and {other}={second} say the same thing twice; give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +68,12 @@ class Request:
         task: AnyTask,
         strategy: Strategy,
         workers: int,
-        length: tuple[int | None, int | None],
+        length: Length,
         seed: int,
         options: Options,
         device: str,
     ) -> Request:
-        """Check what was asked for and fill in the rest; `length` is in steps or in epochs."""
+        """Check what was asked for and fill in the rest."""
         if not isinstance(workers, int) or workers < 1:
             raise UserError(f"workers={workers!r} must be a whole number of at least 1")
         task = task.for_strategy(strategy, workers)
@@ -65,7 +92,14 @@ class Request:
                 f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
             )
         samples = task.samples
-        if isinstance(task, Task) and task.streams:
+        length.require_one()
+        if strategy.counts_rounds:
+            steps, per_epoch = _number_of_rounds(length, strategy), 1
+        elif length.rounds is not None:
+            raise UserError(
+                f"rounds={length.rounds}: strategy {strategy} is counted in global batches; give steps= or epochs="
+            )
+        elif isinstance(task, Task) and task.streams:
             steps = per_epoch = _steps_of_stream(task, length, strategy)
             task = _dealt(task, strategy, workers)
         else:
@@ -162,19 +196,18 @@ def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping |
         )
 
 
-def _steps_of_stream(task: Task, length: tuple[int | None, int | None], strategy: Strategy) -> int:
-    steps, epochs = length
+def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
     reason = strategy.cannot_stream if task.own is None else strategy.cannot_read_apart
     if reason:
         raise UserError(
             f"data is {task.stream_name}: {reason}; use another strategy, or samples that can be looked up"
         )
-    if steps is None or epochs is not None:
+    if length.steps is None:
         raise UserError(
             f"data is {task.stream_name}, of which nobody knows how long an epoch is; give steps=, the number of "
             "global batches, and not epochs="
         )
-    return _number_of_steps(length, steps, 1)
+    return length.steps
 
 
 def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
@@ -190,11 +223,16 @@ def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
     return replace(task, data=own.dealt(parts))
 
 
-def _number_of_steps(length: tuple[int | None, int | None], batches_per_epoch: int, usual_epochs: int) -> int:
-    steps, epochs = length
-    if steps is not None and epochs is not None:
-        raise UserError(f"steps={steps} and epochs={epochs} say the same thing twice; give one of them")
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"{name}={value!r} must be a whole number of at least 1")
-    return steps if steps is not None else (epochs or usual_epochs) * batches_per_epoch
+def _number_of_steps(length: Length, batches_per_epoch: int, usual_epochs: int) -> int:
+    if length.steps is not None:
+        return length.steps
+    return (length.epochs or usual_epochs) * batches_per_epoch
+
+
+def _number_of_rounds(length: Length, strategy: Strategy) -> int:
+    for name in ("steps", "epochs"):
+        if getattr(length, name) is not None:
+            raise UserError(
+                f"{name}={getattr(length, name)}: strategy {strategy} is counted in rounds; give rounds= instead"
+            )
+    return length.rounds or _USUAL_ROUNDS

@@ -62,6 +62,10 @@ class ParcelCodec(ABC):
     def size(self, parcel: Parcel) -> int:
         """The most bytes that `parcel` takes encoded, whatever its values; receivers keep that much room."""
 
+    def usual_size(self, parcel: Parcel) -> int:
+        """By which the form of an exchange is chosen: `size`, but for a codec that sends less and less at first."""
+        return self.size(parcel)
+
     @abstractmethod
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Write the encoded `values`, flat and of the parcel's type, to the first bytes of `into`; how many those are.
@@ -117,19 +121,21 @@ def codec_named(
         return None
     first, *rest = ((stage.word, dict(stage.options)) for stage in stages)
     word, options = first
+    home, remembers = CODECS[word].home, CODECS[word].remembers
     if sums and word == "dgc":
-        word, options = "topk", {"fraction": options["fraction"]}
+        home, remembers = "dgc:DgcSums", False
+        options = {name: options[name] for name in ("fraction", "warmup")}
     if rest:
-        options["values"] = _make(*rest[0])
-    codec = _make(word, options)
-    if feedback and has_feedback(text) and not CODECS[word].remembers:
+        options["values"] = _make(CODECS[rest[0][0]].home, rest[0][1])
+    codec = _make(home, options)
+    if feedback and has_feedback(text) and not remembers:
         codec = import_module("manyhands.wire.feedback").ErrorFeedback(codec)
     codec.from_worker(seed, worker)
     return codec
 
 
-def _make(word: str, options: Mapping[str, Any]) -> ParcelCodec:
-    module, _, name = CODECS[word].home.partition(":")
+def _make(home: str, options: Mapping[str, Any]) -> ParcelCodec:
+    module, _, name = home.partition(":")
     made: ParcelCodec = getattr(import_module(f"manyhands.wire.codecs.{module}"), name)(**options)
     return made
 

@@ -33,6 +33,10 @@ class ErrorFeedback(ParcelCodec):
         """The codec's."""
         return self.inner.size(parcel)
 
+    def usual_size(self, parcel: Parcel) -> int:
+        """The codec's."""
+        return self.inner.usual_size(parcel)
+
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Encode these and what was kept; keep what is left out now."""
         owed = self.owed(parcel, values)

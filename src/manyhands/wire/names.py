@@ -17,11 +17,13 @@ from manyhands.settings import check_choice, setting, switch_setting
 
 __all__ = [
     "CODECS",
+    "MOST_STAGES",
     "RAW",
     "CodecOption",
     "CodecStage",
     "Listed",
     "check_codec",
+    "check_feedback",
     "codec_setting",
     "feedback_setting",
     "has_feedback",
@@ -36,6 +38,7 @@ RAW: Final = "raw"
 """The word for parcels that travel as they lie in memory."""
 
 MOST_STAGES: Final = 2
+"""Of a chain; events have room for three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +328,12 @@ def check_codec(
             f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "
             "twice by algorithm=direct; leave the algorithm out"
         )
+    check_feedback(text, feedback)
+
+
+def check_feedback(text: str, feedback: bool) -> None:
+    """Raise the UserError that says why `feedback=no` makes no sense with a codec."""
     if not feedback and not has_feedback(text):
         raise UserError(f"feedback=no: codec={text} keeps nothing that could be turned off")
-    if not feedback and any(CODECS[stage.word].remembers for stage in stages):
+    if not feedback and any(CODECS[word].remembers for word in words_of(text)):
         raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")

@@ -63,10 +63,6 @@ class EpochView:
         """The rank of a member that has a seat."""
         return next(rank for rank, seat in enumerate(self.seats) if seat.member == member)
 
-    def has(self, member: int) -> bool:
-        """Whether the member has a seat."""
-        return any(seat.member == member for seat in self.seats)
-
     @property
     def has_fresh(self) -> bool:
         """Whether somebody takes a state."""

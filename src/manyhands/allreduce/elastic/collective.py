@@ -35,6 +35,10 @@ class ElasticCollective(Collective):
     exchange was cut: whether it counts nevertheless. `passes` is called for each that counts.
     """
 
+    instead_of_rows = (
+        "its rows are not summed with elastic=yes; leave that out, or build it with sparse=False"
+    )
+
     def __init__(
         self,
         inner: Collective,

@@ -99,6 +99,7 @@ class ElasticLauncher:
         self._story = MemberStory(on_event)
         self._connections: dict[int, socket.socket] = {}
         self._slots: dict[int, int] = {}
+        self._last_lost = -1  # the slot
         self._payloads: dict[int, Mapping[str, Any]] = {}
         self._files: EpochFiles | None = None
         self._done: Done | None = None
@@ -201,6 +202,7 @@ class ElasticLauncher:
         if ended.failure.reported is not None:
             # A task that fails in one worker fails in its successor.
             raise replace(ended.failure, rank=self._slots[member]).error()
+        self._last_lost = self._slots[member]
         self._story.died(member, ended.failure.sentence)
         self._tell_membership(WorkerLost(member=member, sentence=ended.failure.sentence))
 
@@ -229,7 +231,7 @@ class ElasticLauncher:
                 case Dismiss(member=member):
                     self._say(member, Depart())
                 case GiveUp(sentence=sentence):
-                    raise WorkerFailed(sentence, worker_rank=self._story.last_lost)
+                    raise WorkerFailed(sentence, worker_rank=self._last_lost)
                 case RunOver():
                     self._over = True
 

@@ -30,10 +30,7 @@ class MemberStory:
         """Of every member that was ever started."""
 
         self.recoveries: list[dict[str, Any]] = []
-        self.last_lost = -1
-        """The slot of the worker that was lost last."""
-
-        self._num_lost = self._num_joined = self._num_left = 0
+        self._num_lost = self._num_joined = 0
 
     def started(self, member: int, pid: int) -> None:
         """Its process is in its job."""
@@ -46,14 +43,12 @@ class MemberStory:
 
     def died(self, member: int, sentence: str) -> None:
         """Its process is gone."""
-        self.last_lost = int(self.names[member].split()[1])
         self._num_lost += 1
         self._lost.setdefault(self.names[member], self._clock())
         self._tell("died", member, sentence=sentence)
 
     def left(self, member: int) -> None:
         """It has ended as it was asked to."""
-        self._num_left += 1
         self._tell("left", member)
 
     def published(self, view: EpochView) -> None:

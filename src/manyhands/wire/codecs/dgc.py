@@ -22,13 +22,48 @@ from manyhands.wire.floats import Floats
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.sparse import Indices, SparseCodec, few
 
-__all__ = ["Dgc"]
+__all__ = ["Dgc", "DgcSums"]
 
 _FIRST = 0.25
+_QUARTERS = 4
 
 
-class Dgc(SparseCodec):
-    """A fraction of the items; momentum and what is not sent yet are kept, in the parcel's own type."""
+class _Warming(SparseCodec):
+    """A fraction of the items, the largest, and more of them in the first steps."""
+
+    def __init__(self, fraction: float = 0.001, warmup: int = 0, values: ParcelCodec | None = None) -> None:
+        super().__init__(values)
+        self._fraction = fraction
+        self._warmup = warmup
+
+    def density(self, step: int) -> float:
+        """The share of items that are sent at a step."""
+        if step >= self._warmup:
+            return self._fraction
+        return max(self._fraction, _FIRST ** (1 + _QUARTERS * step // self._warmup))
+
+    def most(self, parcel: Parcel) -> int:
+        """As many as in the first step."""
+        return few(self.density(0), parcel.count)
+
+    def usual_size(self, parcel: Parcel) -> int:
+        """The mean over the warm-up: so even that takes less than what is not encoded, in the form that is chosen."""
+        if not self._warmup:
+            return self.size(parcel)
+        shares = [max(self._fraction, _FIRST ** (1 + quarter)) for quarter in range(_QUARTERS)]
+        return sum(self._size_of(parcel, few(share, parcel.count)) for share in shares) // _QUARTERS
+
+    def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
+        """The largest."""
+        return largest_of(values, few(self.density(self.step), parcel.count))
+
+
+class DgcSums(_Warming):
+    """Of sums, which have their momentum already."""
+
+
+class Dgc(_Warming):
+    """Of a momentum; that and what is not sent yet are kept, in the parcel's own type."""
 
     def __init__(
         self,
@@ -38,27 +73,11 @@ class Dgc(SparseCodec):
         warmup: int = 0,
         values: ParcelCodec | None = None,
     ) -> None:
-        super().__init__(values)
-        self._fraction = fraction
+        super().__init__(fraction, warmup, values)
         self.momentum = momentum
         self._clip = clip
-        self._warmup = warmup
         self._velocity: dict[str, Tensor] = {}
         self._owed: dict[str, Tensor] = {}
-
-    def density(self, step: int) -> float:
-        """The share of items that are sent at a step."""
-        if step >= self._warmup:
-            return self._fraction
-        return max(self._fraction, _FIRST ** (1 + 4 * step // self._warmup))
-
-    def most(self, parcel: Parcel) -> int:
-        """As many as in the first step."""
-        return few(self.density(0), parcel.count)
-
-    def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
-        """The largest."""
-        return largest_of(values, few(self.density(self.step), parcel.count))
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Add to the momentum, and send the largest of what is owed."""

@@ -8,16 +8,17 @@ start). What is no matrix, or would not get smaller, travels as it is. Alone, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from manyhands.randomness import mix
 from manyhands.wire.codec import ParcelCodec, expect_bytes
+from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Matrix, Parcel
 
-__all__ = ["PowerSgd"]
+__all__ = ["PowerSgd", "sum_factors"]
 
 
 class PowerSgd(ParcelCodec):
@@ -138,6 +139,29 @@ class PowerSgd(ParcelCodec):
         generator = torch.Generator().manual_seed(mix(self.seed, parcel.number, parcel.begin, number) >> 1)
         drawn = torch.randn(one.columns, self._rank, generator=generator, dtype=_type_of(parcel))
         return drawn if factor is None or there is None else torch.where(there, factor, drawn)
+
+
+def sum_factors(
+    codec: PowerSgd,
+    feedback: ErrorFeedback | None,
+    parcel: Parcel,
+    values: Tensor,
+    add_up: Callable[[Tensor], object],
+) -> None:
+    """Collective: `values` become what the factors of all workers stand for, in place.
+
+    `add_up` sums a small vector over workers; `feedback` keeps what this worker's part has left out.
+    """
+    owed = values if feedback is None else feedback.owed(parcel, values)
+    left = codec.left(parcel, owed)
+    add_up(left)
+    right = codec.right(parcel, owed, left)
+    if feedback is not None:
+        codec.take_off(parcel, left, right, owed)
+        feedback.keep(owed)
+    add_up(right)
+    codec.start_with(parcel, right)
+    codec.product(parcel, left, right, values)
 
 
 def _type_of(parcel: Parcel) -> torch.dtype:

@@ -1,0 +1,82 @@
+"""Networks for benchmarks: two network namespaces with a shaped cable between them, and loopback held to a rate.
+
+The first needs root. The second needs nothing: the kernel paces what each socket sends (SO_MAX_PACING_RATE).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+_SO_MAX_PACING_RATE: Final = 47  # asm-generic/socket.h; Python's socket has no name for it
+_ENDS: Final = 2
+
+
+def namespaces_are_permitted() -> bool:
+    """Whether `two_namespaces` can be had, found by making one; it needs root, and the programs `ip` and `tc`."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        return False
+    name = f"manyhands-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, timeout=10, check=False)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], check=True, timeout=10)
+    return made.returncode == 0
+
+
+@contextmanager
+def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[list[str]]:
+    """Two namespaces that stand for hosts, `subnet`1 and `subnet`2, by name.
+
+    A token bucket at each end of the cable between them holds it to `rate`, both as `tc` spells them.
+    """
+    names = [f"manyhands-bench-{end}-{os.getpid()}" for end in range(_ENDS)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=10)
+
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+        ends = ["cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]]
+        ip("link", "add", *ends)
+        for end, name in enumerate(names):
+            ip("-n", name, "address", "add", f"{subnet}{end + 1}/24", "dev", "cable")
+            for device in ("cable", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+            shape = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, *bucket]
+            subprocess.run([*inside(name), *shape], check=True, timeout=10)
+        yield names
+
+
+def inside(name: str) -> list[str]:
+    """What a command begins with that runs in a namespace."""
+    return ["ip", "netns", "exec", name]
+
+
+def pace_every_connection(bytes_per_s: int) -> int:
+    """Hold each TCP connection that this process has now to a rate; how many there are."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                if end.family == socket.AF_INET and end.type == socket.SOCK_STREAM:
+                    end.getpeername()  # OSError where it only listens
+                    pace(end, bytes_per_s)
+                    count += 1
+        except OSError:
+            continue
+    return count
+
+
+def pace(end: socket.socket, bytes_per_s: int) -> None:
+    """Have the kernel send no more than so many bytes in a second through one connection."""
+    end.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s.to_bytes(8, "little"))

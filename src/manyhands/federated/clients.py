@@ -1,0 +1,128 @@
+"""What a client does in a round: it takes the model, trains it on its own samples, and tells how far it came.
+
+Everything random in it follows from (seed, round, client), so that it does not matter which worker plays it, and when.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.data.batches import BatchSource
+from manyhands.device import moved
+from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm
+from manyhands.federated.strategy import ALL
+from manyhands.randomness import mix, seed_all
+from manyhands.task import Task
+from manyhands.training.computing import require_loss
+
+__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "selected"]
+
+_SELECTING, _SHUFFLING = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalWork:
+    """How much a client does in a round."""
+
+    epochs: int
+    batch: int
+
+
+def selected(seed: int, number: int, clients: int, count: int) -> list[int]:
+    """Who takes part in round `number`: `count` of the clients, each as likely as any other, in ascending order."""
+    random = np.random.default_rng(mix(seed, number, _SELECTING))
+    return sorted(random.choice(clients, count, replace=False).tolist())
+
+
+def batches(
+    work: LocalWork, indices: NDArray[np.int64], seed: int, number: int, client: int
+) -> Iterator[NDArray[np.int64]]:
+    """The samples of each of a client's steps in round `number`, shuffled for each epoch; the last may be short."""
+    size = len(indices) if work.batch == ALL else work.batch
+    random = np.random.default_rng(mix(seed, number, client, _SHUFFLING))
+    for _ in range(work.epochs):
+        order = indices if size >= len(indices) else random.permutation(indices)
+        for begin in range(0, len(order), size):
+            yield order[begin : begin + size]
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """What travels of a model: its parameters, then its floating-point buffers."""
+    return [
+        *(parameter.detach() for parameter in model.parameters()),
+        *(buffer for buffer in model.buffers() if buffer.is_floating_point()),
+    ]
+
+
+class ClientTrainer:
+    """Plays clients one after another, on one copy of the model."""
+
+    def __init__(
+        self, task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int
+    ) -> None:
+        self._task = task
+        self._algorithm = algorithm
+        self._work = work
+        self._seed = seed
+        self._source = BatchSource(task.data, task.collate)
+        self._copy = copy.deepcopy(model)
+        self._tensors = held(self._copy)
+        self._parameters = list(self._copy.parameters())
+        self._device = next((one.device for one in self._parameters), torch.device("cpu"))
+        self._optimizer = task.optimizer(self._copy.parameters())
+
+    def train(
+        self,
+        weights: Sequence[Tensor],
+        like: Optimizer,
+        client: int,
+        indices: NDArray[np.int64],
+        number: int,
+    ) -> ClientUpdate:
+        """Client `client`, who has these samples, in round `number`; its optimizer begins anew, set as `like` is."""
+        seed_all(mix(self._seed, number, client))
+        self._begin(weights, like)
+        losses = 0.0
+        steps = 0
+        for chosen in batches(self._work, indices, self._seed, number, client):
+            losses += self._step(client, chosen, weights)
+            steps += 1
+        with torch.no_grad():
+            change = [mine - begun for mine, begun in zip(self._tensors, weights, strict=True)]
+        return ClientUpdate(
+            client=client, change=change, samples=len(indices), steps=steps, loss=losses / max(1, steps)
+        )
+
+    @torch.no_grad()
+    def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
+        for mine, begun in zip(self._tensors, weights, strict=True):
+            mine.copy_(begun)
+        self._optimizer.state.clear()
+        for group, set_as in zip(self._optimizer.param_groups, like.param_groups, strict=True):
+            group.update({name: value for name, value in set_as.items() if name != "params"})
+        self._copy.train()
+
+    def _step(self, client: int, indices: NDArray[np.int64], start: Sequence[Tensor]) -> float:
+        batch = self._source.fetch(indices)
+        if self._device.type != "cpu":
+            batch = moved(batch, self._device)
+        loss = self._task.loss(self._copy, batch)
+        require_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._algorithm.corrects:
+            self._algorithm.correct(client, self._parameters, start)
+        if self._task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._task.clip_norm)
+        if self._task.clip_value is not None:
+            nn.utils.clip_grad_value_(self._parameters, self._task.clip_value)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss.detach())

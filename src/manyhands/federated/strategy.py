@@ -1,0 +1,113 @@
+"""`federated` as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
+from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.partition import Partition
+from manyhands.holding import ModelFootprint, WorkerMemory
+from manyhands.settings import setting, whole_number
+from manyhands.strategy import Strategy
+
+__all__ = ["ALL", "Federated"]
+
+ALL = 0
+"""The batch that is all of a client's samples."""
+
+
+def _read_batch(text: str) -> int:
+    return ALL if text == "all" else whole_number(text)
+
+
+def _read_fraction(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number above 0 and up to 1") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federated(Strategy):
+    """In each round some of the clients train the model on data of their own, and a server averages what they send.
+
+    The clients are simulated: the workers of a run share those of a round among them. `partition` says how one data set
+    is split over them, or that each has its own.
+    """
+
+    word: ClassVar[str] = "federated"
+    about: ClassVar[str] = "many clients train on data of their own; a server averages what they send"
+    truth: ClassVar[Truth] = Truth.SERVER_OF_CLIENTS
+    cannot_stream: ClassVar[str] = "the samples of each client are looked up by number"
+    cannot_read_apart: ClassVar[str] = "the samples of each client are looked up by number"
+
+    clients: int = setting(10, whole_number)
+    """How many there are; with partition=natural, as many as there are parties."""
+    fraction: float = setting(1.0, _read_fraction, lambda value: f"{value:g}")
+    """Which part of them takes part in a round, at least one."""
+    epochs: int = setting(1, whole_number)
+    """How often a client goes through its data in a round."""
+    batch: int = setting(10, _read_batch, lambda value: "all" if value == ALL else str(value))
+    """Samples in a client's batch; `all`: one batch of all it has."""
+    algorithm: str = setting("fedavg", str)
+    """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
+    partition: str = setting("iid", str)
+    """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "epochs"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise UserError(
+                    f"federated {name}={getattr(self, name)}: must be a whole number of at least 1"
+                )
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
+        if self.batch < 0:
+            raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
+        algorithm_named(self.algorithm)
+        Partition.parse(self.partition)
+
+    @property
+    def counts_rounds(self) -> bool:
+        """A round is many steps of many clients."""
+        return True
+
+    @property
+    def splits_batches(self) -> bool:
+        """A batch is one client's."""
+        return False
+
+    @property
+    def cannot_compile(self) -> str:
+        """Each client begins with other weights and its own batches."""
+        return "clients are trained by copies of the model, which are not compiled"
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """Rounds are not steps of a loop."""
+        return "give mh.fit a Task for federated"
+
+    def per_round(self, clients: int) -> int:
+        """How many of so many clients take part in a round."""
+        return max(1, round(self.fraction * clients))
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """The model, a client's copy of it, and the sum of updates in double precision."""
+        [worker] = super().needs(model, workers)
+        return [replace(worker, besides=3 * model.weights, what="a client's weights, and the sum of updates")]
+
+    @property
+    def promises(self) -> Promises:
+        """The workers of a simulation share the clients of every round."""
+        return Promises(
+            worker_dies=ENDS,
+            server_dies=NO_SERVERS,
+            workers_join=NOBODY_JOINS,
+            same_numbers=Promise(
+                answer=Answer.PARTLY,
+                words="those of clients trained one after another in one process, but for rounding",
+            ),
+        )

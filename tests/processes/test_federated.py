@@ -1,0 +1,175 @@
+"""Federated rounds beside what they must equal: one process on the pooled data, a loop by hand, the formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import UserError
+from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.algorithms.base import ClientUpdate
+
+TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+    return inputs, inputs @ TRUE + 0.1 * torch.randn(count, 1, dtype=torch.float64, generator=generator)
+
+
+PARTIES = {"one": samples(5, 1), "two": samples(8, 2), "three": samples(11, 3)}
+
+
+def task(data: object = None, **fields: object) -> mh.Task:
+    defaults: dict[str, object] = {
+        "model": lambda: nn.Linear(3, 1).double(),
+        "loss": lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        "data": mh.Parties(PARTIES) if data is None else data,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "batch_size": 24,
+        "evaluation": samples(40, 9),
+    }
+    return mh.Task(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def assert_same(one: nn.Module, other: nn.Module, within: float = 1e-9) -> None:
+    for mine, theirs in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=within, atol=within)
+
+
+def test_three_models_become_their_mean() -> None:
+    """m = (m1 + m2 + m3) / 3."""
+    weights = [torch.zeros(2, dtype=torch.float64)]
+    models = [torch.tensor(values, dtype=torch.float64) for values in ([1.0, 2.0], [4.0, 2.0], [1.0, 8.0])]
+    fedavg = algorithm_named("fedavg")
+    updates = [
+        ClientUpdate(client=k, change=[m - weights[0]], samples=7, steps=1, loss=0.0)
+        for k, m in enumerate(models)
+    ]
+    weight = sum(fedavg.weight(update) for update in updates)
+    fedavg.step(weights, [sum(fedavg.weight(u) * u.change[0] for u in updates) / weight])  # type: ignore[list-item]
+    assert weights[0].tolist() == [2.0, 4.0]
+
+
+def test_one_step_of_every_party_on_all_it_has_is_one_process_on_the_pooled_data(tmp_path: Path) -> None:
+    pooled = mh.fit(task(), "single", steps=6)
+    options = mh.Options(checkpoint_every=2)
+    for strategy in (
+        "federated clients=3 batch=all partition=natural",
+        "federated algorithm=fedsgd partition=natural",
+    ):
+        rounds = mh.fit(task(), strategy, rounds=6)
+        assert_same(rounds.model, pooled.model)
+        assert rounds.history.loss == pytest.approx(pooled.history.loss, rel=1e-9)
+    out = tmp_path / "run"
+    mh.fit(task(), strategy, rounds=3, out=out, options=options)
+    again = mh.fit(task(), strategy, rounds=6, out=out, resume=True, options=options)
+    assert_same(again.model, pooled.model)
+    assert again.summary["steps"] == 6
+
+
+def by_hand(mu: float = 0.0) -> nn.Module:
+    """Two rounds of three clients, two epochs of whole batches each, in plain PyTorch."""
+    torch.manual_seed(0)
+    model = task().model()
+    for _ in range(2):
+        begun = [parameter.detach().clone() for parameter in model.parameters()]
+        found = [torch.zeros_like(one) for one in begun]
+        for inputs, targets in PARTIES.values():
+            copy = nn.Linear(3, 1).double()
+            copy.load_state_dict(dict(zip(("weight", "bias"), begun, strict=True)))
+            optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = (copy(inputs) - targets).square().mean()
+                for parameter, start in zip(copy.parameters(), begun, strict=True):
+                    loss = loss + mu / 2 * (parameter - start).square().sum()
+                loss.backward()
+                optimizer.step()
+            for total, mine in zip(found, copy.parameters(), strict=True):
+                total += len(inputs) / 24 * mine.detach()
+        with torch.no_grad():
+            for parameter, mean in zip(model.parameters(), found, strict=True):
+                parameter.copy_(mean)
+    return model
+
+
+@pytest.mark.parametrize(("algorithm", "mu"), [("fedavg", 0.0), ("fedprox:0.7", 0.7)])
+def test_rounds_are_those_of_a_loop_by_hand(algorithm: str, mu: float) -> None:
+    run = mh.fit(task(), f"federated algorithm={algorithm} epochs=2 batch=all partition=natural", rounds=2)
+    assert_same(run.model, by_hand(mu))
+
+
+@pytest.mark.parametrize("algorithm", ["fedadam:0.05", "fedyogi:0.05", "fedadagrad:0.05"])
+def test_an_adaptive_server_takes_the_papers_steps_and_goes_on_where_it_stopped(
+    algorithm: str, tmp_path: Path
+) -> None:
+    words = f"federated algorithm={algorithm} epochs=1 batch=all partition=natural"
+    run = mh.fit(task(), words, rounds=4, out=tmp_path / "whole")
+    mh.fit(task(), words, rounds=2, out=tmp_path / "parts")
+    again = mh.fit(task(), words, rounds=4, out=tmp_path / "parts", resume=True)
+    assert_same(run.model, again.model, within=0)
+    torch.manual_seed(0)
+    model = task().model()
+    weights = torch.cat([one.detach().flatten() for one in model.parameters()])
+    m, v = torch.zeros_like(weights), torch.full_like(weights, 1e-6)
+    inputs = torch.cat([one for one, _ in PARTIES.values()])
+    targets = torch.cat([one for _, one in PARTIES.values()])
+    for _ in range(4):
+        w, b = weights[:3].view(3, 1), weights[3]
+        error = inputs @ w + b - targets
+        change = -0.1 * 2 / len(inputs) * torch.cat([(inputs.T @ error).flatten(), error.sum().view(1)])
+        beta = 0.0 if "adagrad" in algorithm else 0.9
+        m = beta * m + (1 - beta) * change
+        if "adam" in algorithm:
+            v = 0.99 * v + 0.01 * change**2
+        elif "yogi" in algorithm:
+            v = v - 0.01 * change**2 * torch.sign(v - change**2)
+        else:
+            v = v + change**2
+        weights = weights + 0.05 * m / (v.sqrt() + 1e-3)
+    found = torch.cat([one.detach().flatten() for one in run.model.parameters()])
+    torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-9)
+
+
+def test_two_workers_play_the_clients_that_one_does() -> None:
+    data = samples(300, 4)
+    words = "federated clients=20 fraction=0.4 epochs=2 batch=5 partition=quantity:0.5"
+    alone = mh.fit(task(data), words, rounds=3)
+    both = mh.fit(task(data), words, workers=2, rounds=3)
+    assert_same(alone.model, both.model)
+    assert both.summary["messages_sent"] == alone.summary["messages_sent"] == 3 * 8
+    assert alone.summary["bytes_sent"] == 3 * 8 * 4 * 8, "eight clients a round, four numbers of eight bytes"
+
+
+def test_a_client_whose_update_is_not_finite_is_left_out() -> None:
+    broken = (torch.full((4, 3), float("nan"), dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64))
+    words = "federated batch=all partition=natural"
+    run = mh.fit(task(mh.Parties({**PARTIES, "broken": broken})), words, rounds=2)
+    assert_same(run.model, mh.fit(task(), words, rounds=2).model)
+
+
+@pytest.mark.parametrize(
+    ("words", "length", "sentence"),
+    [
+        ("federated clients=0", {"rounds": 1}, "clients=0"),
+        ("federated fraction=0", {"rounds": 1}, "fraction=0"),
+        ("federated fraction=many", {"rounds": 1}, "not a number"),
+        ("federated algorithm=fedavgg", {"rounds": 1}, "fedavg"),
+        ("federated algorithm=fedavg:2", {"rounds": 1}, "takes no number"),
+        ("federated algorithm=fedprox:-1", {"rounds": 1}, "at least 0"),
+        ("federated partition=dirichlet", {"rounds": 1}, "no labels"),
+        ("federated clients=25", {"rounds": 1}, "at most as many clients"),
+        ("federated", {"steps": 3}, "counted in rounds"),
+        ("federated", {"steps": 3, "rounds": 2}, "twice"),
+        ("single", {"rounds": 3}, "counted in global batches"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: str, length: dict[str, int], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        mh.fit(task(), words, **length)  # type: ignore[arg-type]
