@@ -190,9 +190,8 @@ def measure(strategy: str, world: int, rate: str, port: int) -> dict[str, Any]:
     return {"step_s": statistics.median(measured["took"]), "busiest": measured["busiest"]}
 
 
-def live(rate: str, rounds: int, workers: list[int]) -> list[dict[str, Any]]:
+def live(rate: str, rounds: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
     num_bytes = sum(parameter.nbytes for parameter in build().parameters())
-    cases = [(count, helpers) for count in workers for helpers in LIVE[count]]
     found: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(rounds):
         for place, (count, helpers) in enumerate(cases):
@@ -238,6 +237,7 @@ def main() -> None:
     reader.add_argument("--rate", default="100mbit")
     reader.add_argument("--rounds", type=int, default=3)
     reader.add_argument("--workers", type=int, choices=LIVE, action="append", help="only with so many")
+    reader.add_argument("--helpers", type=int, action="append", help="only with so many; 0: the ring")
     reader.add_argument("--simulated", action="store_true", help="leave the live part out")
     reader.add_argument("--json", type=Path, default=RESULT)
     reader.add_argument("--work", nargs=2, metavar=("STRATEGY", "FILE"), help=argparse.SUPPRESS)
@@ -245,6 +245,12 @@ def main() -> None:
     if asked.work:
         work(asked.work[0], Path(asked.work[1]))
         return
+    cases = [
+        (workers, helpers)
+        for workers in asked.workers or LIVE
+        for helpers in LIVE[workers]
+        if asked.helpers is None or helpers in asked.helpers
+    ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no namespace is left
     result = {
         "cores": len(os.sched_getaffinity(0)),
@@ -256,11 +262,11 @@ def main() -> None:
         "steps": STEPS - WARM,
         "gradient_bytes": sum(parameter.nbytes for parameter in build().parameters()),
         "simulated": simulated(asked.rate),
-        "live": [] if asked.simulated else live(asked.rate, asked.rounds, asked.workers or list(LIVE)),
+        "live": [] if asked.simulated else live(asked.rate, asked.rounds, cases),
     }
-    if asked.workers and asked.json.exists():  # what was measured with other numbers of workers stays
+    if (asked.workers or asked.helpers) and asked.json.exists():  # what was measured of other cases stays
         kept = json.loads(asked.json.read_text())
-        others = [row for row in kept["live"] if row["workers"] not in asked.workers]
+        others = [row for row in kept["live"] if (row["workers"], row["helpers"]) not in cases]
         result["live"] = sorted([*result["live"], *others], key=lambda row: (row["workers"], row["helpers"]))
     asked.json.write_text(json.dumps(result, indent=1) + "\n")
     show(result)

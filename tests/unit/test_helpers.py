@@ -23,6 +23,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.hosts.sharing import no_group
 from manyhands.link.message import Message
 from manyhands.link.simulated import SimulatedNetwork
+from manyhands.onray.lead import Casting
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import LocalStep, Traffic
 from manyhands.training.resources import Resources
@@ -292,6 +293,7 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
         (lambda: strategy.check(3, "cpu", compiled=True), "compiled step"),
         (lambda: strategy.placed(3, {}), "start at least 4"),
         (lambda: strategy.placed(4, {"worker": 4}), "no type for helpers"),
+        (lambda: Casting.of(strategy, 3), "no actor is a helper on Ray"),
     ):
         with pytest.raises(UserError, match=sentence):
             refused()
