@@ -138,7 +138,7 @@ def breaking_loss(task: mh.Task, after: int) -> Any:
     "row",
     [
         *(ROWS[word] for word in ROWS if word != "single"),
-        *(VARIANTS[name] for name in ("allreduce by tcp", "elastic", "elastic over links")),
+        *(VARIANTS[name] for name in ("allreduce by tcp", "helpers", "elastic", "elastic over links")),
     ],
     ids=lambda row: row.text,
 )
