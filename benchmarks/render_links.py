@@ -125,3 +125,27 @@ def helpers_live() -> str:
         f"{result['rounds']} rounds; load of the machine at the beginning: {result['load']:.0f}."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+def ray_actor() -> str:
+    """A step of `ps` and of a Ray actor over a slow cable, and what crosses it, beside the formula."""
+    result = load("ray-actor")
+    ways = {row["way"]: row for row in result["ways"]}
+    table = [["way", "a step", "× the Ray actor", "workers send", "by formula", "they receive", "by formula"]]
+    for way, row in ways.items():
+        peer = ways[way.replace("ps", "ray actor")]["step_s"]
+        crossed = [row["sent_bytes"], row["formula_bytes"][0], row["received_bytes"], row["formula_bytes"][1]]
+        table.append(
+            [
+                f"`{row['strategy']}`" if row["strategy"] else way.replace("ray", "Ray"),
+                f"{row['step_s'] * 1e3:.0f} ms",
+                f"{peer / row['step_s']:.2f}",
+                *(f"{num_bytes / 1e6:.2f} MB" for num_bytes in crossed),
+            ]
+        )
+    about = (
+        f"Parameters on one host, {result['workers']} workers on another ({result['cores']} cores in all), a cable of "
+        f"{result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of {result['rounds']} "
+        f"rounds, Ray {result['ray']}, load {result['load_before']:.1f} when it began."
+    )
+    return f"{about}\n\n{markdown(table)}"

@@ -41,6 +41,11 @@ class Hosts:
         receiver = self.address(1 - sender)
         self.ip(sender, "neigh", "replace", receiver, "lladdr", NOWHERE, "dev", "cable", "nud", "permanent")
 
+    def heal(self) -> None:
+        """What is sent arrives again, in both directions."""
+        for sender in (0, 1):
+            self.ip(sender, "neigh", "flush", "dev", "cable", "nud", "permanent")
+
     def starve(self, sender: int, rate: str, queue: str) -> None:
         """Let `sender` send no faster than `rate`, with `queue` waiting before anything is dropped."""
         shape = ["root", "tbf", "rate", rate, "burst", "10kb", "limit", queue]

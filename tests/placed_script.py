@@ -99,14 +99,15 @@ def at_third(deed: Callable[[], object], rank: int) -> Callable[..., Tensor]:
 
 
 def trouble(directory: Path) -> None:
-    def kept(name: str, **arguments: object) -> Callable[[], object]:
+    def kept(name: str, **arguments: object) -> Callable[[], mh.Run]:
         return lambda: mh.fit(**{"task": task(), "out": directory / name, "options": options()} | arguments)
 
     def fail() -> None:
         raise ZeroDivisionError("a defect of the task")
 
+    elastic = kept("b", strategy="allreduce elastic=yes", steps=STEPS)
     expect("workers", kept("a", strategy="allreduce", workers=7, steps=STEPS))
-    expect("elastic", kept("b", strategy="allreduce elastic=yes", steps=STEPS))
+    expect("elastic", lambda: say("elastic digest:", digest(elastic())))
     expect("steps", kept("c", strategy="allreduce", steps=STEPS + RANK))
     expect("raises", kept("d", strategy="allreduce", steps=100, task=task(at_third(fail, 1))))
     kill = at_third(lambda: os.kill(os.getpid(), signal.SIGKILL), 2)

@@ -22,6 +22,7 @@ __all__ = [
     "PeerTimeout",
     "UserError",
     "WorkerFailed",
+    "first_line",
     "format_bytes",
     "nearest",
     "printable",
@@ -119,6 +120,11 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says first, without a full stop, to be a part of a sentence; else its type."""
+    return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
 
 def printable(text: str, at_most: int = 400) -> str:

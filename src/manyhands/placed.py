@@ -25,7 +25,6 @@ from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
 from manyhands.hosts.specified import check_hosts
-from manyhands.hub.settings import Settings
 from manyhands.randomness import preserved, seed_all
 from manyhands.run import History, Run
 from manyhands.session import run_session
@@ -90,8 +89,7 @@ def run_placed(
         model = request.plan.task.model()
     terms, security, timeout_s = _terms(request, model), request.options.security(), request.options.timeout_s
     name = name or f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
-    # Who is taken for lost too early may come again: then silence need not be waited for as long.
-    asked: dict[str, Any] = {"security": security, "settings": Settings() if kind.comes_again else None}
+    asked: dict[str, Any] = {"security": security, "comes_again": kind.comes_again}
     if place.leads:
         with lead_company(place, terms, name, timeout_s=timeout_s, **asked) as company:
             return _lead(company, request, out, resume)
@@ -120,6 +118,8 @@ def _lead(company: Company, request: Request, out: str | Path | None, resume: bo
 
 def _follow(member: CompanyMember, training: Training, model: nn.Module) -> Run:
     training.take_part(member)
+    if member.place.leaves:
+        return Run(model=model, history=History([]), summary={})
     line = member.line
     try:
         tree = unpack_tree(line.take(_RUN, member.timeout_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,17 +17,18 @@ from torch.distributed import HashStore, PrefixStore
 
 from certificates import run_security
 from manyhands.cluster.host import host_identity
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.hosts import finding
 from manyhands.hosts.company import join_company, lead_company
 from manyhands.hosts.finding import follow, lead
-from manyhands.hosts.links import open_links
+from manyhands.hosts.links import _admit, open_links
 from manyhands.hosts.place import Place, current
 from manyhands.hosts.register import terms_of
 from manyhands.hosts.shelf import Shelf
 from manyhands.link.base import Received
 from manyhands.link.message import Message
 from manyhands.link.secure import Security
+from manyhands.training.together import Hearing
 
 TERMS = terms_of({"task": "toy"})
 TOKEN = b"the secret of this run, 32 bytes"
@@ -99,6 +100,38 @@ def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
     assert told == str(led) == "out=x is taken"
 
 
+def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -> None:
+    first, second = places(2)
+
+    def chunks() -> Iterator[bytes]:
+        yield b"some of it"
+        raise ZeroDivisionError("of nothing")
+
+    def leads() -> str:
+        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
+            company.gather()
+            ended_waits: list[int] = []
+            with Hearing(company) as hearing:
+                hearing.on_failure(lambda rank, sentence: ended_waits.append(rank))
+                company.front.give(1, "start", chunks())
+                failure = hearing.wait_for_failure(10.0)
+            assert failure is not None
+            assert ended_waits == [failure.rank] == [0]
+            assert "test_finding.py" in str(failure.error())
+            raise failure.error()
+
+    def joins() -> str:
+        with join_company(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+            over = member.line.wait_over(10.0)
+            assert over is not None
+            return over.sentence
+
+    led, told = together(leads, joins)
+    assert isinstance(led, WorkerFailed)
+    assert "which leads, could not hear the others any more: ZeroDivisionError('of nothing')" in str(led)
+    assert told == str(led).partition("\n")[0]
+
+
 def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_to_all() -> None:
     store = HashStore()
     seat(store, "twice", 1, process="process 1 (worker 1 on vm)")
@@ -167,7 +200,8 @@ def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> 
 
 def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        port = int(probe.getsockname()[1])
+    address = f"127.0.0.1:{port}"
     first, second = (replace(place, leader=address, kind="specification") for place in places(2))
     call = {"security": Security.loopback(), "timeout_s": 10.0}
     with ExitStack() as stack:
@@ -182,6 +216,9 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
         following, _ = together(lambda: follow(second, TERMS, "a", **call), hears)
         stack.callback(following.line.close)
         assert leading.front.members == (1,)
+        # On loopback nobody can knock who is another user: nothing listens at the port itself.
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1.0):
+            pass
         with pytest.raises(UserError, match="cannot listen there"):
             lead(first, TERMS, "a", **call)
 
@@ -220,6 +257,28 @@ def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) ->
             link.close()
 
 
+def test_links_listen_where_a_name_only_leads_to_this_host() -> None:
+    store = Shelf()
+    call = {"token": TOKEN, "security": Security.insecure(), "timeout_s": 0.1}
+    with pytest.raises(PeerTimeout, match="rank 1 did not connect in time"):
+        open_links(0, [1], store, address="192.0.2.1", **call)  # of no interface here
+    assert store.get("link/0").startswith(b"192.0.2.1:")
+    with pytest.raises(ManyhandsError, match=r"rank 0 cannot listen at nobody\.invalid: "):
+        open_links(0, [1], store, address="nobody.invalid", **call)
+
+
+def test_who_says_who_it_is_byte_by_byte_has_no_more_time_than_others() -> None:
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(_admit, near, 0, TOKEN, time.monotonic() + 0.2)
+        sent = 0
+        while not admitted.done() and sent < 39:  # one less than it must say; each comes well before 0.2 s
+            sent += far.send(b"x")
+            time.sleep(0.05)
+        assert admitted.done()
+        assert admitted.result() is None
+
+
 def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
     store = Shelf()
     call = {"address": "127.0.0.1", "security": Security.loopback(), "timeout_s": 1.0}
@@ -235,3 +294,56 @@ def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
         open_links(1, [0], Shelf(), token=TOKEN, **{**call, "timeout_s": 0.1})
     with pytest.raises(UserError, match="--tls DIR"):
         open_links(0, [1], Shelf(), token=TOKEN, **{**call, "address": "192.0.2.1"})
+
+
+@pytest.mark.parametrize(
+    ("security", "comes_again", "reached"),
+    [
+        (Security.insecure, True, True),
+        (run_security, True, True),
+        (Security.insecure, False, False),
+        (Security.loopback, True, False),
+    ],
+)
+def test_a_leader_is_reached_from_elsewhere_by_those_who_may_come_again_though_all_begin_on_its_host(
+    security: Callable[[], Security], comes_again: bool, reached: bool
+) -> None:
+    """Where it may listen for other hosts at all: under TLS, or where the user trusts the network."""
+    store, address = HashStore(), own_address()
+    first, second = places(2, store, master=address)
+    call = {"security": security(), "timeout_s": 10.0, "comes_again": comes_again}
+
+    def leads() -> str:
+        with lead_company(first, TERMS, "a", **call) as company:
+            company.gather()
+            deadline = time.monotonic() + 10.0
+            for there in ((), (1,)) if reached else ():
+                while company.front.members != there:
+                    assert time.monotonic() < deadline
+                    company.front.poll(0.05)
+            return company.address
+
+    def follows() -> bool:
+        with join_company(second, TERMS, "a", **call):
+            pass
+        told = json.loads(PrefixStore("manyhands/a", store).get("leader"))
+        if (
+            "tcp" in told
+        ):  # as another process in its place has it, which is elsewhere and so hears of TCP alone
+            seat(store, "a", 1, process="process 1 (worker 1 on vm)")
+            store.set("manyhands/a/leader", json.dumps({**told, "host": "elsewhere"}))
+            with join_company(second, TERMS, "a", **call) as member:
+                assert member.address == address
+        return "tcp" in told
+
+    assert together(leads, follows) == [address if reached else "", reached]
+
+
+def own_address() -> str:
+    """One of this machine's that is not on loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import threading
@@ -16,12 +17,14 @@ import pytest
 import manyhands.hub.handshake as handshake
 from descriptors import open_descriptors
 from hubs import FAST, TOKEN, Clock, Number, Party, control, dial, raw, read_all, read_end
+from manyhands.hub import addresses
 from manyhands.hub.calls import Calls
 from manyhands.hub.frames import HEADER_BYTES
 from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
 from manyhands.hub.hub import Arrived, Joined, Lost, TurnedAway
 from manyhands.hub.settings import Settings
 from manyhands.hub.strangers import Newcomers, Tally
+from manyhands.link.secure import Security
 from manyhands.version import __version__
 
 pytestmark = pytest.mark.timeout(60)
@@ -214,6 +217,15 @@ def test_a_member_that_was_pushed_out_dials_again(party: Party) -> None:
         assert one.members() == ()
     assert party.one(2, Joined).member == 1
     assert party.of(2, Lost) == []
+
+
+def test_a_unix_socket_of_another_user_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening, address = addresses.listen("unix", Security.loopback())
+    with listening:
+        addresses.dial(address, Security.loopback()).close()
+        monkeypatch.setattr(addresses.os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ConnectionRefusedError, match="another user listens at unix:manyhands-"):
+            addresses.dial(address, Security.loopback())
 
 
 def test_a_call_is_repeated_until_somebody_listens(party: Party) -> None:

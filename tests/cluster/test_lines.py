@@ -232,6 +232,35 @@ def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_th
         second.take("weights", 5.0)
 
 
+def test_what_fails_in_a_lines_own_thread_ends_its_waits_and_reaches_the_leader(
+    make: Callable[..., Party],
+) -> None:
+    party = make(2)
+    line = party.join(1)
+    party.one(Started)
+    ended_waits: list[str] = []
+    line.on_over(lambda broken: ended_waits.append(broken.sentence))
+
+    def chunks() -> Iterator[bytes]:
+        yield b"some of it"
+        raise ZeroDivisionError("of nothing")
+
+    line.give("a shard", chunks())
+    over = line.wait_over(10.0)
+    assert over is not None
+    assert (over.rank, over.is_lost) == (1, False)
+    assert "worker 1 on host1: its line to worker 0 on " in over.sentence
+    assert "failed: ZeroDivisionError('of nothing')" in over.sentence
+    assert line.stop_requested()
+    with pytest.raises(Aborted, match="of nothing"):
+        line.take("weights", 5.0)
+    failure = party.one(Ended).failure
+    assert "raised ZeroDivisionError at step 0: of nothing" in failure.sentence
+    assert "test_lines.py" in str(failure.error())
+    party.until(lambda: ended_waits)
+    assert ended_waits == [over.sentence]
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "told"),
     [
@@ -325,6 +354,16 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
     assert "call: fly" in party.one(Ended).failure.sentence.replace("'", "")
     second.store.set("k", "v")
     assert party.front.store.get("k") == b"v"
+
+
+def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callable[..., Party]) -> None:
+    party = make(4)
+    line = party.join(1)
+    line._bag.put(hello_of(Place(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
+    assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
+    assert (party.front.members, party.front.missing) == ((), (1, 2, 3))
+    party.join(2)
+    party.until(lambda: party.front.members == (2,))
 
 
 def test_processes_meet_in_the_store_that_the_leader_keeps(make: Callable[..., Party]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from hubs import FAST
-from manyhands.errors import PeerTimeout, UserError
+from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.hosts.company import Company
 from manyhands.hosts.finding import Leading
 from manyhands.hosts.front import Front
-from manyhands.hosts.line import Contact, open_line
+from manyhands.hosts.line import Broken, Contact, open_line
 from manyhands.hosts.place import Place
 from manyhands.hosts.register import terms_of
 from manyhands.link.secure import Security
 from manyhands.server.audit import Audit
 from manyhands.server.audit_files import audit_run
 from manyhands.server.live import away
+from manyhands.server.live.role_members import RunKeeper
+from manyhands.server.live.sending import Shipment
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.live.training import (
     Away,
@@ -288,13 +291,101 @@ def test_a_run_goes_on_from_the_snapshots_that_the_leader_keeps(tmp_path: Path) 
     assert outcome.totals["samples"] == 4 * (STEPS - 8)
 
 
-def test_a_role_that_nobody_starts_is_named_in_time() -> None:
+def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.setattr(away, "record_mark", lambda path: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(there))
     roles = Roles("ps", workers=1, timeout_s=1.0)
     roles.start(1)
     with pytest.raises(PeerTimeout, match="rank 2 did not come within 1 s; start it"):
-        roles.train()
+        roles.train(kept(tmp_path / "run", "ps", 1))
     roles.join()
     assert "rank 2 did not come" in str(roles.failures[1])
+    assert not any(there.glob("manyhands-*"))
+
+
+@pytest.mark.parametrize(
+    ("say", "told"),
+    [
+        (
+            lambda line: line.send(away.WANTS.write(away.SnapshotWanted(shard=-1, version=None))),
+            "of -1, of 1",
+        ),
+        (lambda line: line.send({"kind": "StepComputed", "step": "one"}), "StepComputed needs"),
+        (lambda line: line.give("buffers", [b"nonsense"]), "8 bytes are no tensors"),
+    ],
+)
+def test_who_sends_what_nobody_may_send_is_dismissed_and_the_run_goes_on(
+    say: Callable[[Any], None], told: str
+) -> None:
+    roles = Roles("ps", workers=1)
+
+    def lies(line: Any) -> None:
+        def lie(*_: Any, **__: Any) -> None:  # it has its part by now
+            say(line)
+            over = line.wait_over(10.0)
+            assert told in over.sentence, over
+            raise Killed
+
+        line.mark = lie
+
+    roles.start(2)
+    roles.start(1, act=lies)
+    _, outcome = roles.train()
+    assert roles.deaths == [1]
+    assert any("rank 1 sent what nobody may send" in one and told in one for one in roles.said), roles.said
+    assert outcome.totals["samples"] == 4 * STEPS
+
+
+def test_records_of_another_host_stay_until_the_leader_has_them_and_are_taken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    row = b'{"row": 1}\n'
+    part = away.TakePart(
+        member=3,
+        serves=False,
+        number=0,
+        token="t",
+        threads=1,
+        resume_version=None,
+        keeps=True,
+        records=None,
+        buffers=False,
+    )
+    records = away._Records(part, "worker 0")
+    written = records.path / "updates" / "worker.process-3.jsonl"
+    written.write_bytes(row)
+    lost = Broken(0, "the leader is lost", is_lost=True)
+    dead = SimpleNamespace(leader="the chief", over=lost, give=lambda name, chunks: None)
+    with pytest.raises(Aborted, match="the leader is lost"):
+        records.send(dead, 10.0)  # type: ignore[arg-type]
+    assert written.read_bytes() == row, "who comes in its place sends it"
+
+    (run := tmp_path / "run").mkdir()
+    (run / "updates").mkdir()
+    job = replace(job_for(task(), "ps", steps=1, workers=1), run_path=run)
+    keeper = RunKeeper(job, None, None, lambda sentence: None)  # type: ignore[arg-type]
+    asked: list[str] = []
+
+    def give(name: str, chunks: Iterable[bytes]) -> None:
+        data = bytearray(b"".join(chunks))
+        for _ in range(2):  # as where one died before it heard that all had come
+            keeper.take(Shipment.parse(name, 1), data)
+
+    def check(keys: list[str]) -> bool:
+        assert written.exists(), "the leader has yet to answer"
+        asked.extend(keys)
+        return False
+
+    store = SimpleNamespace(check=check)
+    records.send(SimpleNamespace(leader="the chief", over=None, give=give, store=store), 10.0)  # type: ignore[arg-type]
+    assert asked
+    assert not records.path.exists()
+    assert (run / "updates" / "worker.process-3.jsonl").read_bytes() == row
 
 
 def test_a_role_that_cannot_do_its_part_ends_the_run_with_its_sentence() -> None:

@@ -1,6 +1,8 @@
 """A script that calls `mh.fit` and is one role of a run: `roles_script.py STRATEGY STEPS [name=value …]`.
 
     out=DIRECTORY  task=NAME  pause=SECONDS of every step  timeout=SECONDS  resume=yes  insecure=yes
+    tls=FOLDER  workers=N  check=STEPS between two comparisons
+    hold=FILE while which is there a step takes a second longer
 
 Prints a digest of the weights that it got.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +23,13 @@ from manyhands.errors import ManyhandsError
 
 def main(strategy: str, steps: str, *asked: str) -> None:
     settings = dict(word.split("=", 1) for word in asked)
-    pause_s = float(settings.get("pause", "0"))
+    pause_s, hold = float(settings.get("pause", "0")), Path(settings.get("hold", "/nowhere"))
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(256, 8, generator=generator, dtype=torch.float64)
     y = x @ torch.randn(8, 3, generator=generator, dtype=torch.float64)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        time.sleep(pause_s)
+        time.sleep(pause_s + hold.exists())
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     task = mh.Task(
@@ -41,12 +44,15 @@ def main(strategy: str, steps: str, *asked: str) -> None:
         timeout_s=float(settings.get("timeout", "120")),
         checkpoint_every=20,
         evaluate_every=10**6,
+        check_every=int(settings.get("check", "100")),
         insecure="insecure" in settings,
+        tls=settings.get("tls"),
         progress="none",
     )
     run = mh.fit(
         task,
         strategy,
+        workers=int(settings["workers"]) if "workers" in settings else None,
         steps=int(steps),
         out=settings.get("out"),
         resume="resume" in settings,

@@ -116,7 +116,10 @@ def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_
     host = socket.gethostname()
     for lines in told:
         assert "workers=7: torchrun started 3 processes, each of which is a worker" in lines["workers"]
-        assert "elastic=yes starts processes of its own" in lines["elastic"]
+        assert lines["elastic"] == "came to its end"
+    alike = "allreduce algorithm=hierarchical group=3"
+    over_links = mh.fit(task(), alike, workers=3, steps=STEPS, options=options())
+    assert {lines["elastic digest"] for lines in told} == {digest(over_links)}
     steps = f"has steps={STEPS + 1}, and the leader, worker 0 on {host}, steps={STEPS}"
     assert f"worker 1 on {host} {steps}" in told[1]["steps"]
     assert any(f"has steps={STEPS + rank}, and the leader" in told[0]["steps"] for rank in (1, 2))

@@ -42,7 +42,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=4)
+        cluster.add_node(num_cpus=4, resources={"second": 1})
         ray.init(address=cluster.address, logging_level="ERROR")
         yield cluster
     finally:
@@ -76,9 +76,9 @@ def test_actors_carry_roles_and_their_ends_are_told(nodes: Any) -> None:
         roles.start("worker", 1, die)
         roles.start("ps", 0, whose, 0.0, True)
         roles.start("ps", 1, whose, 600.0)
-        roles.start("worker", 2, whose, 0.0)  # it has no bundle
+        roles.start("worker", 2, whose, 0.0)  # in a bundle of its own
         ends = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while len(ends) < 4 and time.monotonic() < deadline:
             ends |= {(end.role, end.index): end for end in roles.ended(1.0)}
         assert sorted(ends) == [("ps", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
@@ -121,6 +121,27 @@ def test_a_worker_that_dies_under_all_reduce_is_named(nodes: Any, tmp_path: Path
     assert time.monotonic() - began[0] < 30
 
 
+def test_an_elastic_run_goes_on_without_a_worker_until_ray_has_started_it_again(
+    nodes: Any, tmp_path: Path
+) -> None:
+    task, run = slowed(build("digits"), 0.2), tmp_path / "run"
+
+    def strike() -> None:
+        await_rows(run, 5)
+        (pid,) = [
+            one["pid"] for one in events(run) if one["event"] == "started" and one["name"] == "worker 2"
+        ]
+        os.kill(pid, signal.SIGKILL)
+
+    with striking(strike, []):
+        done = mh.fit(task, "allreduce elastic=yes", workers=3, steps=300, cluster="auto", out=run)
+    counted = done.summary["membership"]
+    assert (counted["lost"], counted["joined"]) == (1, 1), counted
+    assert [row["step"] for row in done.history.steps] == list(range(1, 301))
+    (came,) = [one for one in events(run) if one["event"] == "joined" and "sentence" in one]
+    assert "worker 2 joined after step" in came["sentence"]
+
+
 def slowed(task: mh.Task, seconds: float) -> mh.Task:
     def loss(model: Any, batch: Any) -> Any:
         time.sleep(seconds)
@@ -141,10 +162,13 @@ def carriers() -> list[int]:
     return found
 
 
-def await_rows(run: Path, rows: int, within_s: float = 600.0) -> None:
+def await_rows(run: Path, rows: int, running: mh.Running | None = None, within_s: float = 600.0) -> None:
+    """Wait for so many rows of a run; what has ended it before is raised here."""
     deadline = time.monotonic() + within_s
     path = run / "metrics.jsonl"
     while time.monotonic() < deadline:
+        if running is not None and running.done:
+            running.result(0)
         if path.exists() and path.read_text().count("\n") >= rows:
             return
         time.sleep(0.05)
@@ -224,6 +248,7 @@ def test_deaths_of_a_worker_a_server_and_a_node_are_survived(nodes: Any, tmp_pat
     assert trained.summary["final"]["accuracy"] > 0.95
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning:ray")  # of Ray's own settings, by Ray
 def test_a_ray_dataset_is_read_by_its_workers(nodes: Any) -> None:
     pytest.importorskip("pandas", reason="Ray Datasets need pandas and pyarrow: pip install 'ray[data]'")
     pytest.importorskip("pyarrow", reason="Ray Datasets need pandas and pyarrow: pip install 'ray[data]'")
@@ -258,7 +283,7 @@ def test_workers_come_when_the_cluster_grows(nodes: Any, tmp_path: Path) -> None
         options=mh.Options(max_workers=4),
     )
     with running:
-        await_rows(run, 10)
+        await_rows(run, 10, running)
         nodes.add_node(num_cpus=2)  # in the main thread, as Ray wants it
         running.result(600)
     started = {event["name"] for event in events(run) if event["event"] == "started"}
@@ -268,3 +293,44 @@ def test_workers_come_when_the_cluster_grows(nodes: Any, tmp_path: Path) -> None
     assert found.verdict is Verdict.COMPLETE, [*(one.sentence for one in found.violations), *found.missing][
         :5
     ]
+
+
+def test_workers_go_when_the_cluster_shrinks(nodes: Any, tmp_path: Path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    run = tmp_path / "run"
+    held = placement_group([{"CPU": 4, "second": 1}])
+    assert held.wait(60)
+    running = mh.start(
+        slowed(build("digits"), 0.3),
+        "ps consistency=async",
+        workers=6,
+        steps=1200,
+        cluster="auto",
+        out=run,
+        options=mh.Options(min_workers=2),
+    )
+    with running:
+        while ray.available_resources().get("CPU", 0) >= 4:  # until the server has its place, on the head
+            assert not running.done, running
+            time.sleep(0.1)
+        remove_placement_group(held)  # three of the six workers find theirs on the second node
+        await_rows(run, 10, running)
+        nodes.remove_node(nodes.worker_nodes.copy().pop(), allow_graceful=False)
+        gone = time.monotonic()
+        left = 6
+        while left > 3:
+            assert not running.done
+            assert time.monotonic() < gone + 300, "workers without a place have not left"
+            views = [event for event in events(run) if event["event"] == "view"]
+            left = len(views[-1]["slots"])
+            time.sleep(0.2)
+        print(f"the run went on with {left} workers {time.monotonic() - gone:.1f} s after the node was gone")
+        trained = running.result(600)
+    assert left == 3, "all for whom there is room stay"
+    found = audit_run(run).found
+    assert found.verdict is Verdict.COMPLETE, [*(one.sentence for one in found.violations), *found.missing][
+        :5
+    ]
+    assert trained.summary["final"]["accuracy"] > 0.95

@@ -15,6 +15,7 @@ import torch
 
 import warm
 from hosts import switched_hosts
+from manyhands.hosts.finding import _near
 from manyhands.server.audit_files import audit_run
 from manyhands.store.rundir import RunDirectory
 from roles import Cluster, cluster, free_ports
@@ -49,10 +50,10 @@ def steps_done(run: Path) -> int:
 
 
 def has_guests(address: str) -> bool:
-    """Whether somebody is connected to this port of loopback."""
-    ended = f":{int(address.rpartition(':')[2]):04X}"
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(row[1].endswith(ended) and row[3] == "01" for row in rows)  # established
+    """Whether somebody is connected to the leader that has this address on loopback."""
+    name = f"@{(_near(address) or '').removeprefix('unix:')}"
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return any(row[-1] == name and row[5] == "03" for row in rows)  # connected
 
 
 def require_one_model(roles: Cluster) -> None:
@@ -226,3 +227,28 @@ def test_a_worker_whose_cable_was_out_for_a_while_comes_again(tmp_path: Path) ->
             roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return", 60.0)
             assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
     require_clean(tmp_path / "run")
+
+
+def test_a_worker_that_began_beside_its_leader_is_started_again_on_another_host(tmp_path: Path) -> None:
+    """All roles of the specification are on one host at first, which others reach all the same."""
+    words = (SCRIPT, "ps consistency=async", "300", "pause=0.05", "insecure=yes")
+    with switched_hosts(2) as hosts:
+        addresses = [f"{hosts.address(0)}:{2222 + number}" for number in range(4)]
+        with cluster(tmp_path, {"chief": 1, "worker": 2, "ps": 1}, addresses) as roles:
+            spec = written(tmp_path, roles.spec)
+            everyone = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+
+            def start(kind: str, index: int, host: int) -> None:
+                out = [f"out={tmp_path}/run"] if kind == "chief" else []
+                asked = by_hand(spec, kind, index, *words, *out)
+                roles.start(kind, index, asked, before=hosts.inside(host), variables={})
+
+            for one in everyone:
+                start(*one, host=0)
+            roles.wait_for(lambda: steps_done(tmp_path / "run") > 20, "step 20")
+            roles.roles["worker", 1].kill()
+            start("worker", 1, host=1)
+            chief = roles.roles["chief", 0]
+            roles.wait_for(lambda: "slot 1 is whole again" in chief.said, "its return")
+            assert [roles.roles[one].ended() for one in everyone] == [0] * 4, roles.told()
+            require_one_model(roles)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from commands import run_command
+from manyhands import fitting
 
 TRAIN = ("--", "train", "digits", "--strategy", "ps")
 
@@ -68,3 +70,10 @@ def test_a_specification_that_is_not_there(
     words = ["role", "--spec", tmp_path / "no.toml", "--type", "ps", *TRAIN]
     assert run_command(monkeypatch, *words) == 2
     assert "no.toml cannot be read" in capfd.readouterr().err
+
+
+def test_a_role_that_a_signal_ends_has_the_status_of_any_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "fit", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    assert run_command(monkeypatch, *asked(tmp_path, "worker", "1")) == 128 + signal.SIGTERM

@@ -18,7 +18,7 @@ from manyhands.allreduce.elastic.collective import ElasticCollective, MembersCha
 from manyhands.allreduce.elastic.files import EpochFiles, receive_files, send_files
 from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
 from manyhands.allreduce.elastic.passage import Passage
-from manyhands.allreduce.elastic.state import read_state, restore_buffers, write_file, write_state
+from manyhands.allreduce.elastic.state import read_state, restore_buffers, state_tree, write_file, write_state
 from manyhands.allreduce.elastic.story import MemberStory
 from manyhands.allreduce.elastic.training import ElasticTraining, FirstRows
 from manyhands.errors import Aborted, PeerTimeout, UserError
@@ -68,7 +68,7 @@ def test_a_newcomer_goes_on_with_the_very_bits_of_its_donor() -> None:
     extra = {"samples": 12, "evaluated": {"loss": float("inf")}}
     with memory_files(2) as (tensors, tree):
         write_file(tensors, [b"what a donor had begun to write before it was lost" * 1000])
-        write_state(tensors, tree, donor, optimizer, 3, extra)
+        write_state(tensors, tree, state_tree(donor, optimizer, 3, extra))
         loaded = read_state(tensors, tree)
     newcomer, its_optimizer = trained(2, 0)
     newcomer.load_state_dict(loaded.model)

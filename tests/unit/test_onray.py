@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import random
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,18 +15,22 @@ from torch.distributed import HashStore, PrefixStore
 
 import manyhands as mh
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.hosts.finding import follow
 from manyhands.hosts.place import Place
 from manyhands.hosts.standing import standing
+from manyhands.link.secure import Security
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.connection import ray_module
 from manyhands.onray.following import Less, More, SizeFollower
-from manyhands.onray.lead import Casting
+from manyhands.onray.lead import ActorGift, ActorKeeper, Casting
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
+from manyhands.onray.roles import RoleEnded
 from manyhands.onray.store import Noticeboard, RayStore
 from manyhands.server.roles import ps_ranks
 from manyhands.server.strategy import Ps
+from manyhands.server.training import most_workers
 from manyhands.strategy import Strategy
-from manyhands.training.commands import AddWorker, Command, RemoveWorker
+from manyhands.training.commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 
 
 def test_a_cluster_is_read_from_its_text() -> None:
@@ -60,6 +67,9 @@ def test_every_kind_of_role_has_bundles_of_its_own() -> None:
         gpus={"worker": 1},
     )
     assert (workers.strategy, workers.first, workers.count) == ("PACK", 1, 3)
+    assert not workers.single
+    (alone,) = seats({"worker": range(3)}, {"worker": "pack"}, 1, {}, single={"worker"})
+    assert alone.single
     assert workers.bundle == {"CPU": 2, "GPU": 1}
     assert (servers.strategy, servers.count, servers.bundle) == ("SPREAD", 2, {"CPU": 2})
     assert seats({"worker": range(1, 1)}, {"worker": "pack"}, 1, {}) == []
@@ -117,6 +127,27 @@ def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
         store.check(["here/1"])
     with pytest.raises(PeerTimeout, match="nobody has said 'run/leader' on Ray within 0 s"):
         PrefixStore("run", impatient).get("leader")
+    patient = RayStore(ask, 600.0)
+    patient.wait(["run/here/0"])
+    with pytest.raises(PeerTimeout, match="nobody has said 'leader' on Ray within 0 s"):
+        patient.wait(["run/here/0", "leader"], timedelta(seconds=0.1))
+
+
+def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -> None:
+    store = HashStore()
+    told = {
+        "name": "chief 0 on hostA",
+        "host": "another",
+        "version": mh.__version__,
+        "unix": "unix:x",
+        "token": "aa",
+    }
+    store.set("manyhands/run/leader", json.dumps(told))
+    place = Place(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
+    with pytest.raises(
+        UserError, match=r"worker 3 on hostB comes to a run that began on one host.*--tls DIR"
+    ):
+        follow(place, (), "run", security=Security.insecure(), timeout_s=1.0)
 
 
 def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
@@ -137,6 +168,26 @@ def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:
     assert Staff(survives=False).ended("worker", 1, "worker 1: died", 0.0) == GivenUp("worker 1: died")
 
 
+def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gone:
+        def ended(self, timeout_s: float) -> list[RoleEnded]:
+            raise ConnectionError("Ray is gone")
+
+    casting = Casting(leader=("worker", 0), actors={})
+    given = ActorGift(master="here", board=None, packed=None)
+    follower = SizeFollower(None, 1, None)
+    with ActorKeeper(Gone(), casting, given, Staff(survives=True), follower) as keeper:  # type: ignore[arg-type]
+        deadline = time.monotonic() + 10.0
+        while keeper.trouble() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    sentence = "what starts the roles on Ray again has failed: ConnectionError('Ray is gone')"
+    assert keeper.trouble() == sentence
+    assert sentence in caplog.messages, "once a run has begun nobody asks for the trouble"
+
+
 class Space:
     def __init__(self) -> None:
         self.free, self.homeless = 0, dict[int, float]()
@@ -144,7 +195,7 @@ class Space:
     def room(self, role: str) -> int:
         return self.free
 
-    def waiting(self, role: str) -> dict[int, float]:
+    def waiting(self, role: str, now_s: float) -> dict[int, float]:
         return self.homeless
 
 
@@ -164,11 +215,20 @@ def test_workers_come_one_by_one_and_go_when_their_place_is_gone() -> None:
     assert follower.look(space, 20.1) == [More(2)]
     space.homeless = {2: 20.1}
     assert follower.look(space, 22.2) == [], "it is being started"
-    assert follower.look(space, 45.0) == [Less(2)]
-    assert commands.get_nowait().change == RemoveWorker(slot=2)
+    assert follower.look(space, 45.0) == []
+    asked = commands.get_nowait()
+    assert asked.change == RemoveWorker(slot=2)
+    assert follower.look(space, 50.0) == [], "the run has not answered"
+    asked.done.set_result(2)
+    assert follower.look(space, 50.1) == [Less(2)]
+    assert follower.look(space, 52.2) == [], "whoever comes for it leaves by itself"
+    assert commands.empty()
     space.homeless = {0: 0.0, 1: 0.0}
-    assert follower.look(space, 50.0) == [Less(1)]
-    assert follower.look(space, 60.0) == [], "one is the least"
+    assert follower.look(space, 60.0) == []
+    commands.get_nowait().done.set_result(1)
+    assert follower.look(space, 60.1) == [Less(1)]
+    assert follower.look(space, 70.0) == [], "one is the least"
+    assert commands.empty()
 
 
 def test_no_more_workers_are_asked_for_than_a_run_can_have() -> None:
@@ -202,6 +262,10 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
         mh.fit(task, workers=2, options=bounded)
     with pytest.raises(UserError, match="strategy allreduce needs the workers it began with"):
         mh.fit(task, "allreduce", workers=2, options=bounded, cluster="ray")
+    with pytest.raises(
+        UserError, match=r"max_workers=4: strategy .*elastic=yes.* no more than it began with"
+    ):
+        mh.fit(task, "allreduce elastic=yes", workers=2, options=bounded, cluster="ray")
     with (
         standing(Place(rank=0, world=2, kind="torchrun")),
         pytest.raises(UserError, match="torchrun has started"),
@@ -223,6 +287,10 @@ def test_who_leads_and_who_is_which_rank() -> None:
     assert ranks == [2, 3, 8], "later workers follow the first ones"
     strategy = Strategy.parse("ps servers=2")
     assert isinstance(strategy, Ps)
-    found = ps_ranks(strategy, Place(rank=0, world=served.world, kind="ray", role="chief"))
+    place = Place(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
+    found = ps_ranks(strategy, place)
+    assert most_workers(3, place, can_ask=True) == len(found.workers), "each has a place in the run's memory"
+    assert most_workers(3, None, can_ask=True) == 3 + MORE_WORKERS
+    assert most_workers(3, None, can_ask=False) == 3
     assert (found.servers, found.workers[:2], len(found.workers)) == ((1, 2), (3, 4), 19)
     assert [found.names[rank] for rank in (0, 2, 3)] == ["chief", "ps 1", "worker 0"]

@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from itertools import pairwise
 
 import pytest
 
-from manyhands.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, data_ages, exchange_places
+from manyhands.link.heartbeats import (
+    BeatPlace,
+    Heartbeats,
+    address_of_interface,
+    data_ages,
+    exchange_places,
+    is_stopped,
+)
 from manyhands.link.pulse import BETWEEN_HOSTS, FRAME, Pulse, PulseKind, PulseLost
 
 SECRET = b"s" * 32
@@ -102,6 +111,42 @@ def test_a_cut_in_one_direction_is_known_at_its_other_end() -> None:
     told = world.pulse.handle(world.others[2].frame(0, PulseKind.GIVEN_UP, blamed=3), world.now)
     assert told is not None
     assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in told.sentence
+
+
+def test_one_who_is_missed_here_too_is_named_and_not_the_one_who_gave_it_up_first() -> None:
+    world = World()
+    world.beat(1, 2, 3)
+    assert world.run(3.0, 1, 2) is None
+    told = world.pulse.handle(world.others[2].frame(0, PulseKind.GIVEN_UP, blamed=3), world.now)
+    assert told is not None
+    assert told.rank == 3
+    assert f"rank 3 on {C} fell silent: neither a heartbeat nor data of it for 3.0 s" in told.sentence
+
+
+def test_one_who_is_known_to_live_is_not_given_up_until_it_is_not() -> None:
+    world = World()
+    world.beat(1, 2, 3)
+    for _ in range(40):
+        world.pulse.excuse(3, world.now)
+        assert world.run(0.5, 1, 2) is None
+    lost = world.run(SILENCE_S + 1.0, 1, 2)
+    assert lost is not None
+    assert lost.rank == 3
+
+
+def test_a_process_that_was_stopped_is_told_from_one_that_runs() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert is_stopped(process.pid)
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+            assert not is_stopped(process.pid)
+        finally:
+            process.kill()
+    assert is_stopped(process.pid)
 
 
 def test_one_who_did_not_look_blames_nobody_before_reading_what_came_meanwhile() -> None:

@@ -239,6 +239,22 @@ def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> Non
         Play(workers=1).do(RemoveSlot(slot=0))
 
 
+def test_before_a_run_begins_only_slots_that_were_added_can_be_removed() -> None:
+    core = Membership(MembershipPlan(num_shards=1, num_workers=2))
+    started = [action.member for action in core.begin() if isinstance(action, StartServer | StartWorker)]
+    core.handle(AddSlot())
+    with pytest.raises(
+        UserError, match="slot=1: the run has not begun; remove it when every worker has come"
+    ):
+        core.handle(RemoveSlot(slot=1))
+    assert not [
+        a for member in started for a in core.handle(MemberJoined(member=member)) if isinstance(a, Publish)
+    ]
+    (published,) = core.handle(RemoveSlot(slot=2))
+    assert isinstance(published, Publish), "nobody else is waited for"
+    assert [place.slot for place in published.view.slots] == [0, 1]
+
+
 def test_an_added_slot_that_is_removed_before_its_worker_came_was_never_there() -> None:
     play = Play(workers=1)
     play.hold = True

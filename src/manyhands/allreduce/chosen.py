@@ -1,15 +1,21 @@
-"""From a strategy's settings to the collective that sums by them, among the workers of one host."""
+"""From a strategy's settings to the collective that sums by them, among the workers of one host or of several."""
 
 from __future__ import annotations
 
 from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.collective import Collective, SharedCollective, over_links
+from manyhands.allreduce.collective import (
+    Collective,
+    ScheduleCollective,
+    SharedCollective,
+    across_hosts,
+    over_links,
+)
 from manyhands.allreduce.helped import helped_collective
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.training.resources import Resources
 
-__all__ = ["collective_for"]
+__all__ = ["collective_across_hosts", "collective_for"]
 
 
 def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
@@ -26,3 +32,14 @@ def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]
+
+
+def collective_across_hosts(
+    strategy: AllReduce, resources: Resources
+) -> tuple[ScheduleCollective, ScheduleCollective]:
+    """One worker's end over links, as `across_hosts` chose the algorithm: for gradients, and for small exact words."""
+    if strategy.helpers:
+        both = helped_collective(resources, strategy.codec)
+        return both, both
+    algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
+    return across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)

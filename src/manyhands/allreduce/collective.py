@@ -340,6 +340,10 @@ class ScheduleCollective(Collective):
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
+    def barrier(self) -> None:
+        """Collective: return when everyone has come here."""
+        self._executor.barrier()
+
     def broadcast(self, index: int, root: int = 0) -> None:
         """Worker `root`'s bucket to all, down a tree."""
         self._executor.broadcast(self._buckets[index], root)
@@ -374,7 +378,9 @@ def over_links(
     """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
     group, links = resources.group(), resources.links()
     carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
-    executor = ScheduleExecutor(algorithm, group.rank, group.world, links, resources.timeout_s, codec=carries)
+    executor = ScheduleExecutor(
+        algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
+    )
     return ScheduleCollective(executor, links, meeting_in(group), codec)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.chosen import collective_for
-from manyhands.allreduce.collective import Collective, across_hosts
+from manyhands.allreduce.chosen import collective_across_hosts, collective_for
+from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.helped import help_workers, helped_collective
+from manyhands.allreduce.helped import help_workers
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
@@ -46,9 +45,5 @@ class AllReduceTraining(ExchangeTraining):
     @classmethod
     def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
         """Every algorithm runs over links there."""
-        if strategy.helpers:
-            collective = helped_collective(resources, strategy.codec)
-            return AllReduceExchange(collective, strategy.buckets), collective
-        algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
-        gradients, words = across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+        gradients, words = collective_across_hosts(strategy, resources)
         return AllReduceExchange(gradients, strategy.buckets), words

@@ -49,7 +49,9 @@ def role_command(
         if word == "train":
             from manyhands.cli.main import app
 
-            app(arguments, standalone_mode=False)
+            status = app(arguments, standalone_mode=False)
+            if isinstance(status, int) and status:  # what the command left with, which click gives back
+                raise typer.Exit(status)
         else:
             sys.argv = arguments
             sys.path.insert(0, str(Path(word).resolve().parent))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -39,6 +40,9 @@ from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
+
+if TYPE_CHECKING:
+    from manyhands.run import Run
 
 __all__ = ["train_app"]
 
@@ -170,20 +174,59 @@ class _Common:
     csv_file: Path | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a command asks for, where it stands."""
+
+    fit: Callable[[], Run]
+    out: Path
+    leads: bool
+    """Whether the run directory, the page and what is printed at the end are this process's."""
+
+    count: int
+    """How many processes there are, as the page shows them before the run has said so."""
+
+
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending, signal_of
-    from manyhands.draw.table import end_table
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.fitting import fit, place_among_others
-    from manyhands.loggers import CsvLogger
-    from manyhands.slowdown import Slowdown
-    from manyhands.training.options import Options
 
     common = _Common(**shared)
     if common.resume and common.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
     spare_the_compiler()
+    asked = _asked(entry, task_options, common)
+    try:
+        if not asked.leads:
+            with ending():
+                asked.fit()
+            return
+        shown = (asked.out, entry.name, common.strategy, common.dashboard_port, asked.count)
+        page = live_page(common.dashboard, *shown)
+        with ending(), page, live_tensorboard(asked.out, common.tensorboard):
+            run = asked.fit()
+    except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
+        number = signal_of(stop)
+        if number is None:
+            raise
+        raise typer.Exit(128 + number) from None
+    except UserError:
+        raise
+    except ManyhandsError:
+        if asked.leads:
+            leave_report(asked.out)  # it shows what went wrong, and to whom
+        raise
+    _end(run, asked.out, common.json_file)
+
+
+def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:
+    """The task with its options, and the call of `fit`; UserError for what makes no sense before anything starts."""
+    from manyhands.fitting import fit, place_among_others
+    from manyhands.loggers import CsvLogger
+    from manyhands.slowdown import Slowdown
+    from manyhands.training.options import Options
+
     task = entry.build(**task_options)
     place = place_among_others()
     leads = place is None or place.leads
@@ -219,33 +262,19 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
         ),
     )
-    try:
-        if not leads:
-            with ending():
-                fit_here()
-            return
-        count = workers if place is None or workers is not None else place.world
-        asked = (out, entry.name, common.strategy, common.dashboard_port, count or _WORKERS)
-        page = live_page(common.dashboard, *asked)
-        with ending(), page, live_tensorboard(out, common.tensorboard):
-            run = fit_here()
-    except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
-        number = signal_of(stop)
-        if number is None:
-            raise
-        raise typer.Exit(128 + number) from None
-    except UserError:
-        raise
-    except ManyhandsError:
-        if leads:
-            leave_report(out)  # it shows what went wrong, and to whom
-        raise
+    count = workers if place is None or workers is not None else place.world
+    return _Asked(fit=fit_here, out=out, leads=leads, count=count or _WORKERS)
+
+
+def _end(run: Run, out: Path, json_file: Path | None) -> None:
+    from manyhands.draw.table import end_table
+
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
     if run.path is not None:  # else a node of a cluster has it
         leave_report(out)
-    write_json(common.json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
+    write_json(json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
 
 
 def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:

@@ -67,7 +67,8 @@ def report_command(
 def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) -> Iterator[str]:
     """The page of a run for as long as this lasts; its address is printed once, and given."""
     from manyhands.draw.prometheus import metrics_text
-    from manyhands.serve.dashboard import Dashboard, is_loopback
+    from manyhands.link.secure import is_loopback
+    from manyhands.serve.dashboard import Dashboard
 
     with Dashboard(source, metrics_text, host=host, port=port, farewell=farewell) as dashboard:
         print(f"page  {dashboard.url}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Heartbeats between workers of different hosts, whose places lie in the run's store: a silent cut is named in seconds.
+"""Heartbeats between all workers of a run, whose places lie in its store: a cut or a stop is named in seconds.
 
 Lines have heartbeats too, from Python, which a long call without its lock delays: they are patient. These come from
 compiled code, as those of `mh.join` do.
@@ -7,7 +7,7 @@ compiled code, as those of `mh.join` do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
@@ -22,17 +22,17 @@ _PAUSE_S: Final = 0.02
 def open_beats(
     rank: int,
     world: int,
-    far: Sequence[int],
     store: MeetingStore,
     *,
     address: str,
     timeout_s: float,
     on_lost: Callable[[int, str], None],
 ) -> Heartbeats:
-    """Collective: watch over `far`, the ranks of other hosts; `on_lost(rank, sentence)` in a thread of its own."""
+    """Collective: watch over all others, on this host as well; `on_lost(rank, sentence)` in a thread of its own."""
     waiting = _Waiting(store, time.monotonic() + timeout_s)
     own, places, secret = exchange_places(waiting, rank, world, address)
-    return Heartbeats(rank, own, {peer: places[peer] for peer in far}, secret, on_lost)
+    others = {peer: place for peer, place in places.items() if peer != rank}
+    return Heartbeats(rank, own, others, secret, on_lost)
 
 
 class _Waiting:

@@ -17,13 +17,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from manyhands.cluster.roster import Ended, Started
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.hosts.finding import Following, Leading, follow, lead
 from manyhands.hosts.front import FrontEvent, Remarked, Turned
 from manyhands.hosts.line import Line
 from manyhands.hosts.messages import Term
 from manyhands.hosts.place import Place
-from manyhands.hub.settings import Settings
 from manyhands.link.secure import Security
 
 __all__ = ["Company", "CompanyMember", "join_company", "lead_company"]
@@ -123,7 +122,7 @@ class Company:
         try:
             if error is not None:
                 rank = error.worker_rank if isinstance(error, WorkerFailed) else 0
-                sentence = str(error).partition("\n")[0] or type(error).__name__
+                sentence = first_line(error)
                 if not isinstance(error, ManyhandsError):
                     sentence = f"{self.place.name} ended with {type(error).__name__}: {sentence}"
                 self.break_off(rank, sentence)
@@ -156,10 +155,10 @@ def lead_company(
     *,
     security: Security,
     timeout_s: float,
-    settings: Settings | None = None,
+    comes_again: bool = False,
 ) -> Company:
     """Be the leader of the run `name`; nobody has come yet."""
-    leading = lead(place, terms, name, security=security, timeout_s=timeout_s, settings=settings)
+    leading = lead(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return Company(place, leading, security, timeout_s)
 
 
@@ -170,8 +169,8 @@ def join_company(
     *,
     security: Security,
     timeout_s: float,
-    settings: Settings | None = None,
+    comes_again: bool = False,
 ) -> CompanyMember:
     """Find the leader of the run `name`, and be one of its processes."""
-    following = follow(place, terms, name, security=security, timeout_s=timeout_s, settings=settings)
+    following = follow(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return CompanyMember(place, following, security, timeout_s)

@@ -3,7 +3,9 @@
     store    here/0 … here/3    who each process is, and on which host     every rank
              leader             where it is reached, or why it is not      rank 0
 
-Once the leader knows who is where, it listens: on a Unix socket for its own host, and by TCP only if there are others.
+Once the leader knows who is where, it listens: on a Unix socket for its own host, and by TCP if there are others, or if
+one that dies may be followed by another elsewhere, which must find its leader then.
+At an address that all know, it listens by TCP, or on a Unix socket named after it where it is on loopback.
 """
 
 from __future__ import annotations
@@ -67,25 +69,27 @@ def lead(
     *,
     security: Security,
     timeout_s: float,
-    settings: Settings | None = None,
+    comes_again: bool = False,
 ) -> Leading:
     """Be the leader of the run `name`, and let the others know where; nobody has come yet.
 
-    What makes that impossible is told to those who wait for it, too.
+    What makes that impossible is told to those who wait for it, too. `comes_again` says that a process that is lost may
+    come again, or another in its place.
     """
-    settings = replace(settings or _PATIENT, security=security)
+    settings = _settings(security, comes_again)
     if place.leader is not None:
         token = security.token or _open_token(place.leader)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
-            front.listen(listening_at(place.leader))
+            front.listen(_near(place.leader) or listening_at(place.leader))
             stack.pop_all()
         return Leading(front=front, token=token, address=place.leader.rpartition(":")[0])
     store = _store(place, name, timeout_s)
     _sit_down(store, place)
     try:
         hosts = _wait_for_all(store, place, timeout_s)
-        address = _own_address(place, security) if len(hosts) > 1 else ""
+        several = len(hosts) > 1 or ((comes_again or place.later) and _may_be_reached(place, security))
+        address = _own_address(place, security) if several else ""
         token = security.token or secrets.token_bytes(_TOKEN_BYTES)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
@@ -109,17 +113,18 @@ def follow(
     *,
     security: Security,
     timeout_s: float,
-    settings: Settings | None = None,
+    comes_again: bool = False,
 ) -> Following:
-    """Find the leader of the run `name`, and open the line to it."""
-    settings = replace(settings or _PATIENT, security=security)
+    """Find the leader of the run `name`, and open the line to it; see `lead`."""
+    settings = _settings(security, comes_again)
     if place.leader is not None:
         token = security.token or _open_token(place.leader)
-        contact = Contact(name=f"the leader at {place.leader}", address=f"tcp:{place.leader}", token=token)
+        address = _near(place.leader) or f"tcp:{place.leader}"
+        contact = Contact(name=f"the leader at {place.leader}", address=address, token=token)
         line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
         return Following(line=line, token=token, address=address_towards(place.leader.rpartition(":")[0]))
     store = _store(place, name, timeout_s)
-    _sit_down(store, place)
+    _sit_down(store, place, follows_another=comes_again)
     told = _read_leader(store, place, timeout_s)
     token = security.token or bytes.fromhex(str(told.get("token", "")))
     if not token:
@@ -128,6 +133,11 @@ def follow(
             "with the folder that `manyhands certificates` made for its host"
         )
     near = told["host"] == host_identity()
+    if not near and "tcp" not in told:
+        raise UserError(
+            f"{place.name} comes to a run that began on one host, that of {told['name']}, and listens nowhere else; "
+            "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
+        )
     contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
     line = open_line(place, contact, terms, timeout_s=timeout_s, settings=settings)
     address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
@@ -147,17 +157,37 @@ def _mine(place: Place) -> dict[str, str]:
     }
 
 
-def _sit_down(store: Store, place: Place) -> None:
+def _sit_down(store: Store, place: Place, *, follows_another: bool = False) -> None:
     mine = json.dumps({**_mine(place), "nonce": secrets.token_hex(8)})
     there = store.compare_set(f"here/{place.rank}", "", mine).decode()
     if there == mine:
         return
     other = json.loads(there)
-    if (other["host"], other["process"]) != (host_identity(), _mine(place)["process"]):
-        raise UserError(
-            f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
-            "or each job a port, of its own"
-        )  # else it is this process itself, which has lost its line and comes again
+    if (other["host"], other["process"]) == (host_identity(), _mine(place)["process"]):
+        return  # it is this process itself, which has lost its line and comes again
+    if follows_another:
+        store.set(f"here/{place.rank}", mine)  # whether the other one is dead is for the leader to say
+        return
+    raise UserError(
+        f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
+        "or each job a port, of its own"
+    )
+
+
+def _settings(security: Security, comes_again: bool) -> Settings:
+    """Who is taken for lost too early may come again: then silence need not be borne for as long."""
+    return replace(Settings() if comes_again else _PATIENT, security=security)
+
+
+def _may_be_reached(place: Place, security: Security) -> bool:
+    """Whether the leader has an address for other hosts, and is allowed to listen there."""
+    if place.master is None or is_loopback(address := address_towards(place.master)):
+        return False
+    try:
+        security.check_address(address)
+    except UserError:
+        return False
+    return True
 
 
 def _own_address(place: Place, security: Security) -> str:
@@ -212,6 +242,13 @@ def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]
     if "refused" in told:
         raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
     return told
+
+
+def _near(leader: str) -> str | None:
+    """The Unix socket of a leader that only its own host reaches, where users are compared; None for any other."""
+    if not is_loopback(leader.rpartition(":")[0]):
+        return None
+    return f"unix:manyhands-{hashlib.sha256(leader.encode()).hexdigest()[:32]}"
 
 
 def _open_token(leader: str) -> bytes:

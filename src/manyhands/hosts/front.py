@@ -71,7 +71,6 @@ from manyhands.record.ring import EventRing
 
 __all__ = ["Delivered", "Front", "FrontEvent", "Remarked", "Turned", "hello_of"]
 
-_FLUSH_S: Final = 10.0
 _MOST_LARGE: Final = 64  # things that one member may be sending at a time
 _MOST_LOST: Final = 1 << 40  # events that one member may say it dropped at a time
 _MOST_LARGE_BYTES: Final = 1 << 36
@@ -282,19 +281,8 @@ class Front:
             self.poll(0.05)
         return left
 
-    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Wait until everything for everyone has left; in the place of a `poll`, whose events it drops."""
-        deadline = time.monotonic() + timeout_s
-        while not self._send_letters():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            for event in self._hub.poll(min(left_s, 0.05)):
-                self._hear(event)
-        return self._hub.flush(max(0.0, deadline - time.monotonic()))
-
     def close(self) -> None:
-        """Say goodbye to everyone and leave; what still waits is dropped (see `flush`)."""
+        """Say goodbye to everyone and leave; what still waits is dropped (see `see_off`)."""
         if self._closed:
             return
         self._closed = True
@@ -401,6 +389,9 @@ class Front:
         return []
 
     def _greet(self, connection: int, hello: LineHello) -> list[FrontEvent]:
+        if connection in self._ranks:
+            self._hub.disconnect(connection, "it says twice who it is")
+            return self._lost(connection, "it says twice who it is", False)
         refused = self._register.arrive(hello)
         if refused is None and self._seeing_off:
             self._register.leave(hello.rank)

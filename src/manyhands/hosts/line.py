@@ -352,6 +352,15 @@ class Line:
         self.close()
 
     def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: it ends the waits, and the leader is told."""
+        try:
+            self._go()
+        except BaseException as error:
+            self._end_waits(Broken(self.rank, f"{self.name}: its line to {self.leader} failed: {error!r}"))
+            self._post(LineControl(), [encode(report(error, self.step))])
+            self._hub.flush(1.0)
+
+    def _go(self) -> None:
         pinged_s = time.monotonic()
         while not self._leaving and self._over is None:
             self._turn(_TICK_S)

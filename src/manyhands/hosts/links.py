@@ -7,6 +7,7 @@
              TLS, both with certificates                   where the run has them
 
 The higher rank connects. Each connects to those below before it lets in those above, so nobody waits in a circle.
+Where workers come and go, who listens where is not in a store but in what all are told of each other (`meet_all`).
 """
 
 from __future__ import annotations
@@ -16,22 +17,32 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.hosts.specified import listening_at
 from manyhands.hosts.waiting import comes_true
 from manyhands.hub.addresses import tune
-from manyhands.link.secure import End, Security, TlsRefused
+from manyhands.link.secure import HANDSHAKE_S, End, Security, TlsRefused
 from manyhands.link.silence import SILENT_AFTER_S
 from manyhands.link.tcp import TcpLink
 
-__all__ = ["address_towards", "open_links"]
+__all__ = ["address_towards", "meet_all", "open_links"]
 
 _HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
 _PROOF_BYTES: Final = 32
 _STRANGER_S: Final = 2.0
+_SLICE_S: Final = 0.2
+_CONNECT_S: Final = 2.0
+
+Still = Callable[[], None]
+"""Called several times a second while somebody is waited for; raises where that makes no sense any more."""
+
+
+def _go_on() -> None:
+    """Nothing else ends the wait."""
 
 
 def address_towards(host: str, family: int = socket.AF_INET) -> str:
@@ -56,24 +67,59 @@ def open_links(
     timeout_s: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
 ) -> dict[int, TcpLink]:
-    """Collective among workers of several hosts: a link to each of `far`, those of other hosts; listens at `address`.
+    """Collective among workers of several hosts: a link to each of `far`, those of other hosts.
 
-    PeerTimeout names who did not come, ManyhandsError who could not be trusted.
+    Others reach this one at `address`. PeerTimeout names who did not come, ManyhandsError who could not be trusted.
     """
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
+
+    def where(peer: int) -> str:
+        if not comes_true(lambda: store.check([f"link/{peer}"]), deadline - time.monotonic()):
+            raise _late([peer], "say where it listens")
+        return store.get(f"link/{peer}").decode()
+
+    with _listening(rank, address, len(far) + 16) as listener:
+        store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
+        return meet_all(
+            rank,
+            dict.fromkeys(far, security),
+            listener,
+            where,
+            token=token,
+            deadline=deadline,
+            name_of=name_of,
+        )
+
+
+def meet_all(
+    rank: int,
+    far: Mapping[int, Security],
+    listener: socket.socket,
+    where: Callable[[int], str],
+    *,
+    token: bytes,
+    deadline: float,
+    name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
+    still: Still = _go_on,
+) -> dict[int, TcpLink]:
+    """Collective: a link to each of `far`, protected as it says; `where` tells at which `host:port` a rank listens.
+
+    Connections of others who have not this token are turned away, so it may belong to one meeting of many. PeerTimeout
+    names who did not come before `deadline`, ManyhandsError who could not be reached or trusted.
+    """
     links: dict[int, TcpLink] = {}
     try:
-        with socket.create_server((address, 0), backlog=len(far) + 16) as listener:
-            store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
-            for peer in sorted(one for one in far if one < rank):
-                end = _dial(rank, peer, store, token, deadline)
-                links[peer] = TcpLink(_secured(security.wrap_client, end, name_of(peer)), peer=name_of(peer))
-            waited_for = {one for one in far if one > rank}
-            while waited_for:
-                peer, end = _accept(listener, rank, waited_for, token, deadline)
-                links[peer] = TcpLink(_secured(security.wrap_server, end, name_of(peer)), peer=name_of(peer))
-                waited_for.discard(peer)
+        for peer in sorted(one for one in far if one < rank):
+            end = _dial(rank, peer, where(peer), token, deadline, still)
+            secured = _secured(far[peer].wrap_client, end, name_of(peer), deadline)
+            links[peer] = TcpLink(secured, peer=name_of(peer))
+        waited_for = {one for one in far if one > rank}
+        while waited_for:
+            peer, end = _accept(listener, rank, waited_for, token, deadline, still)
+            secured = _secured(far[peer].wrap_server, end, name_of(peer), deadline)
+            links[peer] = TcpLink(secured, peer=name_of(peer))
+            waited_for.discard(peer)
     except BaseException:
         for link in links.values():
             link.abandon()
@@ -81,29 +127,38 @@ def open_links(
     return links
 
 
-def _secured(wrap: Callable[[socket.socket, str], End], end: socket.socket, peer: str) -> End:
+def _listening(rank: int, address: str, backlog: int) -> socket.socket:
+    """Where others reach `address`, which may be a name that leads here though no interface has it."""
     try:
-        return wrap(end, peer)
+        host = listening_at(f"{address}:0").split(":")[1]
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
+
+
+def _secured(
+    wrap: Callable[[socket.socket, str, float], End], end: socket.socket, peer: str, deadline: float
+) -> End:
+    try:
+        return wrap(end, peer, min(HANDSHAKE_S, _left_s(deadline)))
     except TlsRefused as error:
         raise ManyhandsError(f"{peer} and this process do not trust each other: {error}") from error
 
 
-def _dial(rank: int, peer: int, store: MeetingStore, token: bytes, deadline: float) -> socket.socket:
+def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, still: Still) -> socket.socket:
     """A connection to a lower rank, each having shown the other that it has the token."""
-    if not comes_true(lambda: store.check([f"link/{peer}"]), deadline - time.monotonic()):
-        raise _late([peer], "say where it listens")
-    host, _, port = store.get(f"link/{peer}").decode().rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
-        end = socket.create_connection((host, int(port)), max(0.001, deadline - time.monotonic()))
+        end = _connected(host, int(port), deadline, still)
     except OSError as error:
         raise ManyhandsError(
             f"rank {rank} cannot connect to rank {peer} at {host}:{port}: {error}; see whether a firewall is between"
         ) from error
     try:
         nonce = secrets.token_bytes(_PROOF_BYTES)
-        end.settimeout(max(0.001, deadline - time.monotonic()))
+        end.settimeout(_left_s(deadline))
         end.sendall(_HELLO.pack(rank, peer, nonce))
-        answer = _read(end, 2 * _PROOF_BYTES)
+        answer = _read(end, 2 * _PROOF_BYTES, deadline, still)
         theirs = answer[:_PROOF_BYTES]
         said = nonce + theirs + struct.pack("!II", rank, peer)
         if not hmac.compare_digest(answer[_PROOF_BYTES:], _proof(token, b"accept", said)):
@@ -119,50 +174,84 @@ def _dial(rank: int, peer: int, store: MeetingStore, token: bytes, deadline: flo
         raise
 
 
+def _connected(host: str, port: int, deadline: float, still: Still) -> socket.socket:
+    """Dialled again while nothing answers; what is refused is refused at once."""
+    while True:
+        still()
+        left_s = deadline - time.monotonic()
+        try:
+            return socket.create_connection((host, port), max(0.001, min(left_s, _CONNECT_S)))
+        except TimeoutError:
+            if left_s <= _CONNECT_S:
+                raise
+
+
 def _accept(
-    listener: socket.socket, rank: int, waited_for: Iterable[int], token: bytes, deadline: float
+    listener: socket.socket,
+    rank: int,
+    waited_for: Iterable[int],
+    token: bytes,
+    deadline: float,
+    still: Still,
 ) -> tuple[int, socket.socket]:
     """The next of those who are waited for; whoever cannot prove to be one is turned away."""
     while True:
+        still()
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise _late(sorted(waited_for), "connect")
-        listener.settimeout(left_s)
+        listener.settimeout(min(left_s, _SLICE_S))
         try:
             end, _ = listener.accept()
         except TimeoutError:
             continue
-        peer = _admit(end, rank, token, min(_STRANGER_S, left_s))
+        peer = _admit(end, rank, token, time.monotonic() + min(_STRANGER_S, left_s), still)
         if peer is not None and peer in waited_for:
             tune(end, 4 * SILENT_AFTER_S)
             return peer, end
         end.close()
 
 
-def _admit(end: socket.socket, rank: int, token: bytes, timeout_s: float) -> int | None:
-    end.settimeout(timeout_s)
+def _admit(end: socket.socket, rank: int, token: bytes, deadline: float, still: Still = _go_on) -> int | None:
     try:
-        peer, wanted, nonce = _HELLO.unpack(_read(end, _HELLO.size))
+        peer, wanted, nonce = _HELLO.unpack(_read(end, _HELLO.size, deadline, still))
         if wanted != rank:
             return None
         mine = secrets.token_bytes(_PROOF_BYTES)
         said = nonce + mine + struct.pack("!II", peer, rank)
         end.sendall(mine + _proof(token, b"accept", said))
-        if not hmac.compare_digest(_read(end, _PROOF_BYTES), _proof(token, b"connect", said)):
+        if not hmac.compare_digest(
+            _read(end, _PROOF_BYTES, deadline, still), _proof(token, b"connect", said)
+        ):
             return None
         return int(peer)
     except OSError:
         return None
+    except BaseException:
+        end.close()
+        raise
 
 
-def _read(end: socket.socket, num_bytes: int) -> bytes:
+def _read(end: socket.socket, num_bytes: int, deadline: float, still: Still) -> bytes:
     data = b""
     while len(data) < num_bytes:
-        more = end.recv(num_bytes - len(data))
+        still()
+        left_s = deadline - time.monotonic()
+        end.settimeout(max(0.001, min(left_s, _SLICE_S)))
+        try:
+            more = end.recv(num_bytes - len(data))
+        except TimeoutError:
+            if left_s <= _SLICE_S:
+                raise
+            continue
         if not more:
             raise ConnectionResetError("it closed the connection")
         data += more
     return data
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _proof(token: bytes, word: bytes, said: bytes) -> bytes:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from manyhands.cluster import entry
 from manyhands.cluster.context import RoleContext
-from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.errors import ManyhandsError, UserError, first_line, nearest
 from manyhands.hosts.specification import TF_CONFIG, ClusterRole, ClusterSpec
 from manyhands.hosts.standing import LAUNCHER_VARIABLE, stands_at
 from manyhands.strategy import Strategy
@@ -90,6 +90,9 @@ class Place:
 
     later: int = 0
     """How many of the last ranks need not be there when the run begins, and may never come."""
+
+    leaves: bool = False
+    """Whether it only finishes what its slot owes, and leaves the others to their run."""
 
     launched: Launched | None = None
     master: str | None = None
@@ -251,9 +254,5 @@ def _connected_store(host: str, port: int, timeout_s: float, *, hosted: bool) ->
         what = "cannot be opened" if hosted else "cannot be reached"
         raise ManyhandsError(
             f"the store at MASTER_ADDR={host}, MASTER_PORT={port} {what} within {timeout_s:.0f} s: "
-            f"{_first_line(error)}; {'give another MASTER_PORT' if hosted else 'see whether rank 0 was started'}"
+            f"{first_line(error)}; {'give another MASTER_PORT' if hosted else 'see whether rank 0 was started'}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

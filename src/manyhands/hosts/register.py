@@ -47,11 +47,6 @@ class Register:
         self._turned_away: list[str] = []
 
     @property
-    def seats(self) -> Mapping[int, LineHello]:
-        """Who is there, by rank."""
-        return self._seats
-
-    @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that nobody has, but for the leader's own."""
         return tuple(rank for rank in range(1, self._leader.world) if rank not in self._seats)

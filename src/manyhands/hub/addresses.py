@@ -73,6 +73,9 @@ def dial(address: str, security: Security) -> socket.socket:
     except OSError:
         end.close()
         raise
+    if not same_user(end):  # a name that others can guess may be taken before its owner comes
+        end.close()
+        raise ConnectionRefusedError(f"another user listens at {address}")
     return end
 
 

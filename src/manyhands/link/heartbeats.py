@@ -1,4 +1,4 @@
-"""Heartbeats between hosts: the driver of `pulse`, with a socket, two threads and the kernel's view of connections.
+"""Heartbeats between processes: the driver of `pulse`, with a socket, two threads and the kernel's view of connections.
 
 One thread sends, in compiled code that never takes Python's lock: user code may hold it for minutes. The other listens,
 asks the kernel about connections when beats are missing, and ends waits through `on_lost`.
@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import ipaddress
+import json
 import logging
 import os
 import secrets
@@ -19,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ from manyhands.link.pulse import (
 from manyhands.memory.atomics import load_i64, store_i64
 from manyhands.memory.counters import Counter
 
-__all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "data_ages", "exchange_places"]
+__all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "data_ages", "exchange_places", "is_stopped"]
 
 _log = logging.getLogger("manyhands")
 _TIMES: Final = 3  # that what ends a watch is said: datagrams get lost
@@ -53,6 +54,7 @@ _FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _SIOCGIFADDR: Final = 0x8915
 _LAST_DATA_RECEIVED: Final = 52  # the field tcpi_last_data_recv of struct tcp_info, in milliseconds
 _TCP_INFO_BYTES: Final = 104
+_STOPPED: Final = (b"T", b"t", b"Z", b"X", b"x")
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _sendto: Any = types.ExternalFunction(
@@ -70,11 +72,14 @@ class _Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeatPlace:
-    """Where a rank listens for beats, and what people call its host."""
+    """Where a rank listens for beats, what people call its host, and its process there."""
 
     address: str
     port: int
     host: str
+    pid: int = 0
+    pids: str = ""
+    """The kernel's name for what the number of the process is among; empty: unknown."""
 
     @property
     def words(self) -> str:
@@ -83,10 +88,11 @@ class BeatPlace:
 
 
 class Heartbeats:
-    """This rank's beats and its watch over `far`, the ranks of other hosts; `close` says goodbye and ends both.
+    """This rank's beats and its watch over `far`, other ranks; `close` says goodbye and ends both.
 
     `on_lost(rank, sentence)` is called in a thread, once, for the first rank that is lost. One of whom `in_peace` says
-    that it has left in good order is not lost.
+    that it has left in good order is not lost. Between processes of one host beats are not stuck behind data, so data
+    excuses nobody there; but the kernel tells a process that was stopped from one that is starved of processors.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Heartbeats:
     ) -> None:
         """Own the socket; returns at once."""
         self._socket = own
+        self._here: str = own.getsockname()[0]
         self._in_peace = in_peace
         self._far = far
         self._on_lost = on_lost
@@ -181,8 +188,12 @@ class Heartbeats:
 
     def _look(self, now_s: float) -> PulseLost | None:
         suspects = self._pulse.suspects(now_s)
-        if suspects:
-            addresses = {self._far[rank].address: host for rank, host in suspects.items()}
+        for rank in suspects:
+            if self._is_starved(self._far[rank]):
+                self._pulse.excuse(rank, now_s)
+        addresses = {self._far[rank].address: host for rank, host in suspects.items()}
+        addresses.pop(self._here, None)
+        if addresses:
             for address, age_s in data_ages(addresses).items():
                 self._pulse.data_came(addresses[address], now_s - age_s, now_s)
         for rank in self._pulse.unheard(now_s):
@@ -193,6 +204,10 @@ class Heartbeats:
                 self._far[rank].words,
             )
         return self._pulse.look(now_s)
+
+    def _is_starved(self, place: BeatPlace) -> bool:
+        """Whether it is a process of this host that would send beats if it were let."""
+        return place.address == self._here and place.pids == _pids() != "" and not is_stopped(place.pid)
 
     def _say(self, kind: PulseKind, blamed: int = -1) -> None:
         for _ in range(_TIMES):
@@ -216,11 +231,17 @@ def exchange_places(
         own.setblocking(False)
         if rank == 0:
             store.set("secret", secrets.token_hex(32))
-        store.set(f"place/{rank}", f"{address} {own.getsockname()[1]} {socket.gethostname()}")
-        places = {}
-        for other in range(world):
-            where, port, host = store.get(f"place/{other}").decode().split(" ", 2)
-            places[other] = BeatPlace(address=where, port=int(port), host=host)
+        mine = BeatPlace(
+            address=address,
+            port=own.getsockname()[1],
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pids=_pids(),
+        )
+        store.set(f"place/{rank}", json.dumps(asdict(mine)))
+        places = {
+            other: BeatPlace(**json.loads(store.get(f"place/{other}").decode())) for other in range(world)
+        }
         secret = bytes.fromhex(store.get("secret").decode())
         if (
             store.add("read", 1) == world
@@ -231,6 +252,22 @@ def exchange_places(
     except BaseException:
         own.close()
         raise
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped (SIGSTOP, a debugger), or is gone: it sends nothing, however long."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in _STOPPED
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _pids() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def address_of_interface(name: str) -> str | None:

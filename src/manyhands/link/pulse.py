@@ -8,7 +8,7 @@ from a host excuses its ranks, unless beats of another rank of that host come th
 
 Nobody is judged who was never heard: where a firewall lets no datagrams pass, nothing is claimed. Who leaves in peace
 says goodbye. Who gives up another says so to all the others, the one given up included: after a cut in one direction it
-hears everything and would not know.
+hears everything and would not know. Whoever has missed that one for a while as well names it, too.
 
 The token keeps out strangers and datagrams of other jobs. It travels in the clear, as all that Gloo sends: hosts need a
 network that is trusted.
@@ -96,6 +96,9 @@ class Pulse:
             case PulseKind.GOODBYE:
                 self.left(rank)
             case PulseKind.GIVEN_UP:
+                if blamed in self.suspects(now_s):  # it is missed here as well, a moment less long
+                    self.left(blamed)
+                    return self._silent(blamed, now_s)
                 self.left(rank)
                 return PulseLost(rank=rank, sentence=self._gave_up(rank, blamed))
         return None
@@ -122,18 +125,26 @@ class Pulse:
             if rank not in self._gone and at_s > self._heard_s[rank]:
                 self._vigil.heard(rank, at_s)
 
+    def excuse(self, rank: int, now_s: float) -> None:
+        """It is known to live, though its beats do not come."""
+        if rank in self._heard_s and rank not in self._gone:
+            self._vigil.heard(rank, now_s)
+
     def look(self, now_s: float) -> PulseLost | None:
         """The first rank that has been silent for too long; all that has arrived must have been handled before."""
         for rank, _ in self._vigil.look(now_s):
             self.left(rank)
-            seconds = now_s - self._heard_s[rank]
-            return PulseLost(
-                rank=rank,
-                sentence=f"rank {rank} on {self._hosts[rank]} fell silent: neither a heartbeat nor data of it for "
-                f"{seconds:.1f} s, last heard in exchange {self._progress[rank]}; it was stopped or its host is down, "
-                "or the network between is cut",
-            )
+            return self._silent(rank, now_s)
         return None
+
+    def _silent(self, rank: int, now_s: float) -> PulseLost:
+        seconds = now_s - self._heard_s[rank]
+        return PulseLost(
+            rank=rank,
+            sentence=f"rank {rank} on {self._hosts[rank]} fell silent: neither a heartbeat nor data of it for "
+            f"{seconds:.1f} s, last heard in exchange {self._progress[rank]}; it was stopped or its host is down, "
+            "or the network between is cut",
+        )
 
     def unheard(self, now_s: float) -> tuple[int, ...]:
         """The ranks that were never heard though there was time; told once."""

@@ -96,6 +96,11 @@ class Security:
         """Whether TCP connections are encrypted."""
         return self._contexts is not None
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether connections may leave this host."""
+        return self._anywhere
+
     def check_address(self, host: str) -> None:
         """Refuse an address off loopback that is neither encrypted nor allowed by the user."""
         if not self._anywhere and not is_loopback(host):

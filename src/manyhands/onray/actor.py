@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
 
     from manyhands.hosts.place import Place
     from manyhands.onray.store import RayStore
+    from manyhands.training.request import Request
 
 __all__ = ["RUN", "ActorSeat", "take_part"]
 
@@ -32,6 +32,8 @@ class ActorSeat:
     """The address of the leader's node."""
     later: int
     """How many of the last ranks come later, if at all."""
+    leaves: bool = False
+    """Whether it only finishes what its slot owes."""
 
     def place(self, board: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
         """The place itself, made where its process is."""
@@ -52,20 +54,33 @@ class ActorSeat:
             index=self.index,
             host=_node_name(),
             later=self.later,
+            leaves=self.leaves,
             open_store=open_store,
             master=self.master,
         )
 
 
-def take_part(packed: bytes, seat: ActorSeat, board: Any) -> None:
-    """Take one part of a run, to its end."""
+def take_part(asked: Sequence[Any], seat: ActorSeat, board: Any) -> None:
+    """Take one part of a run, to its end; `asked` holds Ray's reference to the request, and nothing else."""
     from manyhands.compiled.warming import prepare
 
     prepare("fit")  # while it compiles, a process would not be heard
     from manyhands.placed import run_placed
 
-    request = pickle.loads(packed)  # Ray brings it, from the process that leads
-    run_placed(request, seat.place(board), None, False, RUN)
+    run_placed(_request(asked[0]), seat.place(board), None, False, RUN)
+
+
+def _request(reference: Any) -> Request:
+    """What is asked for, as Ray brings it; ModuleNotFoundError where this node lacks what the task needs."""
+    import ray
+
+    try:
+        request: Request = ray.get(reference)
+    except ray.exceptions.RaySystemError as error:
+        if isinstance(error.client_exc, ModuleNotFoundError):
+            raise error.client_exc from None
+        raise
+    return request
 
 
 def _node_name() -> str:

@@ -5,7 +5,6 @@ What that process prints is shown here, as Ray does with all its tasks; what cam
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,15 @@ def fit_on(cluster: RayCluster, request: Request, out: str | Path | None, resume
         )
     with connected(cluster, cpus=1) as ray:
         leading = ray.remote(_lead_there).options(num_cpus=cluster.cpus, max_retries=0)
-        packed = ray.cloudpickle.dumps(request)
         there = replace(cluster, address="auto")
-        wrong, came = ray.get(leading.remote(packed, there, str(out) if out is not None else None, resume))
+        wrong, came = ray.get(leading.remote(request, there, str(out) if out is not None else None, resume))
     if wrong:
         raise (UserError if wrong[0] == UserError.__name__ else ManyhandsError)(wrong[1])
     return _run_of(request, bytearray(came), out)
 
 
-def _lead_there(packed: bytes, cluster: RayCluster, out: str | None, resume: bool) -> tuple[Any, bytes]:
+def _lead_there(request: Request, cluster: RayCluster, out: str | None, resume: bool) -> tuple[Any, bytes]:
     """On a node of the cluster: lead the run; what went wrong (an error's name and sentence), and what came out."""
-    request: Request = pickle.loads(packed)  # from the process that asked for the run
     try:
         run = fit_on_ray(request, cluster, out, resume)
     except ManyhandsError as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, first_line
 from manyhands.onray.cluster import RayCluster
 
 __all__ = ["connected", "ray_module"]
@@ -47,10 +47,9 @@ def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
         with _same_imports() if arguments["address"] == "local" else nullcontext():
             ray.init(**arguments)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
-            f"cluster={cluster.address}: no Ray cluster can be reached there ({reason}); start one with `ray start "
-            "--head`, or give cluster=ray for one of this run's own"
+            f"cluster={cluster.address}: no Ray cluster can be reached there ({first_line(error)}); start one with "
+            "`ray start --head`, or give cluster=ray for one of this run's own"
         ) from error
     try:
         yield ray

@@ -24,7 +24,7 @@ class More:
 
 @dataclass(frozen=True, slots=True)
 class Less:
-    """The run was asked to go on without this slot: start nobody for it."""
+    """The run goes on without this slot: whoever comes for it now has only to finish what it owes."""
 
     slot: int
 
@@ -32,7 +32,7 @@ class Less:
 class Space(Protocol):
     """What is asked of the cluster."""
 
-    def waiting(self, role: str) -> dict[int, float]:
+    def waiting(self, role: str, now_s: float) -> dict[int, float]:
         """Since when which actors of a role have been without a place."""
 
     def room(self, role: str) -> int:
@@ -62,17 +62,18 @@ class SizeFollower:
         if now_s < self._next_s:
             return []
         self._next_s = now_s + _EVERY_S
-        waiting = space.waiting("worker")
-        homeless = sorted(slot for slot, since_s in waiting.items() if now_s - since_s >= _HOMELESS_S)
+        waiting = space.waiting("worker", now_s)
+        homeless = sorted(
+            slot
+            for slot, since_s in waiting.items()
+            if slot in self._slots and now_s - since_s >= _HOMELESS_S
+        )
         room = -len(homeless) if homeless else 0 if waiting else space.room("worker")
         change = self._bounds.change(len(self._slots), room)
         if change > 0:
             self._ask(Command(AddWorker()))
         elif change < 0 and homeless:
-            slot = homeless[-1]
-            self._slots.discard(slot)
-            self._commands.put(Command(RemoveWorker(slot=slot)))
-            return [Less(slot)]
+            self._ask(Command(RemoveWorker(slot=homeless[-1])))
         return []
 
     def _ask(self, command: Command) -> None:
@@ -85,8 +86,12 @@ class SizeFollower:
             return []
         self._asked = None
         if asked.done.exception() is not None:
-            self._bounds = None  # as many were added as can be in one run
+            if isinstance(asked.change, AddWorker):
+                self._bounds = None  # as many were added as can be in one run
             return []
         slot = asked.done.result()
-        self._slots.add(slot)
-        return [More(slot)]
+        if isinstance(asked.change, AddWorker):
+            self._slots.add(slot)
+            return [More(slot)]
+        self._slots.discard(slot)
+        return [Less(slot)]

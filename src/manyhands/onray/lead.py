@@ -6,7 +6,9 @@
 
 What an actor is given is the request; tensors move on links between the processes. Through Ray go the address of the
 leader and the run's secret (`RayStore`), and word of who died. Where the strategy survives that, the role is started
-again, on another node if need be, and comes back in the place of the one that died.
+again, on another node if need be, and comes back in the place of the one that died. Where workers follow the size of
+the cluster, one that has no place any more is followed by an actor that takes none, for as long as it takes to finish
+what the slot owes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.onray.actor import RUN, ActorSeat, take_part
 from manyhands.onray.cluster import RayCluster
 from manyhands.onray.connection import connected
@@ -38,6 +40,7 @@ from manyhands.training.request import Request
 __all__ = ["fit_on_ray"]
 
 _LOOK_S = 0.2
+_JOIN_S = 10.0
 _log = logging.getLogger("manyhands")
 
 
@@ -74,12 +77,20 @@ class Casting:
         role, index = self.leader
         return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master, later=self.later)
 
-    def seat(self, role: str, index: int, master: str) -> ActorSeat:
+    def seat(self, role: str, index: int, master: str, *, leaves: bool = False) -> ActorSeat:
         """An actor's: ranks follow the roles, in their order."""
         kinds = list(self.actors)
         before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
         rank = 1 + before + index - self.actors[role].start
-        return ActorSeat(rank=rank, world=self.world, role=role, index=index, master=master, later=self.later)
+        return ActorSeat(
+            rank=rank,
+            world=self.world,
+            role=role,
+            index=index,
+            master=master,
+            later=self.later,
+            leaves=leaves,
+        )
 
 
 def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, resume: bool) -> Run:
@@ -90,21 +101,42 @@ def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, re
         request = replace(request, options=replace(request.options, commands=commands))
     casting = Casting.of(request.strategy, request.workers, MORE_WORKERS if bounds is not None else 0)
     with connected(cluster, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
-        board = ray.remote(Noticeboard).options(num_cpus=0).remote()
-        packed = ray.put(ray.cloudpickle.dumps(_for_actors(request)))
+        board = ray.remote(Noticeboard).options(num_cpus=0, scheduling_strategy=_beside_me(ray)).remote()
+        asked = _handed_over(ray, request)
         gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
-        given = ActorGift(master=ray.util.get_node_ip_address(), board=board, packed=packed)
-        with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus)) as roles:
+        given = ActorGift(master=ray.util.get_node_ip_address(), board=board, asked=asked)
+        single = {"worker"} if bounds is not None else set()
+        with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus, single)) as roles:
             staff = Staff(survives=request.strategy.can_change_workers)
             following = SizeFollower(bounds, request.workers, request.options.commands)
             with ActorKeeper(roles, casting, given, staff, following) as keeper:
                 place = casting.lead(given.master).place(board, keeper.trouble)
-                return run_placed(request, place, out, resume, RUN)
+                try:
+                    return run_placed(request, place, out, resume, RUN)
+                except PeerTimeout as error:
+                    trouble = keeper.trouble()  # why nobody came, if that is known
+                    if trouble is None:
+                        raise
+                    raise ManyhandsError(trouble) from error
+
+
+def _beside_me(ray: Any) -> Any:
+    """Where this process is: with any other node, others might lose what is there."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _bounds(request: Request) -> Bounds | None:
     options = request.options
+    if request.strategy.goes_on_with_fewer:  # by itself, down to min_workers
+        if options.max_workers is not None:
+            raise UserError(
+                f"max_workers={options.max_workers}: strategy {request.strategy} goes on with fewer and gets back whom "
+                "it lost, but no more than it began with; leave it out, or use ps"
+            )
+        return None
     bounds = Bounds.of(request.workers, options.min_workers, options.max_workers)
     if bounds is not None and not request.strategy.can_change_workers:
         raise UserError(
@@ -112,6 +144,18 @@ def _bounds(request: Request) -> Bounds | None:
             "out, or use ps"
         )
     return bounds
+
+
+def _handed_over(ray: Any, request: Request) -> Any:
+    """Ray's reference to the request, which it pickles; UserError where that cannot be."""
+    try:
+        return ray.put(_for_actors(request))
+    except TypeError as error:
+        reason = (str(error.__cause__ or error).splitlines() or ["TypeError"])[0]
+        raise UserError(
+            f"what the workers run cannot be sent to them: {reason}; it may use functions, closures, tensors and plain "
+            "objects, but no open files, locks, sockets or generators"
+        ) from error
 
 
 def _for_actors(request: Request) -> Request:
@@ -134,7 +178,8 @@ class ActorGift:
 
     master: str
     board: Any
-    packed: Any
+    asked: Any
+    """Ray's reference to the request."""
 
 
 class ActorKeeper:
@@ -149,6 +194,7 @@ class ActorKeeper:
         self._roles, self._casting, self._given = roles, casting, given
         self._staff, self._following = staff, following
         self._due: list[Again] = []
+        self._leaving: set[int] = set()  # slots that the run goes on without
         self._given_up: list[str] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="manyhands-ray", daemon=True)
@@ -168,14 +214,25 @@ class ActorKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            _log.warning("Ray has not answered for %.0f s; the run ends without it", _JOIN_S)
 
     def _start(self, role: str, index: int) -> None:
         given = self._given
-        seat = self._casting.seat(role, index, given.master)
-        self._roles.start(role, index, take_part, given.packed, seat, given.board)
+        leaves = role == "worker" and index in self._leaving
+        seat = self._casting.seat(role, index, given.master, leaves=leaves)
+        # Ray fetches what it is given directly before the work begins; in a list, when it is asked for.
+        self._roles.start(role, index, take_part, [given.asked], seat, given.board, extra=leaves)
 
     def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: no role is started again after it."""
+        try:
+            self._go()
+        except Exception as error:
+            self._give_up(f"what starts the roles on Ray again has failed: {error!r}", logged=True)
+
+    def _go(self) -> None:
         while not self._over.is_set():
             for end in self._roles.ended(_LOOK_S):
                 self._hear(end)
@@ -196,7 +253,10 @@ class ActorKeeper:
             case Less(slot=slot):
                 _log.warning("Ray has no place for worker %d any more: the run goes on without it", slot)
                 self._roles.kill("worker", slot)
+                self._roles.vacate("worker", slot)
+                self._leaving.add(slot)
                 self._due = [one for one in self._due if (one.role, one.index) != ("worker", slot)]
+                self._due.append(Again(role="worker", index=slot, at_s=time.monotonic()))
 
     def _vacate(self, again: Again) -> None:
         """Its predecessor's notice would make it a second process of one rank."""
@@ -209,4 +269,10 @@ class ActorKeeper:
                 _log.warning("%s; it is started again", end.sentence)
                 self._due.append(again)
             case GivenUp(sentence=sentence):
-                self._given_up.append(sentence)
+                self._give_up(sentence, logged=self._staff.survives)
+
+    def _give_up(self, sentence: str, *, logged: bool) -> None:
+        """Logged where the run may go on: once it has begun, nobody asks for the trouble any more."""
+        if logged:
+            _log.error("%s", sentence)
+        self._given_up.append(sentence)

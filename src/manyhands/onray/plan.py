@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from manyhands.errors import UserError
@@ -25,18 +25,28 @@ class Seats:
     bundle: Mapping[str, float]
     first: int = 0
     """The index of the role that has the first bundle."""
+    single: bool = False
+    """Whether each bundle is a group of its own: Ray finds places for the bundles of one group for all or none."""
 
 
 def seats(
-    roles: Mapping[str, range], ways: Mapping[str, str], cpus: int, gpus: Mapping[str, int]
+    roles: Mapping[str, range],
+    ways: Mapping[str, str],
+    cpus: int,
+    gpus: Mapping[str, int],
+    single: Collection[str] = (),
 ) -> list[Seats]:
-    """The placement groups of a run: one for each kind of role, in which each of its indices has a bundle."""
+    """The placement groups of a run: one for each kind of role, in which each of its indices has a bundle.
+
+    Of the kinds in `single`, members may come and go one by one.
+    """
     return [
         Seats(
             role=role,
             count=len(indices),
             first=indices.start,
             strategy=ways[role].upper(),
+            single=role in single,
             bundle={"CPU": cpus, **({"GPU": gpus[role]} if gpus.get(role) else {})},
         )
         for role, indices in roles.items()
@@ -102,14 +112,14 @@ class Staff:
     """
 
     def __init__(self, *, survives: bool) -> None:
-        self._survives = survives
+        self.survives = survives
         self._ends: dict[tuple[str, int], list[float]] = {}
 
     def ended(self, role: str, index: int, sentence: str, now_s: float) -> Again | GivenUp | None:
         """What to do about a role that has ended; None where its part was done (no `sentence`)."""
         if not sentence:
             return None
-        if not self._survives:
+        if not self.survives:
             return GivenUp(sentence)
         ends = [at_s for at_s in self._ends.get((role, index), []) if now_s - at_s < _IN_A_ROW_S]
         self._ends[role, index] = [*ends, now_s]

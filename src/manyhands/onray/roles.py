@@ -24,6 +24,8 @@ class RoleActor:
         """Do it; what went wrong, as a line: not every error can travel. Empty where nothing did."""
         try:
             work(*arguments)
+        except ModuleNotFoundError as error:
+            return _missing(error)
         except Exception as error:
             return f"{type(error).__name__}: {_first_line(error)}"
         return ""
@@ -45,8 +47,8 @@ class RoleEnded:
 class _Carried:
     actor: Any
     ending: Any
-    ready: Any
-    since_s: float
+    bundle: str
+    """What Ray calls the bundle it is in, among the resources of the cluster; empty: it needs none."""
 
 
 class RayRoles:
@@ -57,21 +59,27 @@ class RayRoles:
         self._seats = {one.role: one for one in seats}
         self._placing_s = placing_s
         self._groups: dict[str, Any] = {}
+        self._single: dict[tuple[str, int], Any] = {}  # groups of one bundle
         self._carried: dict[tuple[str, int], _Carried] = {}
+        self._homeless: dict[tuple[str, int], float] = {}  # since when
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         with ExitStack() as stack:
+            stack.callback(self._vacate_all)
             for one in self._seats.values():
-                group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
-                stack.callback(remove_placement_group, group)
-                self._groups[one.role] = group
+                if not one.single:
+                    group = placement_group([dict(one.bundle)] * one.count, strategy=one.strategy)
+                    stack.callback(remove_placement_group, group)
+                    self._groups[one.role] = group
             deadline = time.monotonic() + self._placing_s
-            for role, group in self._groups.items():
-                if not group.wait(max(0.1, deadline - time.monotonic())):
-                    raise UserError(self._no_room(role))
+            for one in self._seats.values():
+                for index in range(one.first, one.first + one.count):
+                    group, _ = self._bundle(one.role, index)
+                    if not group.wait(max(0.1, deadline - time.monotonic())):
+                        raise UserError(self._no_room(one.role))
             self._stack = stack.pop_all()
         return self
 
@@ -82,26 +90,52 @@ class RayRoles:
             self.kill(role, index)
         self._stack.close()
 
-    def start(self, role: str, index: int, work: Callable[..., Any], *arguments: Any) -> None:
-        """Have a new actor do `work`; in the bundle of this number where there is one, else wherever there is room."""
+    def _vacate_all(self) -> None:
+        for role, index in list(self._single):
+            self.vacate(role, index)
+
+    def start(
+        self, role: str, index: int, work: Callable[..., Any], *arguments: Any, extra: bool = False
+    ) -> None:
+        """Have a new actor do `work`, in a bundle of its own; an `extra` one needs none.
+
+        That runs for a moment, beside whatever else is on some node.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        seats = self._seats[role]
-        options: dict[str, Any] = {
-            "num_cpus": seats.bundle.get("CPU", 0),
-            "num_gpus": seats.bundle.get("GPU", 0),
-            "max_restarts": 0,
-            "max_task_retries": 0,
-        }
-        if seats.first <= index < seats.first + seats.count:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._groups[role], placement_group_bundle_index=index - seats.first
-            )
+        seats, bundle = self._seats[role], ""
+        options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 0}
+        if not extra:
+            group, number = self._bundle(role, index)
+            bundle = f"bundle_group_{number}_{group.id.hex()}"
+            options |= {
+                "num_cpus": seats.bundle.get("CPU", 0),
+                "num_gpus": seats.bundle.get("GPU", 0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number
+                ),
+            }
         actor = self._ray.remote(RoleActor).options(**options).remote()
-        ready = actor.__ray_ready__.remote()
-        self._carried[role, index] = _Carried(
-            actor, actor.carry.remote(work, *arguments), ready, time.monotonic()
-        )
+        self._carried[role, index] = _Carried(actor, actor.carry.remote(work, *arguments), bundle)
+
+    def _bundle(self, role: str, index: int) -> tuple[Any, int]:
+        """The group and the number of a role's bundle: one of many, or one of its own."""
+        from ray.util.placement_group import placement_group
+
+        seats = self._seats[role]
+        if role in self._groups and seats.first <= index < seats.first + seats.count:
+            return self._groups[role], index - seats.first
+        if (role, index) not in self._single:
+            self._single[role, index] = placement_group([dict(seats.bundle)], strategy=seats.strategy)
+        return self._single[role, index], 0
+
+    def vacate(self, role: str, index: int) -> None:
+        """Nobody needs this bundle any more, which is a group of its own."""
+        from ray.util.placement_group import remove_placement_group
+
+        group = self._single.pop((role, index), None)
+        if group is not None:
+            remove_placement_group(group)
 
     def kill(self, role: str, index: int) -> None:
         """Be rid of one now; nothing is told of it."""
@@ -120,15 +154,16 @@ class RayRoles:
             done, _ = self._ray.wait(endings, num_returns=len(endings), timeout=0)
         return [self._end(*by_ending[ending]) for ending in done]
 
-    def waiting(self, role: str) -> dict[int, float]:
-        """Since when which of a role's actors have been without a place on any node."""
-        carried = {
-            one.ready: (index, one.since_s) for (kind, index), one in self._carried.items() if kind == role
-        }
-        if not carried:
-            return {}
-        _, left = self._ray.wait(list(carried), num_returns=len(carried), timeout=0)
-        return dict(carried[ready] for ready in left)
+    def waiting(self, role: str, now_s: float) -> dict[int, float]:
+        """Since when which of a role's actors have been without a bundle on any node, as far as was asked."""
+        placed = self._ray.cluster_resources()
+        for whose, carried in self._carried.items():
+            if carried.bundle and carried.bundle not in placed:
+                self._homeless.setdefault(whose, now_s)
+            else:
+                self._homeless.pop(whose, None)
+        there = self._homeless.keys() & self._carried.keys()
+        return {index: self._homeless[kind, index] for kind, index in there if kind == role}
 
     def room(self, role: str) -> int:
         """For how many more actors of a role there is room now, on all nodes together."""
@@ -164,11 +199,14 @@ def _resources(amounts: Mapping[str, float]) -> str:
 def _of_task(role: str, index: int, error: Any) -> str:
     cause = getattr(error, "cause", error)
     if isinstance(cause, ModuleNotFoundError):
-        return (
-            f"{role} {index} on Ray: a node cannot import {cause.name}; install it there, or name it in the "
-            "runtime_env of your ray.init"
-        )
+        return f"{role} {index} on Ray: {_missing(cause)}"
     return f"{role} {index} on Ray: {type(cause).__name__}: {_first_line(cause)}"
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    return (
+        f"a node cannot import {error.name}; install it there, or name it in the runtime_env of your ray.init"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -86,22 +86,18 @@ class RayStore(Store):
 
     def get(self, key: str) -> bytes:
         """As torch's: waits until there is one."""
-        deadline = time.monotonic() + self._timeout_s
-        while (found := self._look(key)) is None:
-            if time.monotonic() >= deadline:
-                raise PeerTimeout(f"nobody has said {key!r} on Ray within {self._timeout_s:.0f} s", 0)
-            time.sleep(_LOOK_S)
-        return bytes(found)
+        return self._found(key, self._timeout_s, time.monotonic())
 
     def check(self, keys: Sequence[str]) -> bool:
         """As torch's."""
         return all(self._look(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """As torch's."""
-        del timeout
+        """As torch's; the time is for all keys together."""
+        timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
+        began_s = time.monotonic()
         for key in keys:
-            self.get(key)
+            self._found(key, timeout_s, began_s)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """As torch's."""
@@ -116,6 +112,13 @@ class RayStore(Store):
         return bool(self._ask("delete_key", key))
 
     deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it
+
+    def _found(self, key: str, timeout_s: float, began_s: float) -> bytes:
+        while (found := self._look(key)) is None:
+            if time.monotonic() - began_s >= timeout_s:
+                raise PeerTimeout(f"nobody has said {key!r} on Ray within {timeout_s:.0f} s", 0)
+            time.sleep(_LOOK_S)
+        return bytes(found)
 
     def _look(self, key: str) -> Any:
         sentence = self._trouble()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import threading
@@ -12,6 +11,7 @@ from types import TracebackType
 
 from manyhands.analyse.view import RunView
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.link.secure import is_loopback
 from manyhands.serve.guard import Guard
 from manyhands.serve.server import PageApp, require_web
 
@@ -112,14 +112,6 @@ class Dashboard:
         self._socket.close()
         if self._thread.is_alive():
             _log.warning("the live page was still answering somebody %.0f s after its end", _STOP_S)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listen(host: str, port: int) -> socket.socket:

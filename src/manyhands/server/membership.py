@@ -462,7 +462,9 @@ class Membership:
             return []
         if slot.phase is _Phase.WANTED:
             del self._slots[number]
-            return []
+            return self._open() if self._epoch == 0 else []
+        if self._epoch == 0:
+            raise UserError(f"slot={number}: the run has not begun; remove it when every worker has come")
         if active == [number]:
             raise UserError(f"slot={number}: the last active slot cannot be removed")
         slot.phase = _Phase.RETIRING

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from manyhands.data.batches import BatchSource
-from manyhands.errors import DataError, UserError, format_bytes, nearest, printable
+from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
 from manyhands.memory.segment import available_bytes
 from manyhands.randomness import preserved
 from manyhands.server.digests import layout_digest
@@ -177,7 +177,7 @@ def _require_room(path: Path, task: Task, record: RunRecord) -> None:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{path}: the model of its configuration cannot be made: {_first_line(error)}"
+            f"{path}: the model of its configuration cannot be made: {first_line(error)[:200]}"
         ) from error
     one = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     needed, room = one * (_COPIES + 2 * max(1, record.workers)), available_bytes()
@@ -186,10 +186,6 @@ def _require_room(path: Path, task: Task, record: RunRecord) -> None:
             f"{path}: the model of its configuration has {format_bytes(one)} of parameters, and replaying it takes "
             f"{format_bytes(needed)}, but only {format_bytes(room)} is available; is config.json the run's own?"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
 
 
 def _require_same_task(

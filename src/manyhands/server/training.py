@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.hosts.company import CompanyMember
+from manyhands.hosts.place import Place
 from manyhands.hosts.specified import listening_at
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.away import take_part
@@ -40,7 +41,7 @@ from manyhands.training.dynamo import optimizer_of
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
-__all__ = ["PsTraining"]
+__all__ = ["PsTraining", "most_workers"]
 
 
 class PsTraining(Training):
@@ -191,13 +192,15 @@ class PsTraining(Training):
 
     def _asked(self, stage: Stage) -> TrainingRequest:
         request, options = self._request, self._request.options
-        # Who else may come is up to whoever starts processes; here none can be added.
-        can_add = options.commands is not None and stage.company is None
         return TrainingRequest(
             plan=request.plan,
             strategy=self._strategy,
             workers=request.workers,
-            most_workers=request.workers + (MORE_WORKERS if can_add else 0),
+            most_workers=most_workers(
+                request.workers,
+                stage.company.place if stage.company is not None else None,
+                can_ask=options.commands is not None,
+            ),
             timeout_s=options.timeout_s,
             watchdog_s=options.watchdog_s,
             run_path=stage.run_path,
@@ -218,6 +221,13 @@ class PsTraining(Training):
         if company is None:
             return None
         return Away(company=company, ranks=ps_ranks(self._strategy, company.place), say=stage.say)
+
+
+def most_workers(workers: int, place: Place | None, *, can_ask: bool) -> int:
+    """How many slots a run may ever have: whoever starts processes knows how many may come, else whoever can ask."""
+    if place is not None:
+        return workers + place.later
+    return workers + (MORE_WORKERS if can_ask else 0)
 
 
 def _addresses(member: CompanyMember) -> dict[str, Any]:

@@ -122,6 +122,10 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep = keep
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / _name(step)
+
     def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
         """Write a checkpoint to the disk, then rotate out old ones before `spare_from`; return its directory.
 
@@ -130,7 +134,7 @@ class CheckpointStore:
         """
         content = _Content.of(snapshot)
         content.require_finite(snapshot)
-        target = self.folder / _name(snapshot.step)
+        target = self.path_of(snapshot.step)
         try:
             self._prepare()
             writing = target.with_name(f"{target.name}.writing")

@@ -206,7 +206,7 @@ class ProcessTraining(Training):
                 party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
             )
             ties = stack.enter_context(meeting)
-            around.on_failure(ties.abort)
+            around.tied_by(ties)
             if party.place.rank >= job.workers:
                 around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
                 helped = self.helper(job.strategy, ties.resources, around)

@@ -7,6 +7,7 @@ first failure ends everybody's waits, and is what everybody tells.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -58,9 +59,11 @@ __all__ = [
     "wait_for_orders",
 ]
 
+_log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
 _CAUSE_S: Final = 1.0
 _TOLD_S: Final = 3.0
+_THIS_HOST: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,8 @@ class Ties:
         self._far: list[TcpLink] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.silent: tuple[int, str] | None = None
+        """The rank that fell silent, and the sentence on it; None while everybody is heard."""
 
     def abort(self, rank: int, sentence: str) -> None:
         """From any thread: end this host's waits, for `rank` has failed; idempotent."""
@@ -119,6 +124,12 @@ class Ties:
                 self._files.abort(here.index(rank) if rank in here else None)
             for link in self._far:
                 link.interrupt()
+
+    def missed(self, rank: int, sentence: str) -> None:
+        """From the thread that listens for beats: `rank` fell silent. Told at once; this host's waits end."""
+        self.silent = rank, sentence
+        _log.warning("%s", sentence)
+        self.abort(rank, sentence)
 
     def watch(self, link: TcpLink) -> None:
         """Have `abort` end waits for this link, too."""
@@ -157,8 +168,7 @@ def tied(
         if several:
             strategy.across_hosts(meeting.hosts)  # refused before anything is opened
             links.update(share_links(meeting, timeout_s))
-            far = _open_far(party, store, meeting, timeout_s)
-            links.update(far)
+            links.update(_open_far(party, store, meeting, timeout_s))
         else:
             if not helpers:  # who would be in the group
                 files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
@@ -175,24 +185,23 @@ def tied(
             seed=seed,
             device=device_of(device, meeting.local_rank),
             hosts=meeting.hosts if several else (),
-            alarm=alarm if files is None else None,
+            alarm=alarm,
         )
         ties = Ties(resources, meeting, files, alarm)
         stack.callback(ties.close)
-        if several:
-            for link in far.values():
+        for link in links.values():
+            if isinstance(link, TcpLink):
                 ties.watch(link)
-            beats = open_beats(
-                meeting.rank,
-                meeting.world,
-                sorted(far),
-                store,
-                address=party.address,
-                timeout_s=timeout_s,
-                on_lost=ties.abort,
-            )
-            stack.callback(beats.close)
-            alarm.mark = beats.mark
+        beats = open_beats(
+            meeting.rank,
+            meeting.world,
+            store,
+            address=party.address if several else _THIS_HOST,
+            timeout_s=timeout_s,
+            on_lost=ties.missed,
+        )
+        stack.callback(beats.close)
+        alarm.mark = beats.mark
         with _own_share_of_cores(len(meeting.here)):
             yield ties
 
@@ -290,6 +299,17 @@ class Hearing:
         self._thread.join()
 
     def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: it is the leader's failure."""
+        try:
+            self._go()
+        except Exception as error:
+            reported = report(error, 0)
+            sentence = (
+                f"{self._company.place.name}, which leads, could not hear the others any more: {error!r}"
+            )
+            self._settle(Failure(rank=0, sentence=sentence, name="worker 0", reported=reported))
+
+    def _go(self) -> None:
         for event in self._company.early:
             self._take(event)
         while not self._stop.is_set():
@@ -340,6 +360,16 @@ class PlacedWorker(ABC):
         self.record = ring.record
         self._stack = ExitStack()
         self._signals: list[int] = []
+        self._ties: Ties | None = None
+
+    def tied_by(self, ties: Ties) -> None:
+        """What ties this worker to the others: whoever fails, or is missed, ends its waits."""
+        self._ties = ties
+        self.on_failure(ties.abort)
+
+    @property
+    def _silent(self) -> tuple[int, str] | None:
+        return self._ties.silent if self._ties is not None else None
 
     @abstractmethod
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
@@ -430,10 +460,14 @@ class LeadingWorker(PlacedWorker):
         return wanted
 
     def _end(self, error: BaseException) -> BaseException:
-        follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed) or _is_signal(error)
-        failure = self._hearing.wait_for_failure(_TOLD_S if follows and not _is_signal(error) else 0.0)
+        silent = self._silent
+        follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _TOLD_S
+        failure = self._hearing.wait_for_failure(patience_s)
         if failure is None and self._signals:
             failure = self._hearing.wait_for_failure(_CAUSE_S)  # torchrun ends the others when one has failed
+        if follows and silent is not None and (failure is None or failure.is_consequence):
+            return WorkerFailed(silent[1], worker_rank=silent[0])
         if failure is not None:
             return failure.error()
         return _as_failure(error, self._company.place.name, self._step)
@@ -464,16 +498,23 @@ class MemberWorker(PlacedWorker):
         return self._line.stop_requested()
 
     def _end(self, error: BaseException) -> BaseException:
-        return _tell_failure(error, self._line)
+        return _tell_failure(error, self._line, self._silent)
 
 
-def _tell_failure(error: BaseException, line: Line) -> BaseException:
-    """Tell the leader what ended a process that it leads; what to raise: the run's end, where this only follows."""
-    over = line.over
+def _tell_failure(error: BaseException, line: Line, silent: tuple[int, str] | None) -> BaseException:
+    """Tell the leader what ended a process that it leads; what to raise: the run's end, where this only follows.
+
+    One that fell silent is named if the leader, who may be cut off as well, does not say what happened.
+    """
+    over, follows = line.over, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+    missed = silent if follows else None
     if over is None:
-        line.fail(Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error)
-    if over is None and isinstance(error, Aborted | PeerTimeout | WorkerFailed):
-        over = line.wait_over(_TOLD_S)
+        told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
+        line.fail(told if missed is None else Aborted(missed[1]))
+    if over is None and follows:
+        over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
+    if missed is not None and (over is None or over.is_lost):
+        return WorkerFailed(missed[1], worker_rank=missed[0])
     if over is None or _is_signal(error):
         return error
     return WorkerFailed(over.sentence, worker_rank=over.rank)

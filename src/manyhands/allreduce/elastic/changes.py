@@ -45,6 +45,12 @@ class EpochSeat:
     fresh: bool = False
     """Whether it has no state yet and takes that of the donor."""
 
+    host: str = ""
+    """The identity of the host it is on; empty where all are on one."""
+
+    address: str = ""
+    """The `host:port` at which it lets in those of higher rank; empty where all share memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochView:
@@ -77,6 +83,10 @@ class MemberReady:
     """A new member is there, and waits for an epoch that it is in."""
 
     member: int
+    host: str = ""
+    """As in `EpochSeat`."""
+
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +219,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginEpoch:
-    """Give the members of this view the memory of its epoch, and tell them."""
+    """Give the members of this view what its epoch needs, and tell them."""
 
     view: EpochView
 

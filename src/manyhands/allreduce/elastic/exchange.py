@@ -19,22 +19,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.chosen import collective_for
-from manyhands.allreduce.elastic.changes import ArrivedInEpoch, EpochView, LeftEpoch, MemberReady
+from manyhands.allreduce.elastic.changes import ArrivedInEpoch, EpochView, LeftEpoch
 from manyhands.allreduce.elastic.collective import LOST, ElasticCollective, MembersChanged
-from manyhands.allreduce.elastic.files import STATE_FILES, close_all
+from manyhands.allreduce.elastic.epochs import Epoch, Epochs
 from manyhands.allreduce.elastic.line import MemberLine
 from manyhands.allreduce.elastic.passage import Passage
-from manyhands.allreduce.elastic.state import read_state, restore_buffers, write_state
+from manyhands.allreduce.elastic.state import restore_buffers, state_tree
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.strategy import AllReduce
-from manyhands.group.shared import SharedGroup
-from manyhands.link.base import Link
-from manyhands.link.mesh import mesh_kind
 from manyhands.store.checkpoint import Loaded
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
-from manyhands.training.resources import Resources
 
 __all__ = ["ElasticExchange"]
 
@@ -46,15 +41,14 @@ class ElasticExchange(Exchange):
 
     may_lose_workers = True
 
-    def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, timeout_s: float) -> None:
+    def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
         self.rank, self.world = 0, 1
         self._strategy = strategy
         self._line = line
         self._slot = slot
-        self._timeout_s = timeout_s
+        self._epochs = epochs
         self._passage = Passage(line.member)
-        self._group: SharedGroup | None = None
-        self._files: dict[str, int] = {}
+        self._opened: Epoch | None = None
         self._inner: AllReduceExchange | None = None
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
@@ -80,7 +74,7 @@ class ElasticExchange(Exchange):
 
     def receive(self) -> Loaded | None:
         """Wait for an epoch; the state that a donor gave, None where this member begins with all others."""
-        self._line.tell(MemberReady(member=self._line.member))
+        self._line.tell(self._epochs.ready(self._line.member))
         self._passage.next = self._line.next_view(0)
         while True:
             try:
@@ -182,77 +176,45 @@ class ElasticExchange(Exchange):
                 self._leave()
 
     def _open(self) -> None:
-        """Collective: let go of the epoch before, and take the memory of the next; a donor gives its state."""
+        """Collective: let go of the epoch before, and be in the next; a donor gives its state."""
         view = self._passage.next
         assert view is not None, "somebody has told of it"
         self._close_epoch()
         self._passage.begin(view)
         self._paused = False
         self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
-        self._files = self._line.files(view.epoch)
-        self._group = SharedGroup(
-            control=self._files.pop("control"),
-            arena=self._files.pop("arena"),
-            rank=self.rank,
-            world=self.world,
-            timeout_s=self._timeout_s,
-            roles=[seat.member for seat in view.seats],
-        )
-        if view.donor == self._line.member and view.has_fresh:
-            write_state(*self._state_files, *self._trained, self._steps_done, dict(self._tell()))
+        self._opened = self._epochs.open(view, self._line)
         if view.has_fresh and not self._is_fresh:
-            self._group.barrier()
+            self._opened.hand_over(self._state if view.donor == self._line.member else None)
 
     def _take(self) -> Loaded:
-        """Collective with `_open` of the others: wait for the donor's state, and read it."""
-        assert self._group is not None, "the epoch is open"
-        self._group.barrier()
-        loaded = read_state(*self._state_files)
+        """Collective with `_open` of the others: the donor's state."""
+        taken = self._entered.take()
         self._settled = True
-        return loaded
+        return taken
 
     def _lay_out(self) -> None:
         """Collective: the buckets of this epoch."""
-        group = self._group
-        assert group is not None, "the epoch is open"
-        self._drop_state_files()
-        resources = Resources(
-            rank=self.rank,
-            world=self.world,
-            timeout_s=self._timeout_s,
-            group=lambda: group,
-            links=self._links,
-        )
-        summed = collective_for(self._strategy, resources)
-        confirm = group.barrier if self._strategy.uses_links else None
+        summed, confirm = self._entered.collective(self._strategy)
         collective = ElasticCollective(summed, confirm, self._leave, self._passage.passes)
         self._inner = AllReduceExchange(collective, self._strategy.buckets)
         self._inner.lay_out(*self._trained)
         self.wire = self._inner.wire
         self._line.tell(ArrivedInEpoch(member=self._line.member, epoch=self.epoch, step=self._steps_done))
 
-    def _links(self) -> Mapping[int, Link]:
-        kind = mesh_kind(network=self._strategy.uses_network)
-        ends = {
-            peer: [self._files.pop(f"link {peer} {part}") for part in kind.parts]
-            for peer in range(self.world)
-            if peer != self.rank
-        }
-        return kind.attach(self.rank, ends)
+    def _state(self) -> Mapping[str, Any]:
+        return state_tree(*self._trained, self._steps_done, dict(self._tell()))
+
+    @property
+    def _entered(self) -> Epoch:
+        assert self._opened is not None, "the epoch is open"
+        return self._opened
 
     @property
     def _trained(self) -> tuple[nn.Module, Optimizer]:
         assert self._model is not None, "attach comes first"
         assert self._optimizer is not None, "attach comes first"
         return self._model, self._optimizer
-
-    @property
-    def _state_files(self) -> tuple[int, int]:
-        tensors, tree = (self._files[name] for name in STATE_FILES)
-        return tensors, tree
-
-    def _drop_state_files(self) -> None:
-        close_all(self._files.pop(name) for name in STATE_FILES if name in self._files)
 
     @property
     def _is_fresh(self) -> bool:
@@ -270,11 +232,9 @@ class ElasticExchange(Exchange):
             self._sent = self._sent + self._inner.traffic()
             self._inner.close()
             self._inner = None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        files, self._files = self._files, {}
-        close_all(files.values())
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

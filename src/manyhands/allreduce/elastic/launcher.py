@@ -1,18 +1,11 @@
-"""The launcher of an elastic run: the driver around `ElasticMembership`, and the one who hears everything.
-
-It starts and buries processes, makes the memory of each epoch, and hears what members say.
-"""
+"""The launcher of an elastic run: the driver around `ElasticMembership`, and the one who hears everything."""
 
 from __future__ import annotations
 
-import os
 import queue
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from manyhands.allreduce.elastic.changes import (
@@ -36,15 +29,13 @@ from manyhands.allreduce.elastic.changes import (
     WorkerLost,
     WorkerSilent,
 )
-from manyhands.allreduce.elastic.files import EpochFiles, send_files
 from manyhands.allreduce.elastic.line import ORDERS, REPORTS
+from manyhands.allreduce.elastic.members import AssembleElastic, ElasticMembers
 from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
 from manyhands.allreduce.elastic.story import MemberStory
-from manyhands.allreduce.elastic.work import ElasticJob, work
 from manyhands.cluster.control import Unread
-from manyhands.cluster.job import pack
 from manyhands.cluster.signals import as_exception
-from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Role, Said, Silent, Started, Supervisor
+from manyhands.cluster.supervisor import Ended, Hung, Interrupted, Said, Silent, Started
 from manyhands.cluster.watchdog import Watched
 from manyhands.errors import Hang, PeerTimeout, UserError, WorkerFailed
 from manyhands.record.blackbox import BlackBoxes
@@ -73,48 +64,40 @@ class ElasticOutcome:
 class ElasticLauncher:
     """Runs one job to its end; `run` is called once.
 
-    `rings` has one ring for each slot there may ever be, `weights` is where the last weights are left. `on_note` gets
-    what a worker tells, `on_event` what happens to members. Commands (from any thread) change the slots meanwhile.
+    `rings` has one ring for each slot there may ever be, `assemble` makes the members. `on_note` gets what a worker
+    tells, `on_event` what happens to members. Commands (from any thread) change the slots meanwhile.
     """
 
     def __init__(
         self,
-        job: ElasticJob,
         plan: ElasticPlan,
         rings: Sequence[EventRing],
-        weights: int,
+        assemble: AssembleElastic,
         *,
+        timeout_s: float,
         on_note: Callable[[WorkerNote], None],
         on_event: Callable[[dict[str, Any]], None],
         stop_wanted: Callable[[], bool],
         commands: queue.SimpleQueue[Command] | None = None,
         watchdog_s: float = 0.0,
     ) -> None:
-        self._job, self._rings, self._weights = job, rings, weights
+        self._rings, self._assemble, self._timeout_s = rings, assemble, timeout_s
         self._on_note, self._stop_wanted = on_note, stop_wanted
         self._commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
         self._watchdog_s = watchdog_s
-        self._num_workers = plan.workers
         self._membership = ElasticMembership(plan)
         self._story = MemberStory(on_event)
-        self._connections: dict[int, socket.socket] = {}
         self._slots: dict[int, int] = {}
         self._last_lost = -1  # the slot
         self._payloads: dict[int, Mapping[str, Any]] = {}
-        self._files: EpochFiles | None = None
+        self._members: ElasticMembers
         self._done: Done | None = None
         self._ending = self._over = False
 
     def run(self) -> ElasticOutcome:
         """Start everybody, see the run through, and return what came out of it."""
-        with (
-            ExitStack() as stack,
-            Supervisor(num_members=self._num_workers, watched=self._watched()) as supervisor,
-        ):
-            stack.callback(self._close)
-            self._supervisor = supervisor
-            self._packed = pack(self._job)
-            stack.callback(os.close, self._packed)
+        with self._assemble(self._watched()) as members:
+            self._members = members
             self._do(self._membership.begin())
             while not self._over:
                 self._turn()
@@ -122,7 +105,7 @@ class ElasticLauncher:
         return self._outcome()
 
     def _turn(self) -> None:
-        for event in self._supervisor.poll(_LOOK_S):
+        for event in self._members.poll(_LOOK_S):
             match event:
                 case Said(payload=payload):
                     self._hear(payload)
@@ -175,7 +158,7 @@ class ElasticLauncher:
     def _end_soon(self) -> None:
         if not self._ending:
             self._ending = True
-            for member in self._supervisor.members:
+            for member in self._members.members:
                 self._say(member, EndSoon())
 
     # ── what members say ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,7 +176,6 @@ class ElasticLauncher:
 
     def _bury(self, ended: Ended) -> None:
         member = ended.member
-        self._connections.pop(member).close()
         if ended.payload is not None:
             self._payloads[member] = ended.payload
             self._story.left(member)
@@ -217,13 +199,12 @@ class ElasticLauncher:
                 case StartMember(member=member, slot=slot):
                     self._start(member, slot)
                 case KillWorker(member=member):
-                    self._supervisor.kill(member)
+                    self._members.kill(member)
                 case Ask(epoch=epoch, members=members):
                     for member in members:
                         self._say(member, GatherEpoch(epoch=epoch))
                 case Abort(epoch=epoch, members=members):
-                    assert self._files is not None, "an epoch that is ended was begun"
-                    self._files.abort(None)
+                    self._members.abort()
                     for member in members:
                         self._say(member, LeaveEpoch(epoch=epoch))
                 case BeginEpoch(view=view):
@@ -236,61 +217,36 @@ class ElasticLauncher:
                     self._over = True
 
     def _publish(self, view: EpochView) -> None:
-        """Each member gets the memory of the epoch before it is told of it."""
-        if self._files is not None:
-            self._files.close()
-        self._files = EpochFiles(len(view.seats), self._job.strategy, with_state=view.has_fresh)
-        for rank, seat in enumerate(view.seats):
-            connection = self._connections.get(seat.member)
-            try:
-                if connection is not None:
-                    send_files(connection, view.epoch, self._files.of(rank))
-            except OSError:  # it is gone, or reads nothing: either way it is not in this epoch
-                self._supervisor.kill(seat.member)
+        """Each member gets what the epoch needs before it is told of it."""
+        self._members.begin(view)
+        for seat in view.seats:
             self._say(seat.member, view)
-        self._files.let_go()
         self._story.published(view)
 
     def _start(self, member: int, slot: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            role = Role(
-                name=f"worker {slot}",
-                target=partial(work, slot=slot),
-                descriptors={
-                    "job": self._packed,
-                    "events": self._rings[slot].descriptor,
-                    "weights": self._weights,
-                    "files": theirs.fileno(),
-                },
-                env={"OMP_NUM_THREADS": str(self._job.threads)},
-            )
-            self._connections[member] = ours
-            self._slots[member] = slot
-            self._story.names[member] = role.name
-            self._supervisor.start(role, member)
+        self._slots[member] = slot
+        self._story.names[member] = f"worker {slot}"
+        self._members.start(member, slot)
         if self._ending:
             self._say(member, EndSoon())
 
     def _say(self, member: int, order: Any) -> None:
         """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
         try:
-            self._supervisor.tell(member, ORDERS.write(order))
+            self._members.tell(member, ORDERS.write(order))
         except Unread:
-            self._supervisor.kill(member)
+            self._members.kill(member)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
         """Hear everyone's last word; the weights are where they are wanted, so nothing that goes wrong does harm."""
-        deadline = time.monotonic() + self._job.timeout_s
-        while self._supervisor.members:
+        deadline = time.monotonic() + self._timeout_s
+        while self._members.members:
             if time.monotonic() > deadline:
-                names = ", ".join(self._story.names[member] for member in self._supervisor.members)
-                raise PeerTimeout(
-                    f"{names} did not end within {self._job.timeout_s:g} s of the run's end", -1
-                )
-            for event in self._supervisor.poll(_LOOK_S):
+                names = ", ".join(self._story.names[member] for member in self._members.members)
+                raise PeerTimeout(f"{names} did not end within {self._timeout_s:g} s of the run's end", -1)
+            for event in self._members.poll(_LOOK_S):
                 match event:
                     case Interrupted(signal=number):
                         raise as_exception(number)
@@ -299,7 +255,7 @@ class ElasticLauncher:
                         if isinstance(report, WorkerNote):
                             self._on_note(report)
                     case Silent(member=member):
-                        self._supervisor.kill(member)
+                        self._members.kill(member)
                     case Ended(member=member, payload=payload) if payload is not None:
                         self._payloads[member] = payload
 
@@ -313,9 +269,3 @@ class ElasticLauncher:
             membership=self._story.summary(self._membership),
             recoveries=self._story.recoveries,
         )
-
-    def _close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
-        if self._files is not None:
-            self._files.close()

@@ -88,6 +88,8 @@ class _Member:
     slot: int
     state: _State = _State.STARTING
     left: LeftEpoch | None = None
+    host: str = ""
+    address: str = ""
 
 
 @dataclass(slots=True)
@@ -136,8 +138,8 @@ class ElasticMembership:
         if member is None:
             return []  # it is dead already
         match event:
-            case MemberReady():
-                member.state = _State.READY
+            case MemberReady(host=host, address=address):
+                member.state, member.host, member.address = _State.READY, host, address
                 return self._open() if self._phase is _Phase.OPENING else self._ask()
             case ArrivedInEpoch(epoch=epoch, step=step):
                 if epoch == self.view.epoch:
@@ -293,7 +295,13 @@ class ElasticMembership:
         self._has_state = self._has_state or bool(have)
         members = sorted(members, key=lambda member: member.slot)
         seats = tuple(
-            EpochSeat(slot=member.slot, member=member.number, fresh=bool(have) and member.number not in have)
+            EpochSeat(
+                slot=member.slot,
+                member=member.number,
+                fresh=bool(have) and member.number not in have,
+                host=member.host,
+                address=member.address,
+            )
             for member in members
         )
         self.changes += sum(member.state is _State.READY for member in members) if self.view.epoch else 0
@@ -316,14 +324,11 @@ class ElasticMembership:
     def _end(self) -> list[ElasticAction]:
         """Let go of everybody; who is only on its way would hold up the end."""
         self._phase = _Phase.ENDED
-        coming = [
-            member.number
-            for member in self._members.values()
-            if member.state in (_State.STARTING, _State.READY)
-        ]
+        waiting = [member.number for member in self._members.values() if member.state is _State.READY]
+        coming = [member.number for member in self._members.values() if member.state is _State.STARTING]
         return [
             RunOver(),
-            *(Dismiss(member=number) for number in self._numbers()),
+            *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
             *(KillWorker(member=number) for number in coming),
         ]
 

@@ -1,4 +1,4 @@
-"""The state of a run, from a worker that has it to one that has not: through memory that both hold, never a disk.
+"""The state of a run, from a worker that has it to one that has not: through memory or over a link, never a disk.
 
 What travels is what a checkpoint holds, in its form: raw tensors (safetensors), and JSON for the rest. A newcomer goes
 on from it as a resumed run goes on from a checkpoint.
@@ -21,25 +21,26 @@ from manyhands.store.checkpoint import Loaded
 from manyhands.store.state_tree import flatten, unflatten
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 
-__all__ = ["read_state", "restore_buffers", "write_file", "write_state"]
+__all__ = ["loaded", "read_state", "restore_buffers", "state_tree", "write_file", "write_state"]
 
 _BUFFERS = "buffers that no checkpoint has"
 
 
-def write_state(
-    tensors: int, tree: int, model: nn.Module, optimizer: Optimizer, step: int, extra: Mapping[str, Any]
-) -> None:
-    """Leave the state after `step` steps in two memory files."""
+def state_tree(model: nn.Module, optimizer: Optimizer, step: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The state after `step` steps; its tensors are the model's and the optimizer's own."""
     state = model.state_dict()
     passing = {name: buffer for name, buffer in model.named_buffers() if name not in state}
-    flat, meta = flatten(
-        {
-            "step": step,
-            "model": dict(state),
-            "optimizer": optimizer.state_dict(),
-            "extra": {**extra, _BUFFERS: passing},
-        }
-    )
+    return {
+        "step": step,
+        "model": dict(state),
+        "optimizer": optimizer.state_dict(),
+        "extra": {**extra, _BUFFERS: passing},
+    }
+
+
+def write_state(tensors: int, tree: int, state: Mapping[str, Any]) -> None:
+    """Leave a `state_tree` in two memory files."""
+    flat, meta = flatten(dict(state))
     write_file(tensors, encode_tensors(flat))
     write_file(tree, [json.dumps(meta, allow_nan=False).encode()])
 
@@ -50,17 +51,21 @@ def read_state(tensors: int, tree: int) -> Loaded:
         with open(os.dup(tree), "rb") as file:
             file.seek(0)
             meta = json.load(file)
-        found = unflatten(read_tensors(Path(f"/proc/self/fd/{tensors}")), meta)
-        return Loaded(
-            step=found["step"],
-            model=found["model"],
-            optimizer=found["optimizer"],
-            extra=found["extra"],
-            score=None,
-            path=Path(f"/proc/self/fd/{tensors}"),
-        )
+        return loaded(unflatten(read_tensors(Path(f"/proc/self/fd/{tensors}")), meta))
     except (ValueError, KeyError, TypeError) as error:
         raise ManyhandsError(f"the state that another worker left cannot be read: {error}") from error
+
+
+def loaded(tree: Mapping[str, Any]) -> Loaded:
+    """A `state_tree`, or a checkpoint's, that came from elsewhere."""
+    return Loaded(
+        step=tree["step"],
+        model=tree["model"],
+        optimizer=tree["optimizer"],
+        extra=tree["extra"],
+        score=None,
+        path=Path(os.devnull),
+    )
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from manyhands.allreduce.elastic.changes import ArrivedInEpoch, EpochView
@@ -62,7 +61,9 @@ class MemberStory:
                 "at_s": self._seconds(),
                 "epoch": view.epoch,
                 "shards": [],
-                "slots": [asdict(seat) for seat in view.seats],
+                "slots": [
+                    {"slot": seat.slot, "member": seat.member, "fresh": seat.fresh} for seat in view.seats
+                ],
                 "names": {str(seat.member): self.names[seat.member] for seat in view.seats},
             }
         )

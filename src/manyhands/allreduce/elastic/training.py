@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from manyhands.allreduce.elastic.launcher import ElasticLauncher, ElasticOutcome
+from manyhands.allreduce.elastic.linked import Wiring
+from manyhands.allreduce.elastic.members import AssembleElastic, ElasticMembers, LocalElasticMembers
 from manyhands.allreduce.elastic.membership import ElasticPlan
+from manyhands.allreduce.elastic.placed import ElasticKeeper, PlacedElasticMembers, take_slot, wiring_of
 from manyhands.allreduce.elastic.work import ElasticJob
 from manyhands.allreduce.strategy import AllReduce
+from manyhands.cluster.host import host_identity
 from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.watchdog import Watched
 from manyhands.group.shared import warm
+from manyhands.hosts.company import CompanyMember
 from manyhands.record.ring import EventRing
 from manyhands.store.tensorfile import read_tensors
 from manyhands.training.commands import MORE_WORKERS
@@ -56,6 +63,9 @@ class FirstRows:
 class ElasticTraining(Training):
     """`allreduce elastic=yes`: workers as processes that come and go, led by the launcher."""
 
+    can_take_part: ClassVar[bool] = True
+    comes_again: ClassVar[bool] = True
+
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
         assert isinstance(request.strategy, AllReduce), "only allreduce leads here"
@@ -63,9 +73,11 @@ class ElasticTraining(Training):
 
     def run(self, stage: Stage) -> Result:
         """Train to the end, whoever comes and goes."""
-        request, options = self._request, self._request.options
+        request, options, company = self._request, self._request.options, stage.company
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
+        if company is not None:
+            most = company.place.world  # who comes later has a rank already
         begun = self._start.step if self._start is not None else 0
         order, first = RowsInOrder(begun), FirstRows(begun)
 
@@ -74,21 +86,27 @@ class ElasticTraining(Training):
             stage.hear(WorkerNote(rows=tuple(rows), saved=note.saved, remark=note.remark), order)
 
         with ExitStack() as stack:
-            rings = [stack.enter_context(EventRing.create(role=slot)) for slot in range(most)]
+            rings = [
+                company.front.rings[slot]
+                if company is not None and slot
+                else stack.enter_context(EventRing.create(role=slot))
+                for slot in range(most)
+            ]
             weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, weights)
             named = {f"worker-{slot}": ring for slot, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
             launcher = ElasticLauncher(
-                self._job(stage),
                 ElasticPlan(workers=request.workers, min_workers=options.min_workers or 1),
                 rings,
-                weights,
+                self._assemble(stage, rings, weights),
+                timeout_s=options.timeout_s,
                 on_note=hear,
                 on_event=stage.take_event,
                 stop_wanted=stage.stop_wanted,
                 commands=options.commands,
-                watchdog_s=options.watchdog_s,
+                # A child that waits for workers of others' looks as if it hung.
+                watchdog_s=options.watchdog_s if company is None else 0.0,
             )
             try:
                 with stage.view(collector):
@@ -102,6 +120,31 @@ class ElasticTraining(Training):
             ]
             self._model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{weights}")))
         return self._result(outcome, observed)
+
+    def take_part(self, member: CompanyMember) -> None:
+        """Be a worker of a run that another process leads."""
+        line = member.line
+        try:
+            line.end(take_slot(member, self._job(None, wiring_of(member))))
+        except Exception as error:
+            if line.over is None:
+                line.fail(error)
+            raise
+
+    def _assemble(self, stage: Stage, rings: Sequence[EventRing], weights: int) -> AssembleElastic:
+        company, workers = stage.company, self._request.workers
+        if company is None:
+            job = self._job(stage.run_path)
+            return lambda watched: LocalElasticMembers(job, rings, weights, workers, watched)
+        here = 1 + sum(company.front.host_of(rank) == host_identity() for rank in company.front.members)
+        job = replace(self._job(stage.run_path, wiring_of(company)), threads=threads_per_role(here))
+        keeper = ElasticKeeper(weights, stage.checkpoints(), stage.say)
+
+        def assemble(watched: Watched) -> AbstractContextManager[ElasticMembers]:
+            child = LocalElasticMembers(job, rings, weights, 1, watched)
+            return PlacedElasticMembers(company, child, keeper, self._start, stage.say)
+
+        return assemble
 
     def _result(self, outcome: ElasticOutcome, observed: dict[str, Any]) -> Result:
         done = outcome.done
@@ -120,14 +163,15 @@ class ElasticTraining(Training):
             },
         )
 
-    def _job(self, stage: Stage) -> ElasticJob:
+    def _job(self, run_path: Path | None, wiring: Wiring | None = None) -> ElasticJob:
         request = self._request
         return ElasticJob(
             plan=request.plan,
             strategy=self._strategy,
             timeout_s=request.options.timeout_s,
             threads=threads_per_role(request.workers),
-            run_path=stage.run_path,
+            run_path=run_path,
             keep_checkpoints=request.options.keep_checkpoints,
             resume_step=self._start.step if self._start is not None else None,
+            wiring=wiring,
         )

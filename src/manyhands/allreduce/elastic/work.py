@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,17 @@ from typing import Any
 import torch
 
 from manyhands.allreduce.elastic.changes import Done
+from manyhands.allreduce.elastic.epochs import Epochs, SharedEpochs
 from manyhands.allreduce.elastic.exchange import ElasticExchange
-from manyhands.allreduce.elastic.line import Departed, MemberLine
+from manyhands.allreduce.elastic.line import Departed, ListeningContext, MemberLine
+from manyhands.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.allreduce.elastic.state import write_file
 from manyhands.allreduce.strategy import AllReduce
-from manyhands.cluster.context import RoleContext
+from manyhands.cluster.context import Context, RoleContext
 from manyhands.cluster.job import load
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
+from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors
 from manyhands.training.computing import TrainingPlan
@@ -27,7 +31,7 @@ from manyhands.training.exchanging import told
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.worker import Trained, Trainer
 
-__all__ = ["ElasticJob", "work"]
+__all__ = ["ElasticJob", "ElasticPart", "train", "work"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,48 +47,97 @@ class ElasticJob:
     resume_step: int | None
     """Begin with the checkpoint of this step; whoever joins later has its state from another."""
 
+    wiring: Wiring | None = None
+    """How members reach each other over links; None: all share memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticPart:
+    """One member's own: what ties its process to the run, wherever that is."""
+
+    context: ListeningContext
+    member: int
+    slot: int
+    ring: EventRing
+    checkpoints: CheckpointStore | None
+    leave_weights: Callable[[Mapping[str, torch.Tensor]], None]
+    """Called by the lowest of those who are there at the end."""
+
+    resume: Callable[[], Loaded | None]
+    """The checkpoint that a run begins with, for those who are there from its beginning."""
+
+    early: Sequence[Mapping[str, Any]] = ()
+    """What the launcher has told it before."""
+
 
 def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
-    """Be the worker of `slot`; what it tells at its end."""
-    joined = time.monotonic_ns()
+    """Be the worker of `slot` as a child of the launcher; what it tells at its end."""
     job: ElasticJob = load(context.descriptor("job"))
     torch.set_num_threads(job.threads)
-    with ExitStack() as stack:
-        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
-        line = stack.enter_context(closing(MemberLine(context, job.timeout_s)))
-        around = _Around(context, ring, line)
+    files = socket.socket(fileno=context.descriptor("files"))
+    with files, EventRing.attach(context.descriptor("events")) as ring:
         directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
         checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
-        exchange = stack.enter_context(closing(ElasticExchange(job.strategy, line, slot, job.timeout_s)))
+
+        def resume() -> Loaded | None:
+            if job.resume_step is None:
+                return None
+            assert checkpoints is not None, "a run that is resumed has a directory"
+            return checkpoints.load(job.resume_step)
+
+        def leave_weights(weights: Mapping[str, torch.Tensor]) -> None:
+            write_file(context.descriptor("weights"), encode_tensors(weights))
+
+        part = ElasticPart(
+            context=context,
+            member=context.rank,
+            slot=slot,
+            ring=ring,
+            checkpoints=checkpoints,
+            leave_weights=leave_weights,
+            resume=resume,
+        )
+        epochs = (
+            LinkedEpochs(job.wiring, job.timeout_s)
+            if job.wiring is not None
+            else SharedEpochs(files, job.timeout_s)
+        )
+        return train(job, part, epochs)
+
+
+def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, Any]:
+    """The whole life of one member, which owns `epochs`; what it tells at its end."""
+    joined = time.monotonic_ns()
+    with ExitStack() as stack:
+        stack.enter_context(closing(epochs))
+        line = stack.enter_context(closing(MemberLine(part.context, part.member, job.timeout_s, part.early)))
+        around = _Around(part.context, part.ring, line)
+        exchange = stack.enter_context(closing(ElasticExchange(job.strategy, line, part.slot, epochs)))
         try:
-            start = exchange.receive()
-            if start is None and job.resume_step is not None:
-                assert checkpoints is not None, "a run that is resumed has a directory"
-                start = checkpoints.load(job.resume_step)
-            ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
-            trainer = Trainer(job.plan, exchange, around, checkpoints)
-            _end(context, line, exchange, trainer, trainer.run(start))
+            start = exchange.receive() or part.resume()
+            part.ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+            trainer = Trainer(job.plan, exchange, around, part.checkpoints)
+            _end(part, line, exchange, trainer, trainer.run(start))
         except Departed:
             pass  # removed, or not needed any more
-        ring.record(EventKind.LEAVE, time.monotonic_ns())
+        part.ring.record(EventKind.LEAVE, time.monotonic_ns())
         traffic = exchange.traffic()
     return told(traffic)
 
 
 def _end(
-    context: RoleContext, line: MemberLine, exchange: ElasticExchange, trainer: Trainer, trained: Trained
+    part: ElasticPart, line: MemberLine, exchange: ElasticExchange, trainer: Trainer, trained: Trained
 ) -> None:
     """The lowest of those who are there leaves the weights; all stay until somebody has."""
     view = exchange.end()
     left = False
-    while not line.departs and not context.stopping:
+    while not line.departs and not part.context.stopping:
         if view is not None:
             exchange.follow(view)
             view = None
         if exchange.rank == 0 and not left:
             trainer.leave_owed(trained.steps_done, trained.model)
-            weights = trained.weights if trained.weights is not None else trained.model.state_dict()
-            write_file(context.descriptor("weights"), encode_tensors(weights))
+            part.leave_weights(trained.weights if trained.weights is not None else trained.model.state_dict())
             line.tell(
                 Done(
                     member=line.member,
@@ -99,13 +152,13 @@ def _end(
         if line.is_told_to_leave(exchange.epoch):
             view = exchange.leave()
         elif not line.departs:
-            line.wait()
+            line.wait(exchange.epoch)
 
 
 class _Around:
     """The surroundings of a member: its ring, its line on the board, its line to the launcher."""
 
-    def __init__(self, context: RoleContext, ring: EventRing, line: MemberLine) -> None:
+    def __init__(self, context: Context, ring: EventRing, line: MemberLine) -> None:
         self.record = ring.record
         self.mark = context.mark
         self.stop_requested = line.stop_requested

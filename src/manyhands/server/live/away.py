@@ -12,11 +12,13 @@ leave in the launcher's memory or directory:
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import select
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +46,9 @@ from manyhands.store.tensorfile import encode_tensors, read_tensors
 __all__ = ["PARTS", "WANTS", "SnapshotWanted", "TakePart", "take_part"]
 
 _LOOK_S: Final = 0.5
+_STANDS_BY_S: Final = 60.0
+_CHUNK_BYTES: Final = 1 << 20
+_log = logging.getLogger("manyhands")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +107,15 @@ def take_part(line: Line, job: Job) -> Mapping[str, Any]:
         counted = (
             serve_with(context, resources) if part.serves else work_with(context, resources, part.number)
         )
+        if records is not None:
+            records.send(line, job.timeout_s)
     except Aborted:
-        if line.over is not None:  # it knows more than that it was to stop
-            raise Aborted(line.over.sentence) from None
-        raise
-    if records is not None:
-        records.send(line)
+        over = line.over
+        if over is None:
+            raise
+        if records is not None and not over.is_lost and over.rank != line.rank:  # nobody comes in its place
+            records.remove()
+        raise Aborted(over.sentence) from None  # it knows more than that it was to stop
     return counted
 
 
@@ -119,8 +127,15 @@ class _Heard:
         self._orders: list[Mapping[str, Any]] = []
 
     def part(self) -> TakePart:
-        """Wait for it, as long as the leader lives, which waits for the others only so long."""
+        """Wait for it, as long as the leader lives, which waits for the others only so long.
+
+        Who comes beside one that has the part stands by for as long as that lives: it says so, every minute.
+        """
+        told_s = time.monotonic()
         while not self._line.stop_requested():
+            if time.monotonic() - told_s >= _STANDS_BY_S:
+                told_s = time.monotonic()
+                _log.warning("%s stands by: %s has no part for it yet", self._line.name, self._line.leader)
             told = self._line.told()
             if told:
                 first, *self._orders = told
@@ -240,10 +255,31 @@ class _Records:
         self.path = Path(tempfile.gettempdir()) / f"manyhands-{digest}"
         (self.path / "updates").mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def send(self, line: Line) -> None:
-        """Send all that was written here, by predecessors too, and remove it once it has left."""
+    def send(self, line: Line, timeout_s: float) -> None:
+        """Send all that was written here, by predecessors too, and remove it once the leader has it.
+
+        PeerTimeout where it takes none of a file for so long; Aborted where the run is over, and all is kept.
+        """
         if not self._is_own:
             return
         for path in record_files(self.path):
-            line.give(str(Shipment("record", file=path.name)), [path.read_bytes()])
-        shutil.rmtree(self.path, ignore_errors=True)
+            left, since_s = threading.Event(), time.monotonic()
+            line.give(str(Shipment("record", file=path.name)), _then(_chunks(path), left))
+            while not left.wait(_LOOK_S):
+                if line.over is not None:
+                    raise Aborted(line.over.sentence)
+                if time.monotonic() - since_s >= timeout_s:
+                    raise PeerTimeout(f"{line.leader} took no {path.name} for {timeout_s:.0f} s", peer=0)
+        line.store.check(["records"])  # the answer comes behind all that was sent: the leader has it
+        self.remove()
+
+    def remove(self) -> None:
+        """Leave nothing on this host."""
+        if self._is_own:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk

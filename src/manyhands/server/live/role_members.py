@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 
+from manyhands.cluster.control import ControlError
 from manyhands.cluster.failure import Failure
 from manyhands.cluster.supervisor import Ended, Event, Hung, Said, Started
-from manyhands.errors import PeerTimeout, UserError
+from manyhands.errors import PeerTimeout, UserError, printable
 from manyhands.hosts.front import Delivered, Front, FrontEvent, Remarked, Turned
 from manyhands.link.message import ProtocolError
 from manyhands.memory.segment import Segment
@@ -31,7 +34,7 @@ from manyhands.server.layout import FlatLayout
 from manyhands.server.live.away import PARTS, WANTS, SnapshotWanted, TakePart
 from manyhands.server.live.job import Job
 from manyhands.server.live.members import LocalMembers, RunFiles
-from manyhands.server.live.reports import StepComputed
+from manyhands.server.live.reports import REPORTS, StepComputed
 from manyhands.server.live.sending import BUFFERS, Shipment, pack_snapshot, take_final, unpack_snapshot
 from manyhands.server.live.server_tables import final_bytes
 from manyhands.server.live.snapshots import ShardSnapshots
@@ -61,11 +64,13 @@ class RunKeeper:
                 case "final":
                     self._take_final(shipment.shard, data)
                 case "buffers":
+                    _require_tensors(data)
                     with open(f"/proc/self/fd/{self._files.buffers}", "wb") as file:
                         file.write(data)
                 case "snapshot" if self._snapshots.kept:
                     self._snapshots.save(shipment.shard, unpack_snapshot(data))
-                case "record" if self._job.run_path is not None:
+                case "record" if self._job.run_path is not None and shipment.file not in self._before:
+                    # Who follows one that died before it heard that all had come sends it again.
                     self._before[shipment.file] = take_record(self._job.run_path, shipment.file, bytes(data))
         except WriteFailed as error:
             self._say(f"no {shipment}: {error}")
@@ -271,22 +276,34 @@ class RoleMembers:
         member = self._member_of.get(rank)
         if member is None:
             return []
-        if payload.get("kind") == SnapshotWanted.__name__:
-            wanted: SnapshotWanted = WANTS.read(payload)
-            self._front.give(
-                rank, str(Shipment("snapshot", shard=wanted.shard)), self._keeper.snapshot(wanted)
-            )
+        try:
+            if payload.get("kind") == SnapshotWanted.__name__:
+                self._give_snapshot(rank, WANTS.read(payload))
+                return []
+            REPORTS.read(payload)  # whoever hears it next must be able to
+        except (ProtocolError, ControlError) as error:
+            self._refuse(rank, error)
             return []
         if payload.get("kind") == StepComputed.__name__:
             self._keeper.computed(member, self._ranks.names[rank])
         return [Said(member, payload)]
 
+    def _give_snapshot(self, rank: int, wanted: SnapshotWanted) -> None:
+        servers = self._job.strategy.servers
+        if not 0 <= wanted.shard < servers or (wanted.version is not None and wanted.version < 0):
+            raise ProtocolError("shard", f"version {wanted.version} of {wanted.shard}, of {servers} shards")
+        self._front.give(rank, str(Shipment("snapshot", shard=wanted.shard)), self._keeper.snapshot(wanted))
+
     def _take(self, rank: int, name: str, data: bytearray) -> None:
         try:
             self._keeper.take(Shipment.parse(name, self._job.strategy.servers), data)
         except ProtocolError as error:
-            self._front.dismiss(rank, str(error))
-            self._say(f"{self._ranks.names[rank]} sent what nobody may send: {error}")
+            self._refuse(rank, error)
+
+    def _refuse(self, rank: int, error: Exception) -> None:
+        """It is of this run, and not to be believed: the run goes on without it."""
+        self._front.dismiss(rank, str(error))
+        self._say(f"{self._ranks.names[rank]} sent what nobody may send: {printable(str(error))}")
 
     def _end(self, rank: int, ended: Ended) -> list[Event | Hung]:
         member = self._member_of.pop(rank, None)
@@ -299,6 +316,13 @@ class RoleMembers:
         payload = self._keeper.counted(ended.payload) if ended.payload is not None else None
         told = replace(ended, member=member, name=self._ranks.names[rank], payload=payload)
         return [replace(told, failure=replace(failure, rank=member)) if failure is not None else told]
+
+
+def _require_tensors(data: bytearray) -> None:
+    try:
+        load(bytes(data))
+    except SafetensorError as error:
+        raise ProtocolError("buffers", f"{len(data)} bytes are no tensors: {error}") from error
 
 
 def _is_refusal(failure: Failure) -> bool:

@@ -1,0 +1,161 @@
+"""`allreduce` over two hosts for minutes: a cable that goes dead, a process that is stopped, and TLS on every link."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from certificates import HOSTS, folders
+from hosts import Hosts, Wiretap, two_hosts
+from manyhands.store.rundir import RunDirectory
+from roles import Cluster, cluster, free_ports
+
+__all__ = ["two_hosts"]
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+SCRIPT = Path(__file__).parents[1] / "processes" / "roles_script.py"
+NOTICED_S = 5.0
+TOLD_S = 20.0
+
+
+def start_ranks(ranks: Cluster, hosts: Hosts, placed: Sequence[int], words: Sequence[Sequence[str]]) -> None:
+    """One process for each entry of `placed`, which says its host, as torchrun would start it."""
+    (port,) = free_ports(1)
+    where = {"WORLD_SIZE": str(len(placed)), "MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(port)}
+    for rank, host in enumerate(placed):
+        command = [SCRIPT, *words[rank]]
+        ranks.start("rank", rank, command, before=hosts.inside(host), variables={**where, "RANK": str(rank)})
+
+
+def steps_done(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def told_silent(text: str) -> list[tuple[int, str, float]]:
+    """Who is said to have fallen silent, at which address, for how many seconds."""
+    found = re.findall(r"rank (\d+) on \S+ \(([\d.]+)\) fell silent: .* for ([\d.]+) s,", text)
+    return [(int(rank), address, float(seconds)) for rank, address, seconds in found]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local steps=2"])
+def test_a_cable_that_goes_dead_is_named_on_both_sides_and_the_run_is_resumed(
+    strategy: str, two_hosts: Hosts, tmp_path: Path
+) -> None:
+    """Every rank ends with a sentence within seconds, and the run goes on from its checkpoint, to the same weights."""
+    run = tmp_path / "run"
+    words = [strategy, "300", "pause=0.05", "insecure=yes", f"out={run}"]
+    with cluster(tmp_path, {}) as ranks:
+        start_ranks(ranks, two_hosts, (0, 0, 1, 1), [words] * 4)
+        ranks.wait_for(lambda: steps_done(run) > 40, "step 40")
+        for host in (0, 1):
+            two_hosts.cut(host)
+        began = time.monotonic()
+        for rank in range(4):
+            one = ranks.roles["rank", rank]
+            ranks.wait_for(lambda one=one: bool(told_silent(one.said)), f"word of rank {rank}", TOLD_S)
+        print(f"{strategy}: named by all after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < NOTICED_S + 1.0  # a beat, and a look at the files
+        for rank in range(4):
+            ended = ranks.roles["rank", rank]
+            ranks.wait_for(lambda one=ended: "WorkerFailed: " in one.said, f"the end of rank {rank}", TOLD_S)
+        assert time.monotonic() - began < TOLD_S
+        for rank in range(4):
+            ended = ranks.roles["rank", rank]
+            assert ended.ended() == 1, ranks.told()
+            for silent, address, seconds in told_silent(ended.said):
+                assert (silent < 2) is (rank >= 2), ranks.told()
+                assert address == two_hosts.address(silent // 2)
+                assert seconds <= NOTICED_S
+    saved = RunDirectory.open(run, lock=False).checkpoints().load().step
+    assert saved >= 20
+    two_hosts.heal()
+    with cluster(tmp_path, {}) as ranks:
+        start_ranks(ranks, two_hosts, (0, 0, 1, 1), [[*words[:1], "80", *words[2:], "resume=yes"]] * 4)
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+        resumed = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
+        start_ranks(ranks, two_hosts, (0, 0, 1, 1), [[strategy, "80", "insecure=yes"]] * 4)
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+        whole = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
+    assert resumed == whole
+    assert len(whole) == 1
+
+
+def test_a_stopped_process_of_one_host_is_named_in_seconds_and_a_busy_one_is_not(
+    two_hosts: Hosts, tmp_path: Path
+) -> None:
+    """On one host: first a processor that three others fight for, then a process that is stopped."""
+    run = tmp_path / "run"
+    words = ["allreduce", "100000", "pause=0.01", f"out={run}"]
+    with cluster(tmp_path, {}) as ranks:
+        start_ranks(ranks, two_hosts, (0, 0, 0), [words] * 3)
+        ranks.wait_for(lambda: steps_done(run) > 10, "step 10")
+        burners = [
+            subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+            for _ in range(4 * len(os.sched_getaffinity(0)))
+        ]
+        try:
+            time.sleep(20.0)
+        finally:
+            for burner in burners:
+                burner.kill()
+                burner.wait()
+        assert all(one.process.poll() is None for one in ranks.roles.values()), ranks.told()
+        stopped = ranks.roles["rank", 2]
+        began = time.monotonic()
+        stopped.process.send_signal(signal.SIGSTOP)
+        for rank in (0, 1):
+            one = ranks.roles["rank", rank]
+            ranks.wait_for(lambda one=one: bool(told_silent(one.said)), f"word of rank {rank}", TOLD_S)
+            assert one.ended() == 1, ranks.told()
+            assert told_silent(one.said)[0][0] == 2
+        print(f"a stopped process: all had ended after {time.monotonic() - began:.1f} s")
+        stopped.process.send_signal(signal.SIGCONT)
+        assert stopped.ended() == 1, ranks.told()
+
+
+def test_two_hosts_under_tls_end_with_the_weights_of_local_processes_and_show_no_tensor(
+    two_hosts: Hosts, tmp_path: Path
+) -> None:
+    """With the cable listened to: under TLS no weight passes in the clear, which `--insecure` shows at once."""
+    steps, placed = "20", (0, 0, 1, 1)
+    ways = {
+        "tls": [f"tls={folders() / HOSTS[host]}" for host in placed],
+        "insecure": ["insecure=yes"] * len(placed),
+    }
+    seen, weights = {}, {}
+    for name, said in ways.items():
+        run = tmp_path / name
+        with cluster(tmp_path, {}) as ranks, Wiretap(two_hosts.names[0]) as tap:
+            start_ranks(ranks, two_hosts, placed, [["allreduce", steps, one, f"out={run}"] for one in said])
+            assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.told()
+            heard = tap.heard()
+            weights[name] = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
+        kept = RunDirectory.open(run, lock=False).checkpoints().load().model
+        raw = b"".join(value.numpy().tobytes() for value in kept.values())
+        pieces = [raw[at : at + 16] for at in range(0, len(raw) - 16, 16)]
+        seen[name] = sum(piece in heard for piece in pieces)
+        assert len(heard) > 20 * len(raw)
+    assert seen["insecure"] > 0.9 * len(pieces)  # the result is given to all, as it is
+    assert seen["tls"] == 0
+    local = local_weights(tmp_path, steps)
+    assert weights == {"tls": {local}, "insecure": {local}}
+
+
+def local_weights(folder: Path, steps: str) -> str:
+    """Of four processes on one machine, which sum in the same order."""
+    with cluster(folder, {}) as alone:
+        alone.start(
+            "alone", 0, [SCRIPT, "allreduce algorithm=hierarchical group=2", steps, "workers=4"], variables={}
+        )
+        assert alone.roles["alone", 0].ended() == 0, alone.told()
+        return alone.roles["alone", 0].said.split("weights ")[1].split()[0]
