@@ -14,6 +14,7 @@ from manyhands.errors import format_bytes
 from render_choosing import choosing
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
+from render_priority import priority_gain
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -344,6 +345,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hosts": hosts_speed,
     "helpers played": helpers_played,
     "helpers live": helpers_live,
+    "priority": priority_gain,
     "ray actor": ray_actor,
     "events overhead": events_overhead,
     "events cost": events_cost,

@@ -79,7 +79,10 @@ def segments() -> set[str]:
     ):  # looked for in all lines at once: there are thousands, and mostly none
         at = mapped.find(name)
         while at >= 0:
-            found.add(mapped[mapped.rfind(b"\n", 0, at) + 1 : at].split()[4].decode())
+            if not mapped.startswith(
+                b"/dev/shm/sem.", at
+            ):  # a lock, such as that of tqdm, which Ray's data uses
+                found.add(mapped[mapped.rfind(b"\n", 0, at) + 1 : at].split()[4].decode())
             at = mapped.find(name, at + 1)
     return found
 

@@ -17,6 +17,7 @@ __all__ = [
     "NOTHING_TRAVELS",
     "NO_SERVERS",
     "ONE_DEVICE",
+    "ONE_ORDER",
     "ROUNDED",
     "TO_ROUNDING",
     "Answer",
@@ -112,6 +113,11 @@ NOTHING_TRAVELS = (
     "ps link=tcp have a codec"
 )
 """Why a strategy has no codec."""
+
+ONE_ORDER = (
+    "only allreduce over links sends gradients in an order of its own, as allreduce link=tcp order=priority"
+)
+"""Why a strategy has no order in which gradients leave."""
 
 ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"
 """Why a strategy has no limit on the memory of a device."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
 from manyhands.errors import UserError, nearest
-from manyhands.facts import NOTHING_TRAVELS, ONE_DEVICE, Promises, Split, Truth, Waits
+from manyhands.facts import NOTHING_TRAVELS, ONE_DEVICE, ONE_ORDER, Promises, Split, Truth, Waits
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import read_settings, settings_of
@@ -38,7 +38,11 @@ class Strategy(ABC):
     truth: ClassVar[Truth]
     """Who holds the truth."""
 
-    refuses: ClassVar[Mapping[str, str]] = {"codec": NOTHING_TRAVELS, "device_memory": ONE_DEVICE}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "codec": NOTHING_TRAVELS,
+        "order": ONE_ORDER,
+        "device_memory": ONE_DEVICE,
+    }
     """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""
 
     most_workers: ClassVar[int | None] = None
@@ -46,9 +50,6 @@ class Strategy(ABC):
 
     can_skip_updates: ClassVar[bool] = False
     """Whether one worker's part can be left out of a step, as where its gradient is not finite."""
-
-    cannot_clip: ClassVar[str] = ""
-    """A sentence on why gradients cannot be clipped; empty where they can."""
 
     moves_rows: ClassVar[bool] = False
     """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
@@ -73,6 +74,11 @@ class Strategy(ABC):
 
     when_evaluating: ClassVar[str] = ""
     """A sentence on what an evaluation costs, where that is special."""
+
+    @property
+    def cannot_clip(self) -> str:
+        """A sentence on why gradients cannot be clipped; empty where they can."""
+        return ""
 
     @property
     @abstractmethod

@@ -270,6 +270,7 @@ def test_longer_vectors_have_more_segments() -> None:
         ("allreduce helpers=2 algorithm=ring", "a schedule of their own; leave the algorithm out"),
         ("allreduce helpers=2 elastic=yes", "leave one of the two out"),
         ("allreduce helpers=2 link=tcp codec=topk:0.01", "take a codec that rounds, as bf16"),
+        ("allreduce helpers=2 link=tcp order=priority", "whole buckets"),
         ("allreduce helpers=two", "not a whole number"),
     ],
 )

@@ -15,7 +15,7 @@ from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.training.resources import Resources
 
-__all__ = ["collective_across_hosts", "collective_for"]
+__all__ = ["algorithm_of", "collective_across_hosts", "collective_for"]
 
 
 def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
@@ -24,11 +24,12 @@ def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Coll
         return SharedCollective(resources.group())
     if strategy.helpers:
         return helped_collective(resources, strategy.codec)
-    algorithm = _algorithm(strategy, resources.world)
+    algorithm = algorithm_of(strategy, resources.world)
     return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
 
 
-def _algorithm(strategy: AllReduce, world: int) -> Algorithm:
+def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
+    """By which it sums over links among the workers of one host."""
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]

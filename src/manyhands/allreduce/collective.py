@@ -42,6 +42,7 @@ __all__ = [
     "over_links",
     "remember_kept",
     "total",
+    "without_barrier",
 ]
 
 
@@ -301,6 +302,10 @@ class ScheduleCollective(Collective):
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
 
+    def of_words(self) -> ScheduleCollective:
+        """Another one over the same links, for small exact words."""
+        return ScheduleCollective(self._executor, self._links)
+
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         """Plain memory of this worker."""
         self._parcels = parcels
@@ -314,6 +319,17 @@ class ScheduleCollective(Collective):
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """By a butterfly."""
         return self._executor.sum_rows(mine, below)
+
+    def sum_part(self, part: Parcel) -> None:
+        """Collective, at once: make a part of a bucket, which it names, the sum over workers."""
+        item = part.dtype.itemsize
+        items = self._buckets[part.number][part.begin // item : part.end // item]
+        self._executor.at(self.step)
+        self._executor.all_reduce(items, parcel=part)
+
+    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """Collective, at once: every worker's few bytes, and from when to when each was waited for."""
+        return self._executor.gather(mine)
 
     def memory(self) -> dict[str, torch.Tensor]:
         """What the executor's codecs keep."""
@@ -395,13 +411,21 @@ def meeting_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
     return arrive
 
 
-def across_hosts(
+def without_barrier(
     algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
-) -> tuple[ScheduleCollective, ScheduleCollective]:
-    """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
+) -> ScheduleCollective:
+    """A worker's end of schedules over links, of one host or several, where nobody waits for the others to arrive."""
     links, rank, world = resources.links(), resources.rank, resources.world
     carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
     executor = ScheduleExecutor(
         algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
     )
-    return ScheduleCollective(executor, links, codec=codec), ScheduleCollective(executor, links)
+    return ScheduleCollective(executor, links, codec=codec)
+
+
+def across_hosts(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+) -> tuple[ScheduleCollective, ScheduleCollective]:
+    """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
+    gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
+    return gradients, gradients.of_words()

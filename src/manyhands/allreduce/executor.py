@@ -12,6 +12,7 @@ size, by every rank. With a codec, what leaves is rounded as `carrying` says; a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -62,6 +63,7 @@ class _Kind(IntEnum):
     BARRIER = 3
     COMPRESSED = 4
     ROWS = 5
+    WORDS = 6
 
 
 class ScheduleExecutor:
@@ -163,6 +165,21 @@ class ScheduleExecutor:
             self._mailbox.enter("sum of rows", _Kind.ROWS, call, number)
 
         return sum_rows(mine, below, self.rank, self.world, self._mailbox, enter)
+
+    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """Collective: every rank's few bytes, of one length, by rank; and from when to when each was waited for."""
+        self._mailbox.enter("exchange of reports", _Kind.WORDS, self._calls, 1)
+        self._calls += 1
+        peers = [(self.rank + distance) % self.world for distance in range(1, self.world)]
+        refused = self._mailbox.post((peer, mine) for peer in peers)
+        found, waits = [mine] * self.world, {}
+        for peer in peers:
+            begin_ns = time.monotonic_ns()
+            found[peer] = torch.empty_like(mine)
+            refused, _ = self._mailbox.receive(peer, found[peer], refused)
+            waits[peer] = begin_ns, time.monotonic_ns()
+        self._mailbox.flush(refused, peers)
+        return found, waits
 
     def broadcast(self, buffer: torch.Tensor, root: int = 0) -> Sent:
         """Collective: every rank's `buffer` becomes that of rank `root`, down a binomial tree."""

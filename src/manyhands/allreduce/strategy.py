@@ -11,12 +11,15 @@ from manyhands.errors import UserError
 from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Promises, Truth
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import (
+    MIB,
     buckets_setting,
     check_buckets,
     check_choice,
     check_link,
     link_setting,
+    parse_size,
     setting,
+    show_size,
     switch_setting,
     whole_number,
 )
@@ -24,6 +27,9 @@ from manyhands.strategy import Strategy
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["AllReduce", "Mirrored"]
+
+ORDERS = ("arrival", "priority")
+_CREDIT = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +64,9 @@ class AllReduce(Strategy):
     `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them), `link` how
     processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
     hosts, `codec` makes gradients smaller on their way. With `elastic=yes` the run goes on without a worker that is
-    lost, and workers may join and leave. `helpers=2` adds two processes that only sum, over links.
+    lost, and workers may join and leave. With `order=priority` gradients leave in slices, those that the next forward
+    needs first before all others, while that forward goes on; at most `credit` bytes are on their way at once.
+    `helpers=2` adds two processes that only sum, over links.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -78,6 +86,10 @@ class AllReduce(Strategy):
     """Whether what a codec leaves out is kept and added to the next gradient."""
     elastic: bool = switch_setting()
     """Whether the run goes on without a worker that is lost, and workers may join and leave it."""
+    order: str = setting("arrival", str)
+    """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
+    credit: int = setting(_CREDIT, parse_size, show_size)
+    """With `order=priority`: how many bytes are on their way at once, which what is more urgent has to wait for."""
     helpers: int = setting(0, whole_number)
     """How many more processes take part that only sum, so that less goes over each worker's own link."""
 
@@ -92,6 +104,7 @@ class AllReduce(Strategy):
             algorithm=self.algorithm,
         )
         check_buckets(self.buckets)
+        self._check_order()
         if self.elastic and not rounds_hops(self.codec):
             raise UserError(
                 f"elastic=yes codec={self.codec}: a step that is taken again would send twice what is owed; leave one "
@@ -121,11 +134,44 @@ class AllReduce(Strategy):
                 f"helpers={self.helpers} elastic=yes: who sums what is fixed for a run with helpers; leave one of the "
                 "two out"
             )
+        if self.order == "priority":
+            raise UserError(
+                f"helpers={self.helpers} order=priority: helpers are told of whole buckets, in the order in which they "
+                "are filled; leave one of the two out"
+            )
         if not rounds_hops(self.codec):
             raise UserError(
                 f"helpers={self.helpers} codec={self.codec}: it goes from worker to worker, past helpers; leave one of "
                 "the two out, or take a codec that rounds, as bf16"
             )
+
+    def _check_order(self) -> None:
+        check_choice("order", self.order, ORDERS)
+        if self.order == "arrival" and self.credit != _CREDIT:
+            raise UserError(f"credit={show_size(self.credit)} only means something to order=priority")
+        if self.credit < 1:
+            raise UserError(f"credit={self.credit} lets nothing through; {show_size(_CREDIT)} is usual")
+        if self.order == "arrival":
+            return
+        if not self.uses_links:
+            raise UserError(
+                "order=priority: memory is shared, and nothing travels that could go in another order; add link=tcp, "
+                "or name an algorithm that goes over links, as algorithm=ring"
+            )
+        if self.elastic:
+            raise UserError(
+                "elastic=yes order=priority: a step that is taken again would find parameters of the next one; leave "
+                "one of the two out"
+            )
+
+    @property
+    def cannot_clip(self) -> str:
+        """With `order=priority` nobody sees the whole gradient."""
+        if self.order == "arrival":
+            return ""
+        return (
+            "order=priority steps the first parameters before the last gradients are there, and clips nothing"
+        )
 
     @property
     def uses_links(self) -> bool:
@@ -193,9 +239,14 @@ class AllReduce(Strategy):
 
     @property
     def instead_of_own_loop(self) -> str:
-        """A loop of one's own cannot be put back to the beginning of a step, and nobody starts helpers for it."""
+        """A loop of one's own cannot be put back to the beginning of a step, nor told what its forward reads.
+
+        And nobody starts helpers for it.
+        """
         if self.helpers:
             return f"give mh.fit a Task for helpers={self.helpers}"
+        if self.order == "priority":
+            return "give mh.fit a Task for order=priority"
         return "give mh.fit a Task for elastic=yes" if self.elastic else ""
 
     def advice(self, workers: int, *, sparse: bool) -> str:
@@ -208,7 +259,7 @@ class AllReduce(Strategy):
         return super().advice(workers, sparse=sparse)
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """Compiled steps have no way back, and know of no helpers."""
+        """Compiled steps have no way back, say nothing of what they read, and know of no helpers."""
         super().check(workers, device, compiled=compiled)
         if self.helpers and workers < 2:
             raise UserError(
@@ -219,6 +270,9 @@ class AllReduce(Strategy):
             raise UserError(
                 f"helpers={self.helpers}: the workers of a compiled step sum by themselves; leave it out"
             )
+        if self.order == "priority" and (compiled or device != "cpu"):
+            what = "a compiled step is" if compiled else f"gradients of device={device} are"
+            raise UserError(f"order=priority: {what} exchanged after the backward; leave it out")
         if compiled and self.elastic:
             raise UserError(
                 "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out"

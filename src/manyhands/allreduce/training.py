@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.allreduce.chosen import collective_across_hosts, collective_for
-from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
+from manyhands.allreduce.collective import Collective, without_barrier
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.helped import help_workers
+from manyhands.allreduce.priority.exchange import PriorityExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
@@ -29,6 +30,10 @@ class AllReduceTraining(ExchangeTraining):
         """One worker's end, on one host."""
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
+        if isinstance(strategy, AllReduce) and strategy.order == "priority":
+            algorithm = algorithm_of(strategy, resources.world)
+            gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+            return PriorityExchange(gradients, strategy.buckets, strategy.credit)
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 
     @classmethod
@@ -43,7 +48,11 @@ class AllReduceTraining(ExchangeTraining):
         return ElasticTraining if isinstance(strategy, AllReduce) and strategy.elastic else cls
 
     @classmethod
-    def exchange_across_hosts(cls, strategy: AllReduce, resources: Resources) -> tuple[Exchange, Collective]:
+    def exchange_across_hosts(
+        cls, strategy: AllReduce, resources: Resources
+    ) -> tuple[Exchange, Collective | None]:
         """Every algorithm runs over links there."""
         gradients, words = collective_across_hosts(strategy, resources)
+        if strategy.order == "priority":
+            return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words

@@ -47,6 +47,7 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
+from manyhands.server.staggering import round_of_shards
 from manyhands.server.turns import TurnAnswer, WorkerTurn
 
 __all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
@@ -268,7 +269,8 @@ class ClientCore:
         self._clock = work.clock + 1
         self._out = not self._confirms
         actions: list[ClientAction] = []
-        for shard in self._shards:
+        for index in round_of_shards(self.slot, len(self._shards)):
+            shard = self._shards[index]
             shard.push = Push(
                 shard=shard.index,
                 slot=self.slot,

@@ -50,9 +50,6 @@ class Ps(Strategy):
     cannot_heed_evaluations: ClassVar[str] = (
         "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
     )
-    cannot_clip: ClassVar[str] = (
-        "the servers of ps add up and apply their shards of a gradient apart, and nobody has the whole of it to clip"
-    )
     cannot_stop: ClassVar[str] = (
         "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
     )
@@ -90,6 +87,11 @@ class Ps(Strategy):
     def averages(self) -> bool:
         """Whether servers average parameters, and workers have the optimizers."""
         return self.push == "parameters"
+
+    @property
+    def cannot_clip(self) -> str:
+        """Nobody has the whole gradient."""
+        return "the servers of ps add up and apply their shards of a gradient apart, and nobody has all of it to clip"
 
     @property
     def votes(self) -> bool:

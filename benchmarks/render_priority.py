@@ -1,0 +1,43 @@
+"""What the documents say about the order in which gradients leave, from the committed results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from results_read import load, markdown
+
+
+def priority_gain() -> str:
+    """What an order gains in the simulator beside its bound, and live where it was measured."""
+    result = load("priority")
+    table = [
+        ["Gbit/s", "exchange", "after backward", "overlapped", "by priority", "gain over overlapped", "bound"]
+    ]
+    for row in result["simulated"]:
+        names = ("exchange", "after", "overlapped", "priority")
+        times = [f"{row[f'{name}_s'] * 1e3:.0f} ms" for name in names]
+        table.append([f"{row['gbit']:g}", *times, f"{row['gain']:.2f}", f"{row['bound']:.2f}"])
+    model = result["simulated_model"]
+    about = (
+        f"Simulated: {model['workers']} workers, {result['layers']} layers with {model['gradient_bytes'] >> 20} MiB of "
+        f"gradients, forward {model['forward_s'] * 1e3:.0f} ms, backward {model['backward_s'] * 1e3:.0f} ms, slices "
+        "and credit of 1 MiB."
+    )
+    return f"{about}\n\n{markdown(table)}{_priority_live(result)}"
+
+
+def _priority_live(result: Mapping[str, Any]) -> str:
+    live = result["live"]
+    if live is None:
+        return ""
+    steps = live["step_s"]
+    return (
+        f"\n\nLive: {live['workers']} namespaces on {result['cores']} cores, a cable of {live['rate']}, "
+        f"{live['gradient_bytes'] / 1e6:.1f} MB, forward {live['forward_s'] * 1e3:.0f} ms, backward "
+        f"{live['backward_s'] * 1e3:.0f} ms, medians of {live['rounds']} rounds. A step takes "
+        f"{steps['arrival'] * 1e3:.0f} ms by arrival, {steps['priority'] * 1e3:.0f} ms by priority and "
+        f"{steps['ddp gloo'] * 1e3:.0f} ms by DDP on Gloo, which overlaps: a gain of {live['gain_over_arrival']:.2f} "
+        f"over arrival and of {live['gain_over_ddp']:.2f} over DDP, beside a bound of {live['bound']:.2f} over a "
+        "perfect overlap."
+    )

@@ -1,0 +1,42 @@
+"""What servers' wires go through when all workers push at once: how long it takes, and how many messages queue up.
+
+Every worker has a wire, on which its messages leave one after the other, and so has every server, where they come in
+the order of their arrival. All wires are equally fast, so the unit of time is one message.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Burst", "push_at_once"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """What became of one push of every worker to every shard."""
+
+    messages: int
+    """The time until the last has come in, in messages' times."""
+
+    longest_queue: int
+    """The most messages that a server had to take in at one moment."""
+
+
+def push_at_once(workers: int, shards: int, order: Callable[[int, int], Sequence[int]]) -> Burst:
+    """Each of `workers` sends one message to each of `shards`, in `order(worker, shards)`, all from the same moment."""
+    # A message is at the server's wire when it begins to leave: both are busy with it at once.
+    comes = sorted(
+        (turn, worker, shard) for worker in range(workers) for turn, shard in enumerate(order(worker, shards))
+    )
+    ends: dict[int, list[int]] = {shard: [] for shard in range(shards)}
+    longest = last = 0
+    for turn, _, shard in comes:
+        queue = ends[shard]
+        while queue and queue[0] <= turn:
+            heapq.heappop(queue)
+        end = max([turn, *queue]) + 1
+        heapq.heappush(queue, end)
+        longest, last = max(longest, len(queue)), max(last, end)
+    return Burst(messages=last, longest_queue=longest)
