@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.errors import format_bytes
 from render_choosing import choosing
-from render_links import hosts_speed, links_speed, ray_actor, tls_cost
+from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
 from render_wire import local_steps, wire_time
@@ -344,6 +344,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": links_speed,
     "tls": tls_cost,
     "hosts": hosts_speed,
+    "helpers played": helpers_played,
+    "helpers live": helpers_live,
     "priority": priority_gain,
     "local steps": local_steps,
     "ray actor": ray_actor,

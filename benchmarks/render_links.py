@@ -85,6 +85,48 @@ def hosts_speed() -> str:
     return f"{about}\n\n{markdown(table)}"
 
 
+def helpers_played() -> str:
+    """All-reduce with helpers in the model of ports, beside the formula and a ring."""
+    result = load("helpers")
+    table = [["workers", "helpers", "busiest link, × gradient", "by formula", "time, × ring", "by formula"]]
+    for row in result["simulated"]:
+        ring = 2 * (row["workers"] - 1) / row["workers"]
+        table.append(
+            [
+                str(row["workers"]),
+                str(row["helpers"]),
+                f"{row['played_share']:.3f}",
+                f"{row['formula_share']:.3f}",
+                f"{row['played_s'] / row['ring_s']:.2f}",
+                f"{row['formula_share'] / ring:.2f}",
+            ]
+        )
+    return markdown(table)
+
+
+def helpers_live() -> str:
+    """The same between namespaces with a cable each: bytes on the busiest one, and a step."""
+    result = load("helpers")
+    table = [["workers", "helpers", "busiest cable", "by formula", "a step", "cable alone, by formula"]]
+    for row in result["live"]:
+        table.append(
+            [
+                str(row["workers"]),
+                str(row["helpers"] or "none: a ring"),
+                f"{row['busiest_bytes'] / 1e6:.2f} MB",
+                f"{row['formula_bytes'] / 1e6:.2f} MB",
+                f"{row['step_s']:.2f} s",
+                f"{row['formula_s']:.2f} s",
+            ]
+        )
+    about = (
+        f"Every process in a network namespace with a cable of {result['rate']} in each direction, on "
+        f"{result['cores']} cores; {result['gradient_bytes'] / 1e6:.2f} MB of gradients, medians of "
+        f"{result['rounds']} rounds; load of the machine at the beginning: {result['load']:.0f}."
+    )
+    return f"{about}\n\n{markdown(table)}"
+
+
 def ray_actor() -> str:
     """A step of `ps` and of a Ray actor over a slow cable, and what crosses it, beside the formula."""
     result = load("ray-actor")

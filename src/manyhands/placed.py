@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -78,6 +79,9 @@ def run_placed(
             f"strategy={request.strategy} starts processes of its own, and {place.kind} has started "
             f"{place.world} that would be workers; use allreduce here, or start it without {place.kind}"
         )
+    if place.kind == "torchrun":
+        role, index = request.strategy.role_of(place.rank, request.workers)
+        place = replace(place, role=role, index=index)
     if place.cluster is not None:
         check_hosts(place.cluster, place.cluster.ranked[place.rank])
     with preserved():

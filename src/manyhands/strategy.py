@@ -228,6 +228,11 @@ class Strategy(ABC):
         """How many processes of which kind it starts for so many workers."""
         return {"worker": workers}
 
+    def role_of(self, rank: int, workers: int) -> tuple[str, int]:
+        """What the process of this rank is, where ranks begin with the workers, and its number among its kind."""
+        del workers
+        return "worker", rank
+
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """What each kind of its processes holds of a model at its peak: here a copy of everything for each worker."""
         parts = self.shares(workers)

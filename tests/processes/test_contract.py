@@ -62,6 +62,7 @@ ROWS = {
 }
 VARIANTS = {
     "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
+    "helpers": Row(text="allreduce link=tcp helpers=2", workers=3),
     "by priority": Row(text="allreduce link=tcp order=priority credit=256"),
     "elastic": Row(text="allreduce elastic=yes"),
     "elastic over links": Row(text="allreduce algorithm=ring elastic=yes", workers=3),
@@ -138,7 +139,10 @@ def breaking_loss(task: mh.Task, after: int) -> Any:
     "row",
     [
         *(ROWS[word] for word in ROWS if word != "single"),
-        *(VARIANTS[name] for name in ("allreduce by tcp", "by priority", "elastic", "elastic over links")),
+        *(
+            VARIANTS[name]
+            for name in ("allreduce by tcp", "by priority", "helpers", "elastic", "elastic over links")
+        ),
     ],
     ids=lambda row: row.text,
 )

@@ -13,6 +13,7 @@ from manyhands.compare.figures import FailedTrial, Figures, Measured, Point, Spr
 from manyhands.compare.measure import Stops
 from manyhands.compare.narrate import Conditions, paragraph
 from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
+from manyhands.compare.price import Prices
 from manyhands.compare.report import Made, report, smooth
 from manyhands.compare.table import cells, columns, measures_table, promises_table
 from manyhands.errors import UserError
@@ -112,6 +113,62 @@ def test_the_target_nobody_asked_for_is_the_worst_final_value() -> None:
     assert default_target(losses) == Target(metric="evaluation_loss", value=0.3, lower=True, chosen=True)
     assert default_target([{"loss": 1.0}]) is None
     assert default_target([]) is None
+
+
+# ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prices_are_of_processes_for_an_hour() -> None:
+    prices = Prices.parse("worker=10, helper=1,server=2.5")
+    assert str(prices) == "10 for a worker, 1 for a helper, 2.5 for a server"
+    assert prices.of(Strategy.parse("allreduce helpers=3"), 4) == 43
+    assert prices.of(Strategy.parse("ps servers=2"), 4) == 45
+    assert prices.of(Single(), 1) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("worker", "'' is no price of a worker"),
+        ("worker=-1", "'-1' is no price"),
+        ("worker=nan", "'nan' is no price"),
+        ("worker=1,worker=2", "two prices"),
+        ("wroker=1", "did you mean 'worker'"),
+        ("", "write it as worker=10,helper=1"),
+    ],
+)
+def test_prices_that_make_no_sense_are_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Prices.parse(text)
+
+
+def test_a_process_without_a_price_is_named() -> None:
+    with pytest.raises(UserError, match="ps starts a server, which has no price; add server=1"):
+        Prices.parse("worker=10").of(Ps(), 2)
+
+
+def test_a_priced_row_has_its_cost_in_table_json_report_and_words() -> None:
+    prices = Prices.parse("worker=36,server=18")
+    runs = [measured(0, 0), measured(0, 1), measured(1, 0)]
+    one = figures([(strategy, 2) for strategy in TWO], runs, None, 5, prices)
+    row, ps = one.rows
+    assert (row.price_per_hour, ps.price_per_hour) == (72, 90)
+    seconds = [run.seconds / run.steps for run in runs[:2]]
+    assert row.price_per_1000_steps == Spread.of([20 * took for took in seconds])
+    assert row.target_s is not None
+    assert row.price_to_target is not None
+    assert row.price_to_target.median == pytest.approx(row.target_s.median * 72 / 3600)
+    heads, values = columns(one), cells(one, row)
+    assert len(heads) == len(values)
+    assert values[heads.index("price,\n1k st.")] == f"{row.price_per_1000_steps.median:,.3g}"
+    assert one.to_dict()["prices_per_hour"] == {"worker": 36, "server": 18}
+    assert one.to_dict()["strategies"][0]["price_per_hour"] == 72
+    made = Made(title="t", command="c", facts={}, notes=())
+    assert "at 36 for a worker, 18 for a server an hour" in report(one, [], made)
+    assert "At 36 for a worker, 18 for a server an hour, 1,000 steps cost" in told(one)
+    plain = found(*runs)
+    assert "price" not in " ".join(columns(plain))
+    assert "cost" not in told(plain)
 
 
 # ── the figures ───────────────────────────────────────────────────────────────────────────────────────────────────

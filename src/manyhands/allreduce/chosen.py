@@ -10,6 +10,7 @@ from manyhands.allreduce.collective import (
     across_hosts,
     over_links,
 )
+from manyhands.allreduce.helped import helped_collective
 from manyhands.allreduce.schedule import Algorithm
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.training.resources import Resources
@@ -21,6 +22,8 @@ def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Coll
     """One worker's end of it."""
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(resources.group())
+    if strategy.helpers:
+        return helped_collective(resources, strategy.codec)
     algorithm = algorithm_of(strategy, resources.world)
     return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
 
@@ -36,5 +39,8 @@ def collective_across_hosts(
     strategy: AllReduce, resources: Resources
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
     """One worker's end over links, as `across_hosts` chose the algorithm: for gradients, and for small exact words."""
+    if strategy.helpers:
+        both = helped_collective(resources, strategy.codec)
+        return both, both
     algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
     return across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)

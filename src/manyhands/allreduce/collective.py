@@ -40,6 +40,7 @@ __all__ = [
     "broadcast",
     "carrier",
     "kept_by_codecs",
+    "meeting_in",
     "over_links",
     "remember_kept",
     "total",
@@ -370,6 +371,9 @@ class ScheduleCollective(Collective):
                 self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
             )
         self._executor.at(self.step)
+        self._sum(launched)
+
+    def _sum(self, launched: Sequence[int]) -> None:
         for index in launched:
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
@@ -412,17 +416,23 @@ def over_links(
 ) -> ScheduleCollective:
     """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
     group, links = resources.group(), resources.links()
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
+    executor = ScheduleExecutor(
+        algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
+    )
+    chooser = _chooser(codec, executor, resources.seed)
+    return ScheduleCollective(executor, links, meeting_in(group), codec, chooser)
+
+
+def meeting_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
+    """A barrier of the group that says how long each worker that came later was waited for, in nanoseconds."""
 
     def arrive() -> Mapping[int, int]:
         group.barrier()
         waits = group.take_stats().waiting_ns
         return {peer: waited for peer, waited in enumerate(waits) if waited}
 
-    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
-    executor = ScheduleExecutor(
-        algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
-    )
-    return ScheduleCollective(executor, links, arrive, codec, _chooser(codec, executor, resources.seed))
+    return arrive
 
 
 def without_barrier(

@@ -134,21 +134,28 @@ class ScheduleExecutor:
         """What went to and came from each peer since the last call."""
         return self._mailbox.take_posts()
 
-    def all_reduce(self, buffer: torch.Tensor, op: Op = "sum", parcel: Parcel | None = None) -> Sent:
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        op: Op = "sum",
+        parcel: Parcel | None = None,
+        algorithm: Algorithm | None = None,
+    ) -> Sent:
         """Collective: every rank's `buffer`, of one length and dtype, becomes their sum, mean or maximum.
 
-        Without a `parcel`, which names all of it, it travels as it is.
+        Without a `parcel`, which names all of it, it travels as it is; without an `algorithm`, the executor's own way.
         """
         if op not in _OPERATIONS:
             raise UserError(f"op={op}: no such reduction; {nearest(op, get_args(Op))}")
         vector = _checked(buffer)
         if self._compressor is not None and parcel is not None and op == "sum" and self.encodes(parcel):
             return self._compress(self._compressor, vector, parcel)
-        plan = _all_reduce_plan(self.algorithm, self.rank, self.world, vector.numel())
+        way = algorithm or self.algorithm
+        plan = _all_reduce_plan(way, self.rank, self.world, vector.numel())
         encoded = None
         if self._codec is not None and parcel is not None and self.encodes(parcel):
             encoded = Encoded(self._codec, parcel, vector, self._bytes)
-        sent = self._run(_Kind.ALL_REDUCE, self.algorithm.name, plan, vector, op, encoded)
+        sent = self._run(_Kind.ALL_REDUCE, way.name, plan, vector, op, encoded)
         if op == "mean":
             vector.div_(self.world)
         return sent
@@ -325,7 +332,8 @@ def _checked(buffer: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _all_reduce_plan(algorithm: Algorithm, rank: int, world: int, count: int) -> Plan:
-    return lay_plan(algorithm.table(rank, world), rank, algorithm.chunks(world), count)
+    gives = algorithm.gives(rank, world)
+    return lay_plan(algorithm.table(rank, world), rank, algorithm.chunks(world), count, gives=gives)
 
 
 @lru_cache(maxsize=256)

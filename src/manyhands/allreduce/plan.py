@@ -73,9 +73,9 @@ class Plan:
     """The chunks (first item, one after the last) that end as this rank computed them, and were not sent since."""
 
 
-def lay_plan(table: Table, rank: int, chunks: int, count: int) -> Plan:
-    """Lay out `table` of `rank` for a vector of `count` items in `chunks` chunks."""
-    layout = _Layout(rank, chunks, count)
+def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = True) -> Plan:
+    """Lay out `table` of `rank` for a vector of `count` items in `chunks` chunks; a helper `gives` nothing."""
+    layout = _Layout(rank, chunks, count, gives=gives)
     rounds = tuple(layout.round(step) for step in table)
     longest = max((fold.end - fold.begin for work in rounds for fold in work.folds), default=0)
     own = tuple(span_bounds(count, chunks, range(chunk, chunk + 1)) for chunk in _own_results(table))
@@ -100,8 +100,9 @@ def _own_results(table: Table) -> list[int]:
 class _Layout:
     """Hands out scratch space: kept chunks stay until their fold, others until the end of their round."""
 
-    def __init__(self, rank: int, chunks: int, count: int) -> None:
+    def __init__(self, rank: int, chunks: int, count: int, *, gives: bool) -> None:
         self._rank = rank
+        self._gives = gives
         self._chunks = chunks
         self._count = count
         self._kept: dict[tuple[range, int], int] = {}
@@ -147,7 +148,8 @@ class _Layout:
         places: dict[int, int | None] = {
             source: self._kept.pop((kept, source)) for kept, source in list(self._kept) if kept == span
         }
-        places[self._rank] = None
+        if self._gives:
+            places[self._rank] = None
         begin, end = self._bounds(span)
         return Fold(begin=begin, end=end, addends=tuple(places[source] for source in sorted(places)))
 

@@ -12,7 +12,7 @@ The meaning of one step, the same in all four:
    the left, so that two ranks that swap partial sums compute the same expression, down to the sign of a
    zero.
 3. The folds: each chunk becomes the sum of the rank's own value and the kept ones, left to right in rank
-   order.
+   order. A helper has no own value.
 
 Tables are aligned: all ranks of one algorithm have the same number of steps, some of them empty, and a
 message sent in a step is received in the step of the same number.
@@ -101,6 +101,12 @@ class Algorithm:
     chunks: Callable[[int], int]
     description: str
     source: str
+    helpers: int = 0
+    """The last ranks, so many of them, that have no vector of their own: they only sum, and want no result."""
+
+    def gives(self, rank: int, world: int) -> bool:
+        """Whether a rank has a vector of its own."""
+        return rank < world - self.helpers
 
     def table(self, rank: int, world: int) -> Table:
         """The steps of one rank of `world`; computed once."""

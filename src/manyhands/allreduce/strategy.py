@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.errors import UserError
 from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Promises, Truth
+from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import (
     MIB,
     buckets_setting,
@@ -65,6 +66,7 @@ class AllReduce(Strategy):
     hosts, `codec` makes gradients smaller on their way. With `elastic=yes` the run goes on without a worker that is
     lost, and workers may join and leave. With `order=priority` gradients leave in slices, those that the next forward
     needs first before all others, while that forward goes on; at most `credit` bytes are on their way at once.
+    `helpers=2` adds two processes that only sum, over links.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -88,6 +90,8 @@ class AllReduce(Strategy):
     """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
     credit: int = setting(_CREDIT, parse_size, show_size)
     """With `order=priority`: how many bytes are on their way at once, which what is more urgent has to wait for."""
+    helpers: int = setting(0, whole_number)
+    """How many more processes take part that only sum, so that less goes over each worker's own link."""
 
     def __post_init__(self) -> None:
         check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
@@ -112,6 +116,34 @@ class AllReduce(Strategy):
             )
         if self.group < 0:
             raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
+        self._check_helpers()
+
+    def _check_helpers(self) -> None:
+        """UserError for settings that make no sense with helpers."""
+        if self.helpers < 0:
+            raise UserError(f"helpers={self.helpers} must not be negative; 0 means none")
+        if not self.helpers:
+            return
+        if self.algorithm != "direct":
+            raise UserError(
+                f"helpers={self.helpers} algorithm={self.algorithm}: helpers sum by a schedule of their own; leave the "
+                "algorithm out"
+            )
+        if self.elastic:
+            raise UserError(
+                f"helpers={self.helpers} elastic=yes: who sums what is fixed for a run with helpers; leave one of the "
+                "two out"
+            )
+        if self.order == "priority":
+            raise UserError(
+                f"helpers={self.helpers} order=priority: helpers are told of whole buckets, in the order in which they "
+                "are filled; leave one of the two out"
+            )
+        if not rounds_hops(self.codec):
+            raise UserError(
+                f"helpers={self.helpers} codec={self.codec}: it goes from worker to worker, past helpers; leave one of "
+                "the two out, or take a codec that rounds, as bf16"
+            )
 
     def _check_order(self) -> None:
         check_choice("order", self.order, ORDERS)
@@ -148,8 +180,39 @@ class AllReduce(Strategy):
 
     @property
     def uses_links(self) -> bool:
-        """Every algorithm but `direct` in shared memory, which sums in place."""
-        return self.algorithm != "direct" or self.uses_network
+        """Every algorithm but `direct` in shared memory, which sums in place; and everything with helpers."""
+        return self.algorithm != "direct" or self.uses_network or self.helpers > 0
+
+    def processes(self, workers: int) -> dict[str, int]:
+        """Workers, and helpers where there are some."""
+        return {"worker": workers, **({"helper": self.helpers} if self.helpers else {})}
+
+    def role_of(self, rank: int, workers: int) -> tuple[str, int]:
+        """Helpers are the ranks after the workers."""
+        return ("worker", rank) if rank < workers else ("helper", rank - workers)
+
+    def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Strategy, int]:
+        """Under torchrun the last processes help."""
+        if self.helpers and roles:
+            raise UserError(
+                f"strategy={self}: a cluster specification has no type for helpers; leave helpers out, or start the "
+                "processes with torchrun"
+            )
+        if self.helpers and world < self.helpers + 2:
+            raise UserError(
+                f"strategy={self}: of {world} processes {self.helpers} would help, and less than two would train; "
+                f"start at least {self.helpers + 2}, workers and helpers together"
+            )
+        _, count = super().placed(world, roles)
+        return self, count - self.helpers
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A helper holds a bucket at most, and what came of it."""
+        rows = super().needs(model, workers)
+        if self.helpers:
+            bucket = min(self.buckets, model.gradients)
+            rows.append(WorkerMemory(who="helper", count=self.helpers, weights=0, gradients=bucket))
+        return rows
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
         """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.
@@ -157,7 +220,8 @@ class AllReduce(Strategy):
         Elsewhere, where neither algorithm nor group is named, a ring; what is named stays. Codecs that are more than a
         rounding have forms of their own over all workers.
         """
-        if self.algorithm not in ("direct", "hierarchical") or self.group or not rounds_hops(self.codec):
+        named = self.algorithm not in ("direct", "hierarchical") or self.group
+        if named or self.helpers or not rounds_hops(self.codec):
             return self
         if not in_order(hosts):
             return replace(self, algorithm="ring")
@@ -180,14 +244,37 @@ class AllReduce(Strategy):
 
     @property
     def instead_of_own_loop(self) -> str:
-        """A loop of one's own cannot be put back to the beginning of a step, nor told what its forward reads."""
+        """A loop of one's own cannot be put back to the beginning of a step, nor told what its forward reads.
+
+        And nobody starts helpers for it.
+        """
+        if self.helpers:
+            return f"give mh.fit a Task for helpers={self.helpers}"
         if self.order == "priority":
             return "give mh.fit a Task for order=priority"
         return "give mh.fit a Task for elastic=yes" if self.elastic else ""
 
+    def advice(self, workers: int, *, sparse: bool) -> str:
+        """With two workers there is nothing that helpers could take off their links."""
+        if self.helpers and workers == 2:
+            return (
+                f"helpers={self.helpers}: each of two workers sends its gradient once, with or without helpers; they "
+                "save something from three workers on"
+            )
+        return super().advice(workers, sparse=sparse)
+
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """Compiled steps have no way back, and say nothing of what they read."""
+        """Compiled steps have no way back, say nothing of what they read, and know of no helpers."""
         super().check(workers, device, compiled=compiled)
+        if self.helpers and workers < 2:
+            raise UserError(
+                f"helpers={self.helpers} workers={workers}: one worker has nothing to sum with others; leave helpers "
+                "out, or take more workers"
+            )
+        if compiled and self.helpers:
+            raise UserError(
+                f"helpers={self.helpers}: the workers of a compiled step sum by themselves; leave it out"
+            )
         if self.order == "priority" and (compiled or device != "cpu"):
             what = "a compiled step is" if compiled else f"gradients of device={device} are"
             raise UserError(f"order=priority: {what} exchanged after the backward; leave it out")

@@ -29,7 +29,8 @@ def prove(algorithm: Algorithm, world: int) -> None:
     """Return if the schedule is a correct all-reduce of `world` ranks, else raise ScheduleError.
 
     Proven: messages match one to one in FIFO order, no step waits for ever, every rank ends with each
-    contribution exactly once in every chunk, and all ranks end with the same bits.
+    contribution exactly once in every chunk, and all ranks end with the same bits. Helpers contribute nothing, and
+    may end with anything.
     """
     expressions = _Expressions()
     chunks = algorithm.chunks(world)
@@ -38,9 +39,10 @@ def prove(algorithm: Algorithm, world: int) -> None:
     held = [[leaf] * chunks for leaf in leaves]
     for held in replay(algorithm, world, lambda rank, _: leaves[rank], expressions.add):  # noqa: B007 - the last
         pass
+    givers = world - algorithm.helpers
     for chunk in range(chunks):
-        for rank in range(world):
-            if not expressions.is_whole(held[rank][chunk], world):
+        for rank in range(givers):
+            if not expressions.is_whole(held[rank][chunk], givers):
                 missing, twice = expressions.faults(held[rank][chunk], world)
                 raise ScheduleError(
                     f"{where}: rank {rank} ends with chunk {chunk} lacking the contributions of {missing} "
@@ -66,7 +68,15 @@ def replay(
     tables = algorithm.tables(world)
     where = f"{algorithm.name} on {world} ranks"
     _check_aligned(tables, where)
-    ranks = [_Rank(rank, [start(rank, chunk) for chunk in range(chunks)], add) for rank in range(world)]
+    ranks = [
+        _Rank(
+            rank,
+            [start(rank, chunk) for chunk in range(chunks)],
+            add,
+            gives=algorithm.gives(rank, world),
+        )
+        for rank in range(world)
+    ]
     for number, steps in enumerate(zip(*tables, strict=True), start=1):
         _play_round(ranks, steps, f"{where}, round {number}")
         yield [rank.held for rank in ranks]
@@ -81,8 +91,9 @@ def replay(
 class _Rank(Generic[_V]):
     """What one rank holds, and its slots by (chunks, source)."""
 
-    def __init__(self, rank: int, held: list[_V], add: Callable[[Sequence[_V]], _V]) -> None:
+    def __init__(self, rank: int, held: list[_V], add: Callable[[Sequence[_V]], _V], *, gives: bool) -> None:
         self.rank = rank
+        self.gives = gives
         self.held = held
         self.kept: dict[tuple[range, int], list[_V]] = {}
         self._add = add
@@ -107,7 +118,8 @@ class _Rank(Generic[_V]):
         """Own values and kept ones, summed in rank order."""
         sources = [source for kept, source in self.kept if kept == chunks]
         slots = {source: self.kept.pop((chunks, source)) for source in sources}
-        slots[self.rank] = self.held[chunks.start : chunks.stop]
+        if self.gives:
+            slots[self.rank] = self.held[chunks.start : chunks.stop]
         columns = zip(*(slots[source] for source in sorted(slots)), strict=True)
         self.held[chunks.start : chunks.stop] = [self._add(column) for column in columns]
 

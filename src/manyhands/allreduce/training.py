@@ -9,11 +9,13 @@ from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, co
 from manyhands.allreduce.collective import Collective, without_barrier
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.allreduce.helped import help_workers
 from manyhands.allreduce.priority.exchange import PriorityExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import ExchangeTraining
+from manyhands.training.exchanging import ExchangeTraining, told
+from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
 from manyhands.wire.choice import CHOSEN, codec_sentence
@@ -35,6 +37,12 @@ class AllReduceTraining(ExchangeTraining):
             gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
             return PriorityExchange(gradients, strategy.buckets, strategy.credit)
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
+
+    @classmethod
+    def helper(cls, strategy: Strategy, resources: Resources, around: Surroundings) -> Mapping[str, Any]:
+        """Sum until the workers are done."""
+        assert isinstance(strategy, AllReduce), "mirrored has no helpers"
+        return told(help_workers(resources, strategy.codec, around))
 
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:

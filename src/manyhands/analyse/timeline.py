@@ -11,8 +11,8 @@ role that says how much it stands for.
 
 *Pointing.* Arrows lead from one who was waited for to the waiter, and from who sent to who received (`arrows`).
 
-Workers are shown by their steps. A server has none: of it is shown what it did while the steps that are shown
-were under way.
+Workers are shown by their steps. A server or a helper has none: of it is shown what it did while the steps that
+are shown were under way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ _PARTS = (
     EventKind.EVALUATE,
     EventKind.CHECKPOINT,
 )
-_SERVER_PARTS = (EventKind.RECEIVE, EventKind.APPLY, EventKind.SEND, EventKind.CHECKPOINT)
+_SERVER_PARTS = (
+    EventKind.RECEIVE,
+    EventKind.APPLY,
+    EventKind.SEND,
+    EventKind.CHECKPOINT,
+    EventKind.EXCHANGE,  # a helper's
+)
 _MARKS = (EventKind.JOIN, EventKind.LEAVE, EventKind.FAULT)
 _MAX_MARKS = 1_000  # of one role; a role that faults without end must not fill the file
 

@@ -69,6 +69,10 @@ class Compared:
         str | None,
         typer.Option(help="Hold TCP to this rate, as in 1Gbit; strategies that use memory are not touched."),
     ] = None
+    price: Annotated[
+        str | None,
+        typer.Option(help="What a process costs in an hour, by kind: worker=10,helper=1[,server=2]."),
+    ] = None
     seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
     allow_overload: AllowOverload = False
     out: Annotated[
@@ -116,6 +120,7 @@ def run_comparison(
     from manyhands.cluster.signals import ending
     from manyhands.compare.bandwidth import Rate, enter, inside
     from manyhands.compare.narrate import Conditions
+    from manyhands.compare.price import Prices
     from manyhands.compare.run import CompareSettings, compare
     from manyhands.slowdown import Slowdown
 
@@ -130,6 +135,7 @@ def run_comparison(
         repeats=common.repeats,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
         target=Target.parse(common.target) if common.target is not None else None,
+        prices=Prices.parse(common.price) if common.price is not None else None,
         allow_overload=common.allow_overload,
     )
     if rate is not None and not inside():

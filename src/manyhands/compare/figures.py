@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.compare.plan import Target, default_target
+from manyhands.compare.price import Prices
 from manyhands.strategy import Strategy
 
 __all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Spread", "figures"]
@@ -130,6 +131,10 @@ class CompareRow:
     final: Mapping[str, Spread] = field(default_factory=dict)
     waits_mostly_for: int | None = None
     """The worker that most of the waiting was for."""
+    price_per_hour: float | None = None
+    """Of all its processes together; None where no prices were given."""
+    price_per_1000_steps: Spread | None = None
+    price_to_target: Spread | None = None
 
     @property
     def name(self) -> str:
@@ -155,12 +160,14 @@ class Figures:
     """None where nothing was evaluated."""
     evaluate_every: int
     rows: tuple[CompareRow, ...]
+    prices: Prices | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             "target": dataclasses.asdict(self.target) if self.target else None,
             "evaluate_every": self.evaluate_every,
+            "prices_per_hour": dict(self.prices.per_hour) if self.prices else None,
             "strategies": [_row_dict(row) for row in self.rows],
         }
 
@@ -170,6 +177,7 @@ def figures(
     runs: Sequence[Measured | FailedTrial],
     target: Target | None,
     evaluate_every: int,
+    prices: Prices | None = None,
 ) -> Figures:
     """All rows, from each strategy with its number of workers; where no target was asked for one is chosen."""
     measured = [run for run in runs if isinstance(run, Measured)]
@@ -184,7 +192,28 @@ def figures(
         )
         for place, (strategy, workers) in enumerate(strategies)
     ]
-    return Figures(target=target, evaluate_every=evaluate_every, rows=tuple(rows))
+    if prices is not None:
+        rows = [_priced(row, prices) for row in rows]
+    return Figures(target=target, evaluate_every=evaluate_every, rows=tuple(rows), prices=prices)
+
+
+def _priced(row: CompareRow, prices: Prices) -> CompareRow:
+    """The row with what its processes cost: for 1,000 steps at their mean pace, and to the target."""
+    per_hour = prices.of(row.strategy, row.workers)
+    steps = [prices.for_seconds(per_hour, 1000 * _ratio(run.seconds, run.steps)) for run in row.runs]
+    reached = row.target_s
+    return dataclasses.replace(
+        row,
+        price_per_hour=per_hour,
+        price_per_1000_steps=_spread(steps),
+        price_to_target=None
+        if reached is None
+        else Spread(
+            median=prices.for_seconds(per_hour, reached.median),
+            low=prices.for_seconds(per_hour, reached.low),
+            high=prices.for_seconds(per_hour, reached.high),
+        ),
+    )
 
 
 def _row(
@@ -232,6 +261,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
         for name in (
             "workers", "reached", "target_s", "target_steps", "samples_per_s", "waiting", "waits_mostly_for",
             "messages_per_step", "bytes_per_step", "busiest_bytes_per_step", "staleness_mean", "staleness_max",
+            "price_per_hour", "price_per_1000_steps", "price_to_target",
         )
     }  # fmt: skip
     promises = row.strategy.promises

@@ -80,8 +80,8 @@ def _measured(
     stops = Stops.of(evaluations, len(workers), together=strategy.meets_to_evaluate)
     losses, measured = _points(rows, stops)
     idle_s = _waits_for_evaluations(events, evaluations)
-    servers = _sent_by_servers(events)
-    sent = [(one.messages_sent, one.bytes_sent) for one in workers] + servers
+    others = _sent_by_others(events)
+    sent = [(one.messages_sent, one.bytes_sent) for one in workers] + others
     stale = summary.get("staleness") or summary.get("overlap") or {"mean": 0.0, "max": 0}
     return Measured(
         place=trial.place,
@@ -153,11 +153,11 @@ def _points(rows: list[dict[str, Any]], stops: Stops) -> tuple[list[Point], list
     return losses, evaluations
 
 
-def _sent_by_servers(events: RunEvents) -> list[tuple[int, int]]:
-    """Messages and bytes that each server sent; those of workers are in their own totals."""
+def _sent_by_others(events: RunEvents) -> list[tuple[int, int]]:
+    """Messages and bytes that each server or helper sent; those of workers are in their own totals."""
     found = []
     for role in events.roles:
-        if role.name.startswith("server"):
+        if not _is_worker(role):
             sends = role.of(EventKind.SEND)
             found.append((int(sends["count"].sum()), int(sends["num_bytes"].sum())))
     return found

@@ -41,6 +41,7 @@ def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     sentences += _quality(found, rows)
     sentences += _codecs(rows)
     sentences += _network(rows, conditions.bandwidth)
+    sentences += _cheapest(found, rows)
     for row in found.rows:
         sentences += [f"{row.name} failed: {sentence}." for sentence in row.failures]
     if not rows:
@@ -92,6 +93,16 @@ def _first(there: Sequence[CompareRow], every: int) -> list[str]:
     if last not in (first, second) and last.target_s.median > _ALIKE * second.target_s.median:
         said.append(f"{last.name} took longest, {_s(last.target_s)}.")
     return said + _fewest_steps(there, every)
+
+
+def _cheapest(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
+    """What 1,000 steps cost, the least of it first; where prices were given."""
+    known = [(row.price_per_1000_steps, row.name) for row in rows if row.price_per_1000_steps is not None]
+    if found.prices is None or not known:
+        return []
+    known.sort(key=lambda one: one[0].median)
+    said = ", ".join(f"{price.median:.3g} by {name}" for price, name in known)
+    return [f"At {found.prices} an hour, 1,000 steps cost {said}."]
 
 
 def _fewest_steps(there: Sequence[CompareRow], every: int) -> list[str]:

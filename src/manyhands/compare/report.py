@@ -71,8 +71,14 @@ def _caption(found: Figures) -> str:
     target = f"time and steps to {found.target}; " if found.target is not None else ""
     return (
         f"Medians over the repeats: {target}messages and bytes of a step, sent by all together, and bytes sent by "
-        "the busiest worker or server"
+        f"the busiest process{_price_caption(found)}"
     )
+
+
+def _price_caption(found: Figures) -> str:
+    if found.prices is None:
+        return ""
+    return f"; the price of 1,000 steps, of all processes together, at {found.prices} an hour"
 
 
 _AXES: tuple[tuple[str, Callable[[Point], float]], ...] = (

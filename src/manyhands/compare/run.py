@@ -14,6 +14,7 @@ from manyhands.cluster.signals import signal_of
 from manyhands.compare.figures import FailedTrial, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
+from manyhands.compare.price import Prices
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.fitting import fit
 from manyhands.kernel import AnyTask
@@ -46,6 +47,8 @@ class CompareSettings:
     """What the time is measured to; None: the worst value that any run ends with."""
     evaluate_every: int | None = None
     """Measure the metrics after every so many steps; None: ten times a run."""
+    prices: Prices | None = None
+    """What each process costs in an hour; None: nobody asked."""
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
 
@@ -107,7 +110,7 @@ def compare(
             raise
         interrupted = True
     pairs = [(request.strategy, request.workers) for request in requests]
-    found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every)
+    found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every, settings.prices)
     notes = [
         f"{chosen[run.place]}: {note}" for run in runs if isinstance(run, Measured) for note in run.notes
     ]
@@ -124,6 +127,9 @@ def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: CompareSet
             f"slow: there is no worker {settings.slow.worker} among {settings.workers}; they count from 0"
         )
     requests = [_whole_request(task, strategy, settings) for strategy in strategies]
+    for request in requests:
+        if settings.prices is not None:
+            settings.prices.of(request.strategy, request.workers)  # refused where one has none
     with preserved():
         for request in requests:
             require_room_for(request, request.plan.task.model())

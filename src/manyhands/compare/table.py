@@ -26,11 +26,13 @@ _MEASURES = (
     "busiest\nsends",
     "stale,\nmax",
 )
+_PRICE = "price,\n1k st."  # of a thousand steps
+_NARROWEST = 12
 
 
 def columns(found: Figures) -> list[str]:
     """The heads of all columns after the strategy; a line break is where a narrow one may break."""
-    return [*_MEASURES, *_metrics(found)]
+    return [*_MEASURES, *([_PRICE] if found.prices is not None else []), *_metrics(found)]
 
 
 def cells(found: Figures, row: CompareRow) -> list[str]:
@@ -48,6 +50,7 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
         _size(row.bytes_per_step),
         _size(row.busiest_bytes_per_step),
         stale,
+        *([_show(row.price_per_1000_steps, "{:,.3g}")] if found.prices is not None else []),
         *(_show(row.final.get(name), "{:.4f}") for name in _metrics(found)),
     ]
 
@@ -63,7 +66,7 @@ def promise_cells(promises: Promises, *, words: bool = False) -> list[str]:
 def measures_table(found: Figures) -> Table:
     """What was measured, readable at 100 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column("strategy", overflow="fold")
+    table.add_column("strategy", overflow="fold", min_width=_NARROWEST)
     for head in columns(found):
         table.add_column(head, justify="right", no_wrap=True, min_width=max(map(len, head.split("\n"))))
     for row in found.rows:

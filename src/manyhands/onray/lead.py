@@ -58,7 +58,10 @@ class Casting:
     @classmethod
     def of(cls, strategy: Strategy, workers: int, later: int = 0) -> Casting:
         """Where there are servers this process leads only; else it is worker 0."""
-        servers = strategy.processes(workers).get("server", 0)
+        processes = strategy.processes(workers)
+        if "helper" in processes:
+            raise UserError(f"strategy={strategy}: no actor is a helper on Ray; leave helpers out")
+        servers = processes.get("server", 0)
         if servers:
             actors = {"ps": range(servers), "worker": range(workers)}
             return cls(leader=("chief", 0), actors=actors, later=later)

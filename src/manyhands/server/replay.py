@@ -138,6 +138,11 @@ def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:
         raise DataError(
             f"{path / 'updates' / 'run.json'}: strategy={record.strategy!r} is none of servers (ps)"
         )
+    if strategy.averages:
+        raise UserError(
+            f"{path} cannot be replayed: with push={strategy.push} each worker has an optimizer of its own, whose "
+            "state is in no log; audit reads it"
+        )
     missing = next((shard for shard in range(strategy.servers) if shard not in logs.files), None)
     if missing is not None:
         raise UserError(f"{path} has no log of shard {missing}: it took no step, or its file is gone")

@@ -1,7 +1,8 @@
 """What a shard of a parameter server holds: its range of the values, and the user's optimizer running on it.
 
 Gradients come as ranges of the same layout and are read where they lie; reading the values is one copy. The optimizer
-is the user's own, with its state for this shard's pieces alone (`sharding.slices`), and so is the scheduler.
+is the user's own, with its state for this shard's pieces alone (`sharding.slices`), and so is the scheduler. Where
+workers push parameters, the shard has no use for either (`Averaging`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,29 @@ from manyhands.sharding.slices import SlicedOptimizer
 from manyhands.tables.rows import RowGradient, RowTable
 from manyhands.training.computing import Built
 
-__all__ = ["Contribution", "ShardStore"]
+__all__ = ["Averaging", "Contribution", "ShardStore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """How a shard takes parameters that workers push, and not gradients, into its own: x becomes x + a (m - x).
+
+    m is the weighted mean of the parameters that make a step. Where a step waits for all workers (`together`), a is 1:
+    the mean itself. Else each push draws x a part of the way: a is the number of pushes over that of the workers that
+    the run began with. A rate that follows staleness multiplies a.
+    """
+
+    workers: int
+    together: bool
+
+    def way(self, pushes: int, rate: float) -> float:
+        """How far a step of so many pushes goes."""
+        return rate if self.together else rate * min(1.0, pushes / self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contribution:
-    """One gradient and its factor in a step."""
+    """One gradient and its factor in a step; or parameters, scaled by their weight as a gradient is."""
 
     gradient: ShardRange
     present: Tensor
@@ -67,6 +85,8 @@ class ShardStore:
         self._scheduler = built.scheduler
         self.votes = False
         """Whether a step goes by the signs of the sum: the majority's, where each contribution is of signs."""
+        self.averaging: Averaging | None = None
+        """How parameters are averaged, where those are pushed: then the optimizer has nothing to do."""
         self._batches = 0
         self._sum: ShardRange | None = None
         self._plain = self._plain_sgd()
@@ -92,8 +112,13 @@ class ShardStore:
 
         Learning rates are multiplied by `rate` for this step alone. A piece that no contribution reached has no
         gradient. A single contribution of factor 1 is read where it lies. Without contributions, the scheduler alone
-        advances.
+        advances. Where parameters are pushed, they are averaged instead.
         """
+        if self.averaging is not None:
+            if contributions:
+                self._average(contributions, self.averaging.way(len(contributions), rate))
+            self._batches += batches
+            return
         if contributions:
             if not self._has_tables_alone:
                 combined = self._combined(contributions)
@@ -108,10 +133,15 @@ class ShardStore:
                 self._scheduler.step()
         self._batches += batches
 
+    def _average(self, contributions: Sequence[Contribution], way: float) -> None:
+        for value, mean in zip(self._values.pieces, self._combined(contributions), strict=True):
+            if mean is not None:
+                value.copy_(mean) if way == 1 else value.lerp_(mean, way)
+
     @property
     def turns(self) -> bool:
         """Whether `turn` may be called: the optimizer's step is no more than a loop (`plain_sgd`)."""
-        return self._plain is not None
+        return self._plain is not None and self.averaging is None
 
     def turn(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
         """`apply` for one gradient of factor 1 that lies at an address, flags too; then copy the values to `out`.

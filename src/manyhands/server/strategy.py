@@ -12,11 +12,18 @@ from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError
 from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Promises, Truth, Waits
 from manyhands.holding import ModelFootprint, WorkerMemory
-from manyhands.settings import check_link, link_setting, setting, whole_number
+from manyhands.settings import check_choice, check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
+
+_PUSHED = ("gradients", "parameters")
+MEANS_OF_STEPS = Promise(
+    answer=Answer.PARTLY,
+    words="those of one process where a step is proportional to the gradient, as of plain SGD; the same in every "
+    "repetition",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +32,8 @@ class Ps(Strategy):
 
     `consistency` says when replicas must agree, `replicas=1` that every shard is kept by two servers, `link` how
     processes of one host talk: `shared` memory or `tcp` on loopback; there `codec` makes gradients and parameters
-    smaller on their way between workers and servers.
+    smaller on their way between workers and servers. With `push=parameters` each worker takes a step of its own with
+    what it has pulled, by an optimizer of its own, and pushes the parameters that come of it; servers average them.
     """
 
     word: ClassVar[str] = "ps"
@@ -58,6 +66,8 @@ class Ps(Strategy):
     """How what travels is made smaller: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
     feedback: bool = feedback_setting()
     """Whether what a codec leaves out is kept and added to what is sent next."""
+    push: str = setting("gradients", str)
+    """What workers push: `gradients`, by which servers step, or `parameters`, which servers average."""
 
     def __post_init__(self) -> None:
         if self.servers < 1:
@@ -66,6 +76,17 @@ class Ps(Strategy):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
         check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        check_choice("push", self.push, _PUSHED)
+        if self.averages and self.codec != RAW:
+            raise UserError(
+                f"ps push={self.push} codec={self.codec}: a step is small beside the parameters that it moves, and a "
+                "codec would round it away; leave one of the two out"
+            )
+
+    @property
+    def averages(self) -> bool:
+        """Whether servers average parameters, and workers have the optimizers."""
+        return self.push == "parameters"
 
     @property
     def cannot_clip(self) -> str:
@@ -175,13 +196,14 @@ class Ps(Strategy):
             count=workers,
             weights=model.weights,
             gradients=model.gradients,
+            state=model.state if self.averages else 0,
             activations=model.activations(workers if self.splits_batches else 1),
         )
         server = WorkerMemory(
             who="server",
             count=servers,
             weights=model.parameters * self.kept_copies // servers,
-            state=model.state * self.kept_copies // servers,
+            state=0 if self.averages else model.state * self.kept_copies // servers,
         )
         return [worker, server]
 
@@ -189,6 +211,8 @@ class Ps(Strategy):
     def _same_numbers(self) -> Promise:
         if not self.consistency.lockstep:
             return BY_CHANCE
+        if self.averages:
+            return MEANS_OF_STEPS
         return TO_ROUNDING if self.codec == RAW else ROUNDED
 
     @property
@@ -202,7 +226,8 @@ class Ps(Strategy):
         return Promises(
             worker_dies=Promise(
                 answer=Answer.YES,
-                words="the others go on; a successor takes its place, and no update is applied twice",
+                words="the others go on; a successor takes its place, and no update is applied twice"
+                + (", but its optimizer begins anew" if self.averages else ""),
             ),
             server_dies=Promise(
                 answer=Answer.YES, words="its shards are kept by a second server, which takes over"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from manyhands.errors import UserError
 from manyhands.hosts.company import CompanyMember
 from manyhands.hosts.place import Place
 from manyhands.hosts.specified import listening_at
@@ -53,6 +54,11 @@ class PsTraining(Training):
         super().__init__(request, model)
         assert isinstance(request.strategy, Ps), "the registry leads here from ps alone"
         self._strategy = request.strategy
+        if self._strategy.averages and request.plan.task.sparse:
+            raise UserError(
+                f"strategy={self._strategy}: a worker has some rows of task.sparse, and no whole table to step; leave "
+                f"push={self._strategy.push} out, or sparse"
+            )
         self._point: ResumePoint | None = None
         self._buffers: dict[str, Tensor] = {}
 
@@ -76,6 +82,17 @@ class PsTraining(Training):
         forget_after(directory.path, self._strategy, point)
         directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
         return point.batches if point is not None else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That workers' optimizers begin anew, too, where they have a state that is theirs."""
+        said = super().notes
+        if self._point is None or not self._strategy.averages:
+            return said
+        return (
+            *said,
+            f"the workers' optimizers begin anew: push={self._strategy.push} keeps no state of theirs",
+        )
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:

@@ -17,7 +17,7 @@ from manyhands.training.resources import Resources
 from manyhands.training.training import training_class
 from manyhands.training.worker import Trained, Trainer
 
-__all__ = ["ExchangeTraining", "exchange_for", "exchanging"]
+__all__ = ["ExchangeTraining", "exchange_for", "exchanging", "told"]
 
 
 class ExchangeTraining(ProcessTraining):

@@ -30,6 +30,7 @@ from manyhands.link.base import Link
 from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.record.blackbox import BlackBoxes
 from manyhands.record.events import EventKind
+from manyhands.record.recorded import role_name
 from manyhands.record.ring import EventRing
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.portable import pack_tree, unpack_tree
@@ -65,6 +66,7 @@ class WorkerJob:
 
     plan: TrainingPlan
     strategy: Strategy
+    workers: int
     timeout_s: float
     threads: int
     run_path: Path | None
@@ -92,6 +94,11 @@ class ProcessTraining(Training):
     ) -> AbstractContextManager[Train]:
         """In a worker's process: what trains there; leaving it lets go of everything."""
 
+    @classmethod
+    def helper(cls, strategy: Strategy, resources: Resources, around: Surroundings) -> Mapping[str, Any]:
+        """In the process of a helper, where the strategy has some: its whole part; what it tells at its end."""
+        raise NotImplementedError(f"{strategy} has no helpers")
+
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """From what each worker told at the end: the samples of the run, and what its summary says besides."""
         return finished[0]["samples"], {}
@@ -109,8 +116,8 @@ class ProcessTraining(Training):
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         with WorkerFiles(request.workers, request.strategy) as files:
-            rings = {f"worker-{rank}": ring for rank, ring in enumerate(files.rings)}
-            with stage.collector(rings) as collector:
+            rings = {self._file_name(rank): ring for rank, ring in enumerate(files.rings)}
+            with stage.collector(rings, request.workers) as collector:
                 cluster = LocalCluster(
                     self._roles(files, stage),
                     on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
@@ -127,6 +134,11 @@ class ProcessTraining(Training):
                 observed = collector.summary()
             self._model.load_state_dict(files.read_weights())
         return self._result(finished, observed)
+
+    def _file_name(self, rank: int) -> str:
+        """Of the events of a process: `worker-0`, or `helper-0`."""
+        kind, number = self._request.strategy.role_of(rank, self._request.workers)
+        return f"{kind}-{number}"
 
     def _result(self, finished: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> Result:
         """From what each worker told at the end, worker 0 first."""
@@ -149,8 +161,8 @@ class ProcessTraining(Training):
         with ExitStack() as stack:
             ring = stack.enter_context(EventRing.create(role=0))
             rings = {"worker-0": ring}
-            rings |= {f"worker-{rank}": theirs for rank, theirs in company.front.rings.items()}
-            collector = stack.enter_context(stage.collector(rings))
+            rings |= {self._file_name(rank): theirs for rank, theirs in company.front.rings.items()}
+            collector = stack.enter_context(stage.collector(rings, self._request.workers))
             hearing = stack.enter_context(Hearing(company))
             around = LeadingWorker(stage, company, hearing, ring, rows)
             try:
@@ -201,6 +213,11 @@ class ProcessTraining(Training):
             )
             ties = stack.enter_context(meeting)
             around.tied_by(ties)
+            if party.place.rank >= job.workers:
+                around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+                helped = self.helper(job.strategy, ties.resources, around)
+                around.record(EventKind.LEAVE, time.monotonic_ns())
+                return dict(helped)
             train = stack.enter_context(self.worker(job, ties.resources, around, checkpoints))
             around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
             trained, told = train(start)
@@ -215,6 +232,7 @@ class ProcessTraining(Training):
         return WorkerJob(
             plan=request.plan,
             strategy=request.strategy,
+            workers=request.workers,
             timeout_s=request.options.timeout_s,
             threads=threads_per_role(request.workers),
             run_path=run_path,
@@ -227,12 +245,12 @@ class ProcessTraining(Training):
         job = self._job(stage.run_path)
         return [
             Role(
-                name=f"worker {rank}",
-                target=partial(_work, job=job, training=type(self)),
+                name=role_name(self._file_name(rank)),
+                target=partial(_work if rank < request.workers else _help, job=job, training=type(self)),
                 descriptors=files.descriptors(rank),
                 env={"OMP_NUM_THREADS": str(job.threads)},
             )
-            for rank in range(request.workers)
+            for rank in range(len(files.rings))
         ]
 
 
@@ -247,18 +265,20 @@ class WorkerFiles:
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
         self._stack = ExitStack()
+        self._workers = workers
+        world = sum(strategy.processes(workers).values())
         with ExitStack() as stack:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
-            self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
+            self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(world)]
             self._mesh: Mesh | None = None
             if strategy.uses_links:
-                self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(workers))
+                self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
-        """What the worker of `rank` inherits, by name."""
+        """What the process of `rank` inherits, by name."""
         links = {}
         if self._mesh is not None:
             links = {
@@ -275,8 +295,8 @@ class WorkerFiles:
         }
 
     def abort(self, rank: int) -> None:
-        """The worker of `rank` has failed: end every wait of the others, for memory and for what comes over links."""
-        self.group.abort(rank)
+        """The process of `rank` has failed: end every wait of the others, for memory and for what comes over links."""
+        self.group.abort(rank if rank < self._workers else None)
         if self._mesh is not None:
             self._mesh.close()  # a lifeline that is kept here would hide the death
 
@@ -318,6 +338,18 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
             _leave_weights(context.descriptor("weights"), weights)
         around.record(EventKind.LEAVE, time.monotonic_ns())
     return _report(trained, told)
+
+
+def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
+    """The whole life of a helper's process."""
+    joined = time.monotonic_ns()
+    torch.set_num_threads(job.threads)
+    with EventRing.attach(context.descriptor("events")) as ring:
+        around = _Process(context, ring)
+        around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        told = training.helper(job.strategy, _resources(context, job), around)
+        around.record(EventKind.LEAVE, time.monotonic_ns())
+    return told
 
 
 def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,7 +394,7 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
             control=context.descriptor("control"),
             arena=context.descriptor("arena"),
             rank=context.rank,
-            world=context.world,
+            world=job.workers,
             timeout_s=job.timeout_s,
         )
 
@@ -377,7 +409,8 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
 
     return Resources(
         rank=context.rank,
-        world=context.world,
+        world=job.workers,
+        helpers=context.world - job.workers,
         timeout_s=job.timeout_s,
         group=group,
         links=links,

@@ -20,6 +20,8 @@ class Resources:
 
     rank: int
     world: int
+    """How many workers there are."""
+
     timeout_s: float
     group: Callable[[], SharedGroup]
     """Memory that all of them share, with barriers; UserError where they are on several hosts."""
@@ -35,6 +37,12 @@ class Resources:
 
     hosts: Sequence[Sequence[int]] = ()
     """The ranks of each host, where there are several; empty: all are on this one."""
+
+    helpers: int = 0
+    """Processes that only sum for the workers: those of the ranks after them."""
+
+    shares_memory: bool = True
+    """Whether there is a `group` to ask for."""
 
     alarm: Alarm | None = None
     """Ends waits for what comes over links, where somebody watches over the others."""

@@ -161,6 +161,7 @@ def tied(
             meet(store, rank=place.rank, world=place.world, name="fit", timeout_s=timeout_s)
         )
         alarm, several = Alarm(), len(meeting.hosts) > 1
+        helpers = strategy.processes(1).get("helper", 0)
         links: dict[int, Link] = {}
         stack.push(partial(_let_go, links))
         files = None
@@ -169,14 +170,17 @@ def tied(
             links.update(share_links(meeting, timeout_s))
             links.update(_open_far(party, store, meeting, timeout_s))
         else:
-            files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
+            if not helpers:  # who would be in the group
+                files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
             if strategy.uses_links:
                 links.update(share_links(meeting, timeout_s, network=strategy.uses_network))
         resources = Resources(
             rank=place.rank,
-            world=place.world,
+            world=place.world - helpers,
+            helpers=helpers,
             timeout_s=timeout_s,
             group=partial(attach_group, files, meeting, timeout_s) if files is not None else no_group,
+            shares_memory=files is not None,
             links=lambda: links,
             seed=seed,
             device=device_of(device, meeting.local_rank),

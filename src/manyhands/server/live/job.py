@@ -20,6 +20,7 @@ from manyhands.server import messages
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import SharedParameters
 from manyhands.server.steps import ShardConfig
+from manyhands.server.store import Averaging
 from manyhands.server.strategy import Ps
 from manyhands.server.turns import TurnAnswer, WorkerTurn
 from manyhands.training.computing import Built, Computer, TrainingPlan
@@ -99,8 +100,18 @@ class Job:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether workers read parameters where the shards keep them, in the memory that all processes share."""
-        return self.is_lockstep and self.strategy.link == "shared"
+        """Whether workers read parameters where the shards keep them, in the memory that all processes share.
+
+        Not where they step their own.
+        """
+        return self.is_lockstep and self.strategy.link == "shared" and not self.strategy.averages
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """How shards average what is pushed, where that is parameters."""
+        if not self.strategy.averages:
+            return None
+        return Averaging(workers=self.workers, together=self.strategy.consistency.stepwise)
 
     def home(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
         """That memory, where there is one: `final` gives what the parameters end in."""

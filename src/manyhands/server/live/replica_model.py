@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.server.layout import FlatLayout
 from manyhands.server.live.area import WorkerArea
@@ -79,6 +80,26 @@ class ReplicaModel:
             torch.cuda.synchronize()
         for shard, flags in enumerate(self._flags):
             flags.copy_(self._layout.flags(shard, self._reached))
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, share: float) -> None:
+        """After `end`: take this worker's own step, and leave `share` times the parameters where the gradient was.
+
+        The gradient there is scaled by its share of the batch; the step is by that of the worker's own part. Of no
+        part there is no step.
+        """
+        moved = {one for group in optimizer.param_groups for one in group["params"]}
+        names = {name for name, parameter in self._tied.items() if parameter in moved}
+        if share:
+            for name in self._reached & names:
+                self._tied[name].grad = self._gradients[name].to(self._tied[name].device) / share
+            with torch.enable_grad():
+                optimizer.step()
+            optimizer.zero_grad()
+        for name in names:
+            torch.mul(self._tied[name].detach().cpu(), share, out=self._gradients[name])
+        for shard, flags in enumerate(self._flags):
+            flags.copy_(self._layout.flags(shard, names))
 
     def is_finite(self, gradients: Tensor) -> bool:
         """Whether what was reached is finite; `gradients` is the area's whole buffer."""

@@ -38,6 +38,7 @@ class Stores:
             memory = self._home.part(shard) if self._home is not None and is_read_here else None
             store = self._stores[shard] = ShardStore(built, self._layout, shard, memory)
             store.votes = self._job.strategy.votes
+            store.averaging = self._job.averaging
         return store
 
     def known(self, shard: int) -> ShardStore | None:

@@ -393,6 +393,8 @@ class _Turn:
         bad = body.complaint(done, f"worker {self._core.slot}, step {work.batch + 1}")
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; {body.cause(done)}")
+        if bad is None and body.step(work.batch, done.share):
+            computed = time.monotonic_ns()
         body.samples += done.samples
         book = StepBook(ring.record, work.batch, begin)
         book.go_on_at(ready)

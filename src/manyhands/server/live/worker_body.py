@@ -51,6 +51,8 @@ class WorkerBody:
         """By shard: the last gradient as it travels, where that is not as it lies in the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
+        self._own = built if job.strategy.averages else None
+        self._scheduled = 0
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
         self.recorder = Recorder(job.run_path, context.rank)
         self.course = Course()
@@ -112,6 +114,16 @@ class WorkerBody:
         if buffers:
             state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
             self._leave_buffers(state)
+
+    def step(self, batch: int, share: float) -> bool:
+        """Where parameters are pushed: take this worker's own step, by the learning rate of the batch; if they are."""
+        if self._own is None:
+            return False
+        while self._own.scheduler is not None and self._scheduled < batch:
+            self._own.scheduler.step()
+            self._scheduled += 1
+        self.model.step(self._own.optimizer, share)
+        return True
 
     def complaint(self, done: Computed, where: str) -> str | None:
         """What of a loss or its gradient is not finite, `where`; None, and the loss is kept in mind, if all is."""

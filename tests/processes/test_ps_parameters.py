@@ -1,0 +1,82 @@
+"""`ps push=parameters`: workers that step by themselves and servers that average, against replicas made by hand."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
+from manyhands.errors import UserError
+from manyhands.server.audit_files import audit_run
+from manyhands.server.replay import replay
+from manyhands.training.computing import Computer, TrainingPlan
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 8
+
+
+def replicas(task: mh.Task, workers: int) -> dict[str, torch.Tensor]:
+    """Each worker's own optimizer on its own copy; after every step all copies become their weighted mean."""
+    plan = TrainingPlan(task=task, steps=STEPS, seed=0, evaluate_every=0, checkpoint_every=0)
+    computers = [Computer(plan, rank) for rank in range(workers)]
+    built = [computer.build() for computer in computers]
+    for step in range(STEPS):
+        shares = [
+            computer.compute(one.model, step, rank, workers, lambda loss, _: loss.backward()).share
+            for rank, (computer, one) in enumerate(zip(computers, built, strict=True))
+        ]
+        for one in built:
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+            if one.scheduler is not None:
+                one.scheduler.step()
+        with torch.no_grad():
+            for same in zip(*(one.model.parameters() for one in built), strict=True):
+                mean = sum(share * value for share, value in zip(shares, same, strict=True))
+                for value in same:
+                    value.copy_(mean)
+    return copy.deepcopy(built[0].model.state_dict())
+
+
+def decaying(task: mh.Task) -> mh.Task:
+    return replace(task, scheduler=lambda one: torch.optim.lr_scheduler.ExponentialLR(one, gamma=0.8))
+
+
+def test_workers_are_the_replicas_of_a_hand_made_loop(tmp_path: Path) -> None:
+    task = decaying(make_task(OPTIMIZERS["momentum"]))
+    run = mh.fit(task, "ps servers=2 push=parameters", workers=3, steps=STEPS, out=tmp_path / "run")
+    assert distance(run.model.state_dict(), replicas(task, 3)) < 1e-9
+    assert audit_run(tmp_path / "run").found.clean
+    with pytest.raises(UserError, match="an optimizer of its own"):
+        replay(tmp_path / "run", task)
+
+
+def test_one_worker_alone_is_the_plain_loop_whenever_servers_take_its_parameters() -> None:
+    task = make_task(OPTIMIZERS["adamw"])
+    run = mh.fit(task, "ps consistency=async link=tcp push=parameters", workers=1, steps=STEPS)
+    assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
+
+
+def test_a_run_goes_on_where_the_optimizer_keeps_nothing(tmp_path: Path) -> None:
+    task = make_task(OPTIMIZERS["sgd"])
+    arguments: dict[str, Any] = {"workers": 2, "options": mh.Options(checkpoint_every=2)}
+    strategy = "ps push=parameters"
+    whole = mh.fit(task, strategy, steps=STEPS, **arguments)
+    mh.fit(task, strategy, steps=4, out=tmp_path / "run", **arguments)
+    resumed = mh.fit(task, strategy, steps=STEPS, out=tmp_path / "run", resume=True, **arguments)
+    assert same_bits(whole.model.state_dict(), resumed.model.state_dict())
+    assert any("optimizers begin anew" in note for note in resumed.summary["notes"])
+
+
+def test_rows_of_tables_are_refused() -> None:
+    task = make_task(OPTIMIZERS["sgd"])
+    sparse = replace(task, sparse={"embed.weight": lambda batch: batch[0]})
+    with pytest.raises(UserError, match="no whole table to step"):
+        mh.fit(sparse, "ps push=parameters", workers=2, steps=2)
