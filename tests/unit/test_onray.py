@@ -176,7 +176,7 @@ def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
             raise ConnectionError("Ray is gone")
 
     casting = Casting(leader=("worker", 0), actors={})
-    given = ActorGift(master="here", board=None, packed=None)
+    given = ActorGift(master="here", board=None, asked=None)
     follower = SizeFollower(None, 1, None)
     with ActorKeeper(Gone(), casting, given, Staff(survives=True), follower) as keeper:  # type: ignore[arg-type]
         deadline = time.monotonic() + 10.0

@@ -116,7 +116,8 @@ def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> 
     from manyhands.training.training import training_class
 
     count = _of(strategy, workers)
-    request = Request.make(task, strategy, count, Length(steps=1), 0, Options(), "cpu")
+    shortest = Length(rounds=1) if strategy.counts_rounds else Length(steps=1)
+    request = Request.make(task, strategy, count, shortest, 0, Options(), "cpu")
     training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
     return strategy.needs(found.footprint, count)
 
