@@ -51,12 +51,9 @@ def _speed(bandwidth: str) -> str:
 
 
 def _seconds(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> float | None:
-    """To the target; torch's as many steps as ours in half precision."""
-    row = rows.get((bandwidth, codec))
-    if row is None or codec != DDP:
-        return None if row is None else row["seconds"]
-    ours = rows.get((bandwidth, FP16))
-    return row["step_s"] * ours["steps"] if ours and ours["steps"] else None
+    """To the target: the median step, times their number; torch's as many as ours in half precision."""
+    row, counted = rows.get((bandwidth, codec)), rows.get((bandwidth, FP16 if codec == DDP else codec))
+    return row["step_s"] * counted["steps"] if row and counted and counted["steps"] else None
 
 
 def _cell(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> str:

@@ -3,10 +3,11 @@
     python benchmarks/wire_time.py [--tasks mnist language] [--bandwidths 100Mbit 1Gbit 10Gbit] [--codecs raw fp16 …]
 
 Two network namespaces stand for hosts, one worker on each, and a token bucket at each end of the cable for its speed.
-Every codec trains until an evaluation first meets the target; seconds are those of the steps, without evaluations. What
-all must beat is half precision: `codec=fp16`, and DistributedDataParallel on Gloo with torch's own fp16 hook, whose
-exchange overlaps with backward (the time of its steps, times as many as `codec=fp16` needs). The result is kept after
-each pair of task and bandwidth, and what it has already is not measured again, unless --fresh.
+Every codec trains until an evaluation first meets the target. The table has the median step times their number: the
+first steps load code, which whoever is measured first would pay for. What all must beat is half precision:
+`codec=fp16`, and DistributedDataParallel on Gloo with torch's own fp16 hook, whose exchange overlaps with backward (for
+as many steps as `codec=fp16` needs). The result is kept after each pair of task and bandwidth, and what it has already
+is not measured again, unless --fresh.
 """
 
 from __future__ import annotations
