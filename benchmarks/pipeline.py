@@ -52,8 +52,8 @@ WARM_UP, STEPS = 2, 16
 TORCH_HAS = ("gpipe", "1f1b")
 SCHEDULES = ("naive", *TORCH_HAS)
 Paces = dict[str, float]
-TIME_STEPS, SLICES, WAVE_CORES = 128, 16, 2
-RECURRENT = {"width": 256, "context": TIME_STEPS, "batch_size": 128}
+TIME_STEPS, SLICES, WAVE_CORES, WAVE_STEPS = 128, 16, 2, 4
+RECURRENT = {"width": 256, "context": TIME_STEPS, "batch_size": 256}
 WAVE_CONTENDERS = ("wavefront", "layer by layer", "one process")
 
 
@@ -82,10 +82,10 @@ def chain_task(microbatches: int = 1) -> mh.Task:
     )
 
 
-def pace(task: mh.Task, strategy: str, workers: int, out: Path | None = None) -> float:
+def pace(task: mh.Task, strategy: str, workers: int, out: Path | None = None, *, steps: int = STEPS) -> float:
     """Seconds of the median step of `fit` after the warm ones."""
     options = mh.Options(evaluate_every=10**9, checkpoint_every=10**9, progress="none")
-    run = mh.fit(task, strategy, workers=workers, steps=WARM_UP + STEPS, options=options, out=out)
+    run = mh.fit(task, strategy, workers=workers, steps=WARM_UP + steps, options=options, out=out)
     ends = [row["at_s"] for row in run.history.steps]
     return statistics.median(b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False))
 
@@ -191,7 +191,7 @@ def wavefront(layers: int, slices: int, _: str) -> Paces:
     """A stage for each layer; the first has the embedding too, and the last the head."""
     cuts = ",".join(str(layer + 1) for layer in range(1, layers))
     strategy = f"pipeline stages={layers} microbatches={slices} schedule=wavefront cuts={cuts}"
-    return {"": pace(recurrent(layers), strategy, layers)}
+    return {"": pace(recurrent(layers), strategy, layers, steps=WAVE_STEPS)}
 
 
 def layer_by_layer(layers: int, _: int, __: str) -> Paces:
@@ -199,7 +199,7 @@ def layer_by_layer(layers: int, _: int, __: str) -> Paces:
 
 
 def one_process(layers: int, _: int, __: str) -> Paces:
-    return {"": pace(recurrent(layers), "single", 1)}
+    return {"": pace(recurrent(layers), "single", 1, steps=WAVE_STEPS)}
 
 
 CONTENDERS: dict[str, Callable[[int, int, str], Paces]] = {
