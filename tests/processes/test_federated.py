@@ -66,6 +66,7 @@ def test_one_step_of_every_party_on_all_it_has_is_one_process_on_the_pooled_data
         "federated algorithm=fedsgd partition=natural",
     ):
         rounds = mh.fit(task(), strategy, rounds=6)
+        assert rounds.summary["samples"] == pooled.summary["samples"] == 6 * 24
         assert_same(rounds.model, pooled.model)
         assert rounds.history.loss == pytest.approx(pooled.history.loss, rel=1e-9)
     out = tmp_path / "run"
@@ -139,12 +140,26 @@ def test_an_adaptive_server_takes_the_papers_steps_and_goes_on_where_it_stopped(
     torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("clip", [{"clip_norm": 0.05}, {"clip_value": 0.02}], ids=str)
+def test_a_client_clips_as_one_process_does(clip: dict[str, float]) -> None:
+    """One client that has everything takes the steps of one process."""
+    words = "federated clients=1 algorithm=fedsgd"
+    clipped = mh.fit(task(**clip), words, rounds=4)
+    assert_same(clipped.model, mh.fit(task(**clip), "single", steps=4).model)
+    loose = mh.fit(task(), words, rounds=4)
+    assert not torch.allclose(loose.model.weight, clipped.model.weight, atol=1e-3)
+
+
 def test_two_workers_play_the_clients_that_one_does() -> None:
     data = samples(300, 4)
     words = "federated clients=20 fraction=0.4 epochs=2 batch=5 partition=quantity:0.5"
     alone = mh.fit(task(data), words, rounds=3)
     both = mh.fit(task(data), words, workers=2, rounds=3)
     assert_same(alone.model, both.model)
+    assert alone.summary["samples"] == both.summary["samples"]
+    assert 3 * 8 * 2 < alone.summary["samples"] < 3 * 300 * 2, (
+        "two epochs of eight clients of twenty, in each round"
+    )
     assert both.summary["messages_sent"] == alone.summary["messages_sent"] == 3 * 8
     assert alone.summary["bytes_sent"] == 3 * 8 * 4 * 8, "eight clients a round, four numbers of eight bytes"
 

@@ -21,6 +21,7 @@ from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm
 from manyhands.federated.strategy import ALL
 from manyhands.randomness import mix, seed_all
 from manyhands.task import Task
+from manyhands.training.clipping import clip_own
 from manyhands.training.computing import require_loss
 
 __all__ = ["ClientTrainer", "LocalWork", "batches", "held", "selected"]
@@ -76,6 +77,8 @@ class ClientTrainer:
         self._copy = copy.deepcopy(model)
         self._tensors = held(self._copy)
         self._parameters = list(self._copy.parameters())
+        counts = (buffer for buffer in self._copy.buffers() if not buffer.is_floating_point())
+        self._counts = [(buffer, buffer.clone()) for buffer in counts]  # of batches seen, by BatchNorm
         self._device = next((one.device for one in self._parameters), torch.device("cpu"))
         self._optimizer = task.optimizer(self._copy.parameters())
 
@@ -105,6 +108,8 @@ class ClientTrainer:
     def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
         for mine, begun in zip(self._tensors, weights, strict=True):
             mine.copy_(begun)
+        for count, begun in self._counts:
+            count.copy_(begun)
         self._optimizer.state.clear()
         for group, set_as in zip(self._optimizer.param_groups, like.param_groups, strict=True):
             group.update({name: value for name, value in set_as.items() if name != "params"})
@@ -119,10 +124,7 @@ class ClientTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
         if self._algorithm.corrects:
             self._algorithm.correct(client, self._parameters, start)
-        if self._task.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._task.clip_norm)
-        if self._task.clip_value is not None:
-            nn.utils.clip_grad_value_(self._parameters, self._task.clip_value)
+        clip_own(self._task, self._copy)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss.detach())

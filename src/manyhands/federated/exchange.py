@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ class FederatedExchange(Exchange):
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
         whole = self._algorithm.whole_batches
         self._work = LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
-        self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._trainer: ClientTrainer | None = None
         self._samples_of: list[NDArray[np.int64]] = []
@@ -77,7 +76,7 @@ class FederatedExchange(Exchange):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: give every worker worker 0's weights."""
-        self._model, self._optimizer = model, optimizer
+        self._optimizer = optimizer
         self._weights = held(model)
         self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._weights]
         if self._collective is not None:
@@ -174,10 +173,6 @@ class FederatedExchange(Exchange):
         """Clients clip their own gradients."""
         return max_norm
 
-    def held_gradients(self) -> Sequence[Tensor]:
-        """There are none."""
-        return ()
-
     @torch.no_grad()
     def apply(self) -> None:
         """The server's step."""
@@ -207,6 +202,11 @@ class FederatedExchange(Exchange):
         """What the collective measured."""
         return self._collective.take_times() if self._collective is not None else Times()
 
+    def step_samples(self, computer: Computer, step: int) -> int:
+        """What the clients of all workers have trained on in the round, once for each epoch."""
+        del computer, step
+        return round(float(self._words[_SAMPLES])) * self._work.epochs
+
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
         return self._sent
@@ -214,10 +214,6 @@ class FederatedExchange(Exchange):
     def told(self) -> Mapping[str, Any]:
         """How many updates were not finite."""
         return {"updates_refused": self._refused}
-
-    def on_next_gradient(self, listener: Callable[[], None]) -> None:
-        """There is no loop of one's own."""
-        raise AssertionError(f"{listener} waits for a gradient of a common model, and there is none")
 
     def close(self) -> None:
         """Let go of the memory."""

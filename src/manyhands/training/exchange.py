@@ -207,6 +207,10 @@ class Exchange(ABC):
         """Forward and backward of this worker's part of batch `step`."""
         return computer.compute(model, step, self.part, self.parts, self.backward, accumulate=self.accumulate)
 
+    def step_samples(self, computer: Computer, step: int) -> int:
+        """How many samples all workers together have computed on in step `step`, which they have agreed on."""
+        return computer.batch_samples(step)
+
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
         """Collective: means over the evaluation data and the number of samples; each goes over its part."""
         return computer.evaluate(model, self.rank, self.world, self.total)

@@ -191,7 +191,7 @@ class Trainer:
         if not shared.bad_workers and exchange.settle():
             end = self._book_settling(book)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
-        self._samples += self._computer.batch_samples(step)
+        self._samples += exchange.step_samples(self._computer, step)
         self._add_row(step, (end - begin) / 1e9, shared)
         return shared
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -40,8 +41,9 @@ class _FedOpt(FederatedAlgorithm):
             self._grow(second, change.square())
             weight.addcdiv_(momentum, second.sqrt().add_(_TAU), value=self._rate)
 
+    @abstractmethod
     def _grow(self, second: Tensor, square: Tensor) -> None:
-        raise NotImplementedError
+        """Take the square of the mean into the second moment, in place."""
 
     def memory(self) -> Mapping[str, Any]:
         """Both moments."""
