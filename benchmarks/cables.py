@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
+from manyhands.cluster.signals import ending
+
 _SO_MAX_PACING_RATE: Final = 47  # asm-generic/socket.h; Python's socket has no name for it
 _ENDS: Final = 2
 
@@ -40,7 +42,7 @@ def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[li
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, timeout=10)
 
-    with ExitStack() as stack:
+    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
         for name in names:
             ip("netns", "add", name)
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
@@ -53,6 +55,18 @@ def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[li
             shape = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, *bucket]
             subprocess.run([*inside(name), *shape], check=True, timeout=10)
         yield names
+
+
+def places(subnet: str, port: int, rank: int, world: int) -> dict[str, str]:
+    """The environment of process `rank` of `world`, which find each other at the first host's `port`."""
+    return {
+        "MASTER_ADDR": f"{subnet}1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "RANK": str(rank),
+        "GLOO_SOCKET_IFNAME": "cable",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def inside(name: str) -> list[str]:

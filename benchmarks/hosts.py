@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import inside, two_namespaces
+from cables import inside, places, two_namespaces
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 1024, 4, 32, 14, 4
@@ -139,17 +139,12 @@ def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
         result = Path(folder) / "took"
         processes = []
         for rank in range(WORLD):
-            places = {
-                "MASTER_ADDR": f"{ADDRESS}1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(WORLD),
-                "RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": "cable",
-                "OMP_NUM_THREADS": "1",
-            }
             command = [*inside(names[rank * HOSTS // WORLD]), sys.executable, __file__]
             processes.append(
-                subprocess.Popen([*command, "--work", way, str(result)], env={**os.environ, **places})
+                subprocess.Popen(
+                    [*command, "--work", way, str(result)],
+                    env={**os.environ, **places(ADDRESS, port, rank, WORLD)},
+                )
             )
         for process in processes:
             if process.wait(timeout=240):

@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from cables import inside, places
 from hosts import ADDRESS, two_hosts
 from manyhands.server.staggering import round_of_shards
 from manyhands.simulate.bursts import push_at_once
@@ -156,17 +157,11 @@ def measure(way: str, batch: int, names: list[str], port: int) -> dict[str, floa
         result = Path(folder) / "took"
         processes = []
         for rank in range(WORLD):
-            places = {
-                "MASTER_ADDR": f"{ADDRESS}1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(WORLD),
-                "RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": "cable",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = ["ip", "netns", "exec", names[rank], sys.executable, __file__]
+            command = [*inside(names[rank]), sys.executable, __file__]
             command += ["--work", way, str(batch), str(result)]
-            processes.append(subprocess.Popen(command, env={**os.environ, **places}))
+            processes.append(
+                subprocess.Popen(command, env={**os.environ, **places(ADDRESS, port, rank, WORLD)})
+            )
         for process in processes:
             if process.wait(timeout=300):
                 raise SystemExit(f"{way}: a process ended with {process.returncode}")

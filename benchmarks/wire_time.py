@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import inside, two_namespaces
+from cables import inside, places, two_namespaces
 from manyhands.callbacks import Callback
 from manyhands.compare.bandwidth import Rate
 from manyhands.compare.plan import Target
@@ -180,15 +180,11 @@ def measure(
         result = Path(folder) / "lines"
         processes = []
         for rank, host in enumerate(names):
-            places = {
-                "MASTER_ADDR": f"{SUBNET}1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
             command = [*inside(host), sys.executable, __file__, "--most-steps", str(most_steps)]
             processes.append(
                 subprocess.Popen(
                     [*command, "--work", task, str(result), *codecs],
-                    env={**os.environ, **places},
+                    env={**os.environ, **places(SUBNET, port, rank, WORLD)},
                 )
             )
         deadline = time.monotonic() + LIMIT_S

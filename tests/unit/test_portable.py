@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from manyhands.errors import ManyhandsError
+from manyhands.store.checkpoint import Loaded
 from manyhands.store.portable import pack_tree, unpack_tree
 
 
@@ -32,3 +33,27 @@ def test_a_tree_with_tensors_comes_back_equal() -> None:
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ManyhandsError, match="no state of a run"):
         unpack_tree(data)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        [],
+        {},
+        {"step": "3", "model": {}, "optimizer": {}, "extra": {}},
+        {"step": 3, "model": [], "optimizer": {}, "extra": {}},
+        {"step": 3, "model": {}, "optimizer": {}},
+    ],
+)
+def test_a_tree_that_is_no_state_is_refused_by_name(tree: object) -> None:
+    with pytest.raises(ManyhandsError, match="no state to go on from"):
+        Loaded.of(unpack_tree(b"".join(pack_tree(tree))))
+
+
+def test_a_state_goes_to_another_process_and_is_the_same_there() -> None:
+    weights = torch.arange(4.0)
+    given = Loaded.of({"step": 3, "model": {"w": weights}, "optimizer": {"rate": 0.5}, "extra": {"seed": 1}})
+    back = Loaded.of(unpack_tree(b"".join(pack_tree(given.tree))))
+    assert (back.step, back.optimizer, back.extra) == (3, {"rate": 0.5}, {"seed": 1})
+    assert torch.equal(back.model["w"], weights)

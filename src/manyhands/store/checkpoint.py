@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.errors import CorruptCheckpoint, NonFinite, UserError, format_bytes
+from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, UserError, format_bytes
 from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_synced
 from manyhands.store.manifest import (
     MANIFEST_FILE,
@@ -108,6 +108,19 @@ class Loaded:
     score: float | None
     path: Path
     skipped: tuple[Damage, ...] = ()
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """What another process goes on from, for `of` there."""
+        return {"step": self.step, "model": self.model, "optimizer": self.optimizer, "extra": self.extra}
+
+    @classmethod
+    def of(cls, tree: Any) -> Loaded:
+        """A `tree` that came from another process; ManyhandsError where it is none."""
+        kinds = {"step": int, "model": dict, "optimizer": dict, "extra": dict}
+        if not isinstance(tree, Mapping) or any(not isinstance(tree.get(k), v) for k, v in kinds.items()):
+            raise ManyhandsError(f"what another process sent is no state to go on from: {str(tree)[:60]}")
+        return cls(**{name: tree[name] for name in kinds}, score=None, path=Path(os.devnull))
 
 
 class CheckpointStore:

@@ -169,7 +169,7 @@ class ProcessTraining(Training):
                 with stage.view(collector), around:
                     company.tell_all(ORDERS.write(self._orders(stage)))
                     if self._start is not None:
-                        company.give("start", partial(pack_tree, _portable(self._start)))
+                        company.give("start", partial(pack_tree, self._start.tree))
                     own = self._part(company, company.front.store, around, stage.checkpoints(), self._start)
                     hearing.wait_for_all(company.timeout_s)
             finally:
@@ -190,7 +190,7 @@ class ProcessTraining(Training):
             orders = wait_for_orders(member)
             start = None
             if orders.resumes:
-                start = _loaded(unpack_tree(line.take("start", member.timeout_s)))
+                start = Loaded.of(unpack_tree(line.take("start", member.timeout_s)))
             # All take part in saving where one does, though worker 0 alone writes.
             checkpoints = CheckpointStore(Path(os.devnull)) if orders.keeps else None
             line.end(self._part(member, line.store, around, checkpoints, start))
@@ -361,21 +361,6 @@ def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
         "stopped_early": trained.stopped_early,
         **told,
     }
-
-
-def _portable(start: Loaded) -> dict[str, Any]:
-    return {"step": start.step, "model": start.model, "optimizer": start.optimizer, "extra": start.extra}
-
-
-def _loaded(tree: Mapping[str, Any]) -> Loaded:
-    return Loaded(
-        step=tree["step"],
-        model=tree["model"],
-        optimizer=tree["optimizer"],
-        extra=tree["extra"],
-        score=None,
-        path=Path(os.devnull),
-    )
 
 
 class _Process:

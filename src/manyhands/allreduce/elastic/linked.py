@@ -21,7 +21,6 @@ from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.elastic.changes import EpochView, MemberReady
 from manyhands.allreduce.elastic.epochs import Epoch, Epochs, State
 from manyhands.allreduce.elastic.line import MemberLine
-from manyhands.allreduce.elastic.state import loaded
 from manyhands.allreduce.mailbox import Mailbox
 from manyhands.allreduce.strategy import AllReduce
 from manyhands.cluster.host import host_identity
@@ -42,6 +41,7 @@ __all__ = ["LinkedEpochs", "Wiring"]
 _BACKLOG: Final = 128
 _STATE: Final = 64  # the kind of message that a state comes in: none of a collective's
 _PIECE_BYTES: Final = 16 << 20
+_MOST_STATE: Final = 1 << 40
 _BLAME_S: Final = 2 * SILENT_AFTER_S
 """After a link could not be opened: how long to wait for word that its other end is lost."""
 
@@ -137,10 +137,13 @@ class _LinkedEpoch(Epoch):
         assert self._view.donor is not None, "who is new takes the state of somebody"
         donor, mailbox, length = self._view.rank_of(self._view.donor), self._mailbox(), torch.zeros(1).long()
         mailbox.receive(donor, length, [])
-        data = torch.empty(int(length), dtype=torch.uint8)
+        count = int(length)
+        if not 0 < count <= _MOST_STATE:
+            raise ManyhandsError(f"worker {self._view.donor} offers a state of {count} bytes, which is none")
+        data = torch.empty(count, dtype=torch.uint8)
         for piece in _pieces(data):
             mailbox.receive(donor, piece, [])
-        return loaded(unpack_tree(data.numpy().tobytes()))
+        return Loaded.of(unpack_tree(data.numpy().tobytes()))
 
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
         hosts = hosts_of([seat.host for seat in self._view.seats])

@@ -26,7 +26,7 @@ import torch
 from manyhands.allreduce.elastic.changes import EpochView
 from manyhands.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.allreduce.elastic.members import LocalElasticMembers
-from manyhands.allreduce.elastic.state import loaded, write_file
+from manyhands.allreduce.elastic.state import write_file
 from manyhands.allreduce.elastic.work import ElasticJob, ElasticPart, train
 from manyhands.cluster.host import host_identity
 from manyhands.cluster.local import threads_per_role
@@ -241,7 +241,7 @@ def take_slot(party: CompanyMember, job: ElasticJob) -> Mapping[str, Any]:
     """
     line = party.line
     part, early = _await_part(line)
-    start = loaded(unpack_tree(line.take(_START, job.timeout_s))) if part.resumes else None
+    start = Loaded.of(unpack_tree(line.take(_START, job.timeout_s))) if part.resumes else None
     mine = ElasticPart(
         context=line,
         member=part.member,

@@ -21,7 +21,7 @@ from manyhands.store.checkpoint import Loaded
 from manyhands.store.state_tree import flatten, unflatten
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 
-__all__ = ["loaded", "read_state", "restore_buffers", "state_tree", "write_file", "write_state"]
+__all__ = ["read_state", "restore_buffers", "state_tree", "write_file", "write_state"]
 
 _BUFFERS = "buffers that no checkpoint has"
 
@@ -51,21 +51,9 @@ def read_state(tensors: int, tree: int) -> Loaded:
         with open(os.dup(tree), "rb") as file:
             file.seek(0)
             meta = json.load(file)
-        return loaded(unflatten(read_tensors(Path(f"/proc/self/fd/{tensors}")), meta))
+        return Loaded.of(unflatten(read_tensors(Path(f"/proc/self/fd/{tensors}")), meta))
     except (ValueError, KeyError, TypeError) as error:
         raise ManyhandsError(f"the state that another worker left cannot be read: {error}") from error
-
-
-def loaded(tree: Mapping[str, Any]) -> Loaded:
-    """A `state_tree`, or a checkpoint's, that came from elsewhere."""
-    return Loaded(
-        step=tree["step"],
-        model=tree["model"],
-        optimizer=tree["optimizer"],
-        extra=tree["extra"],
-        score=None,
-        path=Path(os.devnull),
-    )
 
 
 @torch.no_grad()
