@@ -44,7 +44,7 @@ from manyhands.tasks.builtin import BuiltinTask
 if TYPE_CHECKING:
     from manyhands.run import Run
 
-__all__ = ["train_app"]
+__all__ = ["end_run", "train_app"]
 
 train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
 
@@ -217,7 +217,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         if asked.leads:
             leave_report(asked.out)  # it shows what went wrong, and to whom
         raise
-    _end(run, asked.out, common.json_file)
+    end_run(run, asked.out, common.json_file)
 
 
 def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:
@@ -266,7 +266,8 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
     return _Asked(fit=fit_here, out=out, leads=leads, count=count or _WORKERS)
 
 
-def _end(run: Run, out: Path, json_file: Path | None) -> None:
+def end_run(run: Run, out: Path, json_file: Path | None) -> None:
+    """Print what came out, leave the report, and write the summary where one was asked for."""
     from manyhands.draw.table import end_table
 
     for note in run.summary["notes"]:
