@@ -19,7 +19,7 @@ from manyhands.cli.commands import (
     print_next,
 )
 from manyhands.cli.process import spare_the_compiler
-from manyhands.cli.train import end_run
+from manyhands.cli.train import end_run, task_table
 from manyhands.errors import UserError
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
@@ -115,13 +115,14 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dic
     spare_the_compiler()
     check_writable(common.json)
     conditions = _conditions(common)
+    task = entry.build(**task_options)
     asked = (common.steps, common.epochs)
     steps, epochs = asked if asked != (None, None) else (entry.steps, entry.epochs)
     out = common.out or fresh_directory(f"simulated-{entry.name}")
     try:
         with ending():
             run = fit_simulated(
-                entry.build(**task_options),
+                task,
                 common.strategy,
                 workers=common.workers,
                 length=Length(steps=steps, epochs=epochs),
@@ -139,7 +140,7 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dic
         again = command_elsewhere(sys.argv)
         print(f"manyhands: ended by {number.name}; begin again with: {again}", file=sys.stderr)
         raise typer.Exit(128 + number) from None
-    end_run(run, out, common.json)
+    end_run(run, out, common.json, task_table(entry, task, run))
     print_next(
         where_the_time_goes=f"explain {out}",
         who_waits_for_whom=f"timeline {out} --format svg",
