@@ -89,6 +89,11 @@ class ClientTrainer:
         for one in assigned:
             yield self._train(one, like)
 
+    @property
+    def remark(self) -> str:
+        """What whoever reads of this should know: nothing."""
+        return ""
+
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
         start = algorithm.begin(one.client, one.weights)

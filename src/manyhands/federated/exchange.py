@@ -207,7 +207,8 @@ class FederatedExchange(Exchange):
 
     def told(self) -> Mapping[str, Any]:
         """How many updates were not finite, and how clients were played."""
-        return {"updates_refused": self._refused, "played": str(self._playing or "")}
+        played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
+        return {"updates_refused": self._refused, "played": played}
 
     def close(self) -> None:
         """Let go of the memory."""

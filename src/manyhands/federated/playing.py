@@ -43,6 +43,10 @@ class Players(Protocol):
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         """The updates of these clients, in their order; the optimizer of each begins anew, set as `like` is."""
 
+    @property
+    def remark(self) -> str:
+        """What whoever reads of this should know, as the end of a sentence."""
+
 
 @dataclass(frozen=True, slots=True)
 class Playing:

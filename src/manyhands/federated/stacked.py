@@ -158,6 +158,12 @@ class StackedTrainer:
         for begin in range(0, len(assigned), self._most):
             yield from self._play_group(assigned[begin : begin + self._most], like)
 
+    @property
+    def remark(self) -> str:
+        """What whoever reads of this should know."""
+        refused = self._replayed.refused if self._replayed is not None else ""
+        return f"; without a CUDA graph ({refused})" if refused else ""
+
     def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         algorithm = self._algorithm
         works = sorted(map(self._work_of, assigned), key=lambda work: -len(work.batches))
