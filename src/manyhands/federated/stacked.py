@@ -30,7 +30,7 @@ from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.task import Task
 from manyhands.training.computing import require_loss
 
-__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer", "Step", "steps_of"]
+__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedStep", "StackedTrainer", "steps_of"]
 
 Indices = NDArray[np.int64]
 Correct = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
@@ -40,7 +40,7 @@ _EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StackedStep:
     """One step of the first `active` clients: for each size of batch, which of them, and their samples."""
 
     active: int
@@ -60,7 +60,7 @@ class _Work:
         return self.given.client
 
 
-def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[Step]:
+def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
     """The steps of clients that have these batches; those with more come first."""
     counts = [len(own) for own in batches_of]
     assert counts == sorted(counts, reverse=True), "clients with more steps come first"
@@ -73,7 +73,7 @@ def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[Step]:
             (np.array(positions), np.stack([batches_of[position][number] for position in positions]))
             for positions in by_size.values()
         ]
-        yield Step(active, parts)
+        yield StackedStep(active, parts)
 
 
 class _LossOfBatch(nn.Module):
@@ -266,7 +266,7 @@ class StackedTrainer:
             group["params"] = [smaller[place] for place in places]
         return active
 
-    def _computed(self, step: Step) -> tuple[list[Tensor], Tensor]:
+    def _computed(self, step: StackedStep) -> tuple[list[Tensor], Tensor]:
         """Gradients and losses of all active clients."""
         if len(step.parts) == 1:
             [(_, indices)] = step.parts
