@@ -195,6 +195,13 @@ def flat(*modules: nn.Module) -> nn.Module:
             },
             "vmap cannot follow",
         ),
+        (
+            {
+                "model": lambda: nn.LSTM(6, 3, batch_first=True),
+                "loss": lambda model, batch: model(batch[0].squeeze(1).float())[0].square().mean(),
+            },
+            "no rule for aten::",
+        ),
         ({"optimizer": lambda parameters: torch.optim.Rprop(parameters)}, "Rprop is not known"),
         ({"collate": torch.utils.data.default_collate}, "a collate of its own"),
         (
