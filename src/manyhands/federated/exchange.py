@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
+from manyhands.federated.clients import LocalWork, held, selected
 from manyhands.federated.partition import Partition
+from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.states import gathered, restored
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.tally import tally_for
@@ -57,7 +58,8 @@ class FederatedExchange(Exchange):
         whole = self._algorithm.whole_batches
         self._work = LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
         self._optimizer: Optimizer | None = None
-        self._trainer: ClientTrainer | None = None
+        self._trainer: Players | None = None
+        self._playing: Playing | None = None
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._tally: RoundTally | None = None
@@ -86,11 +88,13 @@ class FederatedExchange(Exchange):
         raise AssertionError(f"a round has no common backward (loss {float(loss)}, share {share})")
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """This worker's share of the clients of round `step`, one after another."""
+        """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
-            self._trainer = ClientTrainer(computer.task, model, self._algorithm, self._work, self._seed)
             self._samples_of = split_over(self._strategy, computer.task, self._seed)
+            self._trainer, self._playing = players_for(
+                computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
+            )
         begin = time.monotonic()
         assigned = self._assigned(step)
         clients = [one.client for one in assigned]
@@ -106,6 +110,12 @@ class FederatedExchange(Exchange):
         computer.slow_down(step, time.monotonic() - begin)
         loss = sum(losses) / len(losses) if losses else 0.0
         return Computed(loss=loss, share=len(mine) / len(assigned), samples=samples)
+
+    def _crowd(self) -> Crowd:
+        """Whom this worker plays."""
+        sizes = [len(samples) for samples in self._samples_of]
+        each_round = math.ceil(self._strategy.per_round(len(sizes)) / self.world)
+        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
 
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
@@ -196,8 +206,9 @@ class FederatedExchange(Exchange):
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
-        """How many updates were not finite."""
-        return {"updates_refused": self._refused}
+        """How many updates were not finite, and how clients were played."""
+        played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
+        return {"updates_refused": self._refused, "played": played}
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -42,6 +43,10 @@ class FederatedTraining(ExchangeTraining):
         if strategy.secure:
             need_cryptography()
             strategy.check_round(len(found))
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """How the clients were played: the same on every worker."""
+        return tuple(dict.fromkeys(one["played"] for one in finished if one["played"]))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
