@@ -6,7 +6,7 @@ Everything random in it follows from (seed, round, client), so that it does not 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from manyhands.data.batches import BatchSource
 from manyhands.device import moved
-from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm
+from manyhands.federated.algorithms import FederatedAlgorithm
 from manyhands.federated.strategy import ALL
+from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import mix, seed_all
 from manyhands.task import Task
 from manyhands.training.clipping import clip_own
@@ -82,27 +83,43 @@ class ClientTrainer:
         self._device = next((one.device for one in self._parameters), torch.device("cpu"))
         self._optimizer = task.optimizer(self._copy.parameters())
 
-    def train(
-        self,
-        weights: Sequence[Tensor],
-        like: Optimizer,
-        client: int,
-        indices: NDArray[np.int64],
-        number: int,
-    ) -> ClientUpdate:
-        """Client `client`, who has these samples, in round `number`; its optimizer begins anew, set as `like` is."""
-        seed_all(mix(self._seed, number, client))
-        self._begin(weights, like)
-        losses = 0.0
-        steps = 0
-        for chosen in batches(self._work, indices, self._seed, number, client):
-            losses += self._step(client, chosen, weights)
-            steps += 1
-        with torch.no_grad():
-            change = [mine - begun for mine, begun in zip(self._tensors, weights, strict=True)]
-        return ClientUpdate(
-            client=client, change=change, samples=len(indices), steps=steps, loss=losses / max(1, steps)
+    def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
+        """The updates of these clients, one after another; the optimizer of each begins anew, set as `like` is."""
+        for one in assigned:
+            yield self._train(one, like)
+
+    def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
+        algorithm = self._algorithm
+        start = algorithm.begin(one.client, one.weights)
+        seed_all(mix(self._seed, one.number, one.client))
+        self._begin(start, like)
+        correct = (
+            (lambda: algorithm.correct(one.client, self._parameters, start)) if algorithm.corrects else None
         )
+        loss, steps = self._run(one, correct)
+        with torch.no_grad():
+            change = algorithm.report(one.client, start, self._tensors, steps)
+        if algorithm.trains_personal:
+            self._begin(algorithm.personal(one.client, one.weights), like)
+            self._run(one, lambda: algorithm.correct_personal(one.client, self._parameters, one.weights))
+            with torch.no_grad():
+                algorithm.keep_personal(one.client, self._tensors)
+        return ClientUpdate(
+            client=one.client,
+            change=change,
+            samples=len(one.samples),
+            steps=steps,
+            loss=loss,
+            staleness=one.staleness,
+        )
+
+    def _run(self, one: ClientAssignment, correct: Callable[[], None] | None) -> tuple[float, int]:
+        """Steps over the client's samples; their mean loss, and how many."""
+        losses, steps = 0.0, 0
+        for chosen in batches(self._work, one.samples, self._seed, one.number, one.client):
+            losses += self._step(chosen, correct)
+            steps += 1
+        return losses / max(1, steps), steps
 
     @torch.no_grad()
     def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
@@ -115,15 +132,15 @@ class ClientTrainer:
             group.update({name: value for name, value in set_as.items() if name != "params"})
         self._copy.train()
 
-    def _step(self, client: int, indices: NDArray[np.int64], start: Sequence[Tensor]) -> float:
+    def _step(self, indices: NDArray[np.int64], correct: Callable[[], None] | None) -> float:
         batch = self._source.fetch(indices)
         if self._device.type != "cpu":
             batch = moved(batch, self._device)
         loss = self._task.loss(self._copy, batch)
         require_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._algorithm.corrects:
-            self._algorithm.correct(client, self._parameters, start)
+        if correct is not None:
+            correct()
         clip_own(self._task, self._copy)
         self._optimizer.step()
         self._optimizer.zero_grad()

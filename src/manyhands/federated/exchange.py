@@ -1,8 +1,7 @@
 """One worker's end of federated rounds in the common loop: a step of the loop is a round.
 
-`compute` plays this worker's share of the round's clients and adds their updates up, `agree` sums over the workers, and
-`apply` moves the model by the mean, as the algorithm says. Sums are in double precision, so that it hardly matters who
-played which client.
+`compute` plays this worker's share of the round's clients and gives their updates to the round's tally, `agree` takes
+its total over the workers, and `apply` moves the model by their mean, as the algorithm says.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
-from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm, algorithm_named
+from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
 from manyhands.federated.partition import Partition
-from manyhands.federated.secure.tally import SecureTally
+from manyhands.federated.states import gathered, restored
 from manyhands.federated.strategy import ALL, Federated
+from manyhands.federated.tally import tally_for
+from manyhands.federated.updates import ClientAssignment, ClientUpdate, RoundTally, TallySum
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer
@@ -33,7 +34,6 @@ from manyhands.wire.parcels import Parcel
 __all__ = ["FederatedExchange", "split_over"]
 
 _ROOM = 1 << 17  # items that travel at once
-_WEIGHT, _LOSS, _SAMPLES, _STOP, _WORDS = range(5)
 
 
 def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
@@ -60,12 +60,11 @@ class FederatedExchange(Exchange):
         self._trainer: ClientTrainer | None = None
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
-        self._sums: list[Tensor] = []
-        self._words = torch.zeros(_WORDS, dtype=torch.float64)
+        self._tally: RoundTally | None = None
+        self._found: TallySum | None = None
+        self._counted = 0
         self._sent = Traffic()
         self._refused = 0
-        self._fixed = strategy.fixed_point if strategy.secure else None
-        self._tally: SecureTally | None = None
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
@@ -78,7 +77,6 @@ class FederatedExchange(Exchange):
         """Collective: give every worker worker 0's weights."""
         self._optimizer = optimizer
         self._weights = held(model)
-        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._weights]
         if self._collective is not None:
             broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
         keep_freed_memory()
@@ -93,80 +91,58 @@ class FederatedExchange(Exchange):
         if self._trainer is None:
             self._trainer = ClientTrainer(computer.task, model, self._algorithm, self._work, self._seed)
             self._samples_of = split_over(self._strategy, computer.task, self._seed)
-        for total_of in self._sums:
-            total_of.zero_()
-        self._words.zero_()
-        clients = len(self._samples_of)
-        chosen = selected(self._seed, step, clients, self._strategy.per_round(clients))
         begin = time.monotonic()
+        assigned = self._assigned(step)
+        clients = [one.client for one in assigned]
+        self._tally = tally_for(self._strategy, self._algorithm, self.total, clients, self._weights, step)
+        mine = self._mine(assigned)
+        losses: list[float] = []
         samples = 0
-        self._tally = SecureTally(self._fixed, chosen, self._weights) if self._fixed is not None else None
-        for client in chosen[self.rank :: self.world]:
-            update = self._trainer.train(
-                self._weights, self._optimizer, client, self._samples_of[client], step
-            )
+        self._counted = 0
+        for update in self._trainer.play(mine, self._optimizer):
             samples += update.samples * self._work.epochs
+            losses.append(update.loss)
             self._add(update)
-        self._sum_securely(step)
         computer.slow_down(step, time.monotonic() - begin)
-        mine = float(self._words[_WEIGHT])
-        share = len(chosen[self.rank :: self.world]) / len(chosen)
-        loss = float(self._words[_LOSS]) / mine if mine else math.nan
-        return Computed(loss=loss if share else 0.0, share=share, samples=samples)
+        loss = sum(losses) / len(losses) if losses else 0.0
+        return Computed(loss=loss, share=len(mine) / len(assigned), samples=samples)
+
+    def _assigned(self, step: int) -> list[ClientAssignment]:
+        """What the clients of round `step` are given, the same on every worker."""
+        clients = len(self._samples_of)
+        return [
+            ClientAssignment(client=one, samples=self._samples_of[one], weights=self._weights, number=step)
+            for one in selected(self._seed, step, clients, self._strategy.per_round(clients))
+        ]
+
+    def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
+        """Which of them this worker plays: those whose state it has, or as many as any other."""
+        if self._algorithm.kept(self._weights):
+            return [one for one in assigned if one.client % self.world == self.rank]
+        return assigned[self.rank :: self.world]
 
     def _add(self, update: ClientUpdate) -> None:
         """One more report; what is not finite is not counted."""
-        if self._tally is None:
-            num_bytes = sum(change.numel() * change.element_size() for change in update.change)
-            self._sent += Traffic(messages_sent=1, bytes_sent=num_bytes)
+        assert self._tally is not None, "a round has begun"
         if not math.isfinite(update.loss) or not all(bool(one.isfinite().all()) for one in update.change):
             self._refused += 1
             return
-        weight = self._algorithm.weight(update)
-        if self._tally is not None:
-            self._tally.add(update, weight)
-            return
-        for total_of, change in zip(self._sums, update.change, strict=True):
-            total_of.add_(change, alpha=weight)
-        self._words[_WEIGHT] += weight
-        self._words[_LOSS] += weight * update.loss
-        self._words[_SAMPLES] += update.samples
-
-    def _sum_securely(self, step: int) -> None:
-        """The sums, by the protocol, where it was asked for."""
-        if self._tally is None:
-            return
-        found = self._tally.total(step + 1)  # as rounds are counted for readers
-        self._tally = None
-        self._fill(found.sums)
-        self._words[_WEIGHT], self._words[_LOSS], self._words[_SAMPLES] = (
-            found.weight,
-            found.loss,
-            found.weight,
-        )
-        self._sent += Traffic(messages_sent=found.messages, bytes_sent=found.num_bytes)
-
-    def _fill(self, flat: Tensor) -> None:
-        """The sums from one row of all their items."""
-        begin = 0
-        for one in self._sums:
-            one.copy_(flat[begin : begin + one.numel()].view(one.shape))
-            begin += one.numel()
+        self._tally.add(update, self._algorithm.weight(update))
+        self._counted += update.samples
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: the sum of all updates, what they weigh, and whether somebody wants to stop."""
-        self._words[_STOP] = float(local.stop)
-        if self._collective is not None:
-            flat = torch.cat([*(one.flatten().cpu() for one in self._sums), self._words])
-            found = total(self._collective, 0, self._bucket, flat)
-            self._fill(found)
-            self._words.copy_(found[-_WORDS:])
-        weight = float(self._words[_WEIGHT])
-        broken = weight == 0
+        """Collective: what all updates come to, and whether somebody wants to stop."""
+        assert self._tally is not None, "compute comes before agree"
+        found, self._tally = self._tally.total(), None
+        self._found = found
+        self._sent += found.traffic
+        words = self.total(torch.tensor([float(local.stop), float(self._counted)], dtype=torch.float64))
+        self._counted = round(float(words[1]))
+        broken = found.weight == 0
         return SharedStep(
-            loss=math.nan if broken else float(self._words[_LOSS]) / weight,
+            loss=math.nan if broken else found.loss / found.weight,
             bad_workers=(0,) if broken else (),
-            stop=bool(self._words[_STOP] > 0),
+            stop=bool(words[0] > 0),
         )
 
     def clip(self, max_norm: float) -> float:
@@ -176,8 +152,10 @@ class FederatedExchange(Exchange):
     @torch.no_grad()
     def apply(self) -> None:
         """The server's step."""
-        weight = float(self._words[_WEIGHT])
-        mean = [one.div(weight).to(mine.dtype) for one, mine in zip(self._sums, self._weights, strict=True)]
+        assert self._found is not None, "agree comes before apply"
+        found, self._found = self._found, None
+        like = self._algorithm.sent(self._weights)
+        mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -186,13 +164,19 @@ class FederatedExchange(Exchange):
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """What the algorithm keeps, the same on every worker."""
-        kept = self._algorithm.memory() if self.rank == 0 else {}
-        return {"algorithm": kept} if kept else {}
+        """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
+        kept: dict[str, Any] = {}
+        like = self._algorithm.kept(self._weights)
+        if like and self._samples_of:
+            kept["clients"] = gathered(self._algorithm.states, len(self._samples_of), like, self.total)
+        kept["algorithm"] = self._algorithm.memory()
+        return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on with it."""
         self._algorithm.recall(memory.get("algorithm", {}))
+        device = next((one.device for one in self._weights), torch.device("cpu"))
+        self._algorithm.states.update(restored(memory.get("clients", {}), self.rank, self.world, device))
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
@@ -205,7 +189,7 @@ class FederatedExchange(Exchange):
     def step_samples(self, computer: Computer, step: int) -> int:
         """What the clients of all workers have trained on in the round, once for each epoch."""
         del computer, step
-        return round(float(self._words[_SAMPLES])) * self._work.epochs
+        return self._counted * self._work.epochs
 
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""

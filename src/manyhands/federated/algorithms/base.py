@@ -1,32 +1,22 @@
 """What an algorithm says: how a client's steps differ from plain ones, and what the server makes of the updates.
 
-server ── weights ──►  client: steps on its own data, each gradient by way of `correct`
-       ◄── ClientUpdate ───  how far it came, and how many samples it has
-`Sum` adds updates up, each by its weight; `step` moves the model by their mean
+server ── weights ──►  client: `begin`, then steps on its own data, each gradient by way of `correct`
+       ◄── ClientUpdate ───  `report`: how far it came, and what else the algorithm lets it send
+a tally collects the updates, each by its `weight`; `mean` makes one of them, and `step` moves the model by it
 """
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manyhands.federated.states import ClientStates
+from manyhands.federated.updates import ClientUpdate, TallySum
+
 __all__ = ["ClientUpdate", "FederatedAlgorithm"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientUpdate:
-    """What a client sends: how far each tensor has come, what it weighs, and how many steps it took."""
-
-    client: int
-    change: Sequence[Tensor]
-    samples: int
-    steps: int
-    loss: float
-    """The mean over its steps."""
 
 
 class FederatedAlgorithm(ABC):
@@ -46,12 +36,58 @@ class FederatedAlgorithm(ABC):
     single_updates: ClassVar[bool] = False
     """Whether the server must see each update by itself, and not only their sum."""
 
+    trains_personal: ClassVar[bool] = False
+    """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
+    `correct_personal`; what it comes to is given to `keep_personal`."""
+
+    def __init__(self) -> None:
+        self.states: ClientStates = {}
+        """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
+
+    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of the shapes and types of those in an update; more than the model's, where `report` adds some."""
+        return weights
+
+    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of the shapes and types of what a client keeps in `states`; none: it keeps nothing."""
+        del weights
+        return ()
+
+    def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """On a client: what its training begins with."""
+        del client
+        return weights
+
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:  # noqa: B027
         """On a client, between backward and its optimizer's step: change the gradients in place."""
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """On a client, after its steps: what it sends, of the shapes that `sent` says; `trained` are not its own."""
+        del client, steps
+        return [mine - begun for mine, begun in zip(trained, start, strict=True)]
+
+    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The model that a client itself uses, where the server's is `weights`."""
+        del client
+        return weights
+
+    def correct_personal(  # noqa: B027
+        self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> None:
+        """As `correct`, while a client trains a model of its own; `weights` are the server's."""
+
+    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:  # noqa: B027
+        """On a client: what its own model has come to; the tensors are used again and must be copied."""
 
     def weight(self, update: ClientUpdate) -> float:
         """What an update weighs in the mean."""
         return float(update.samples)
+
+    def mean(self, found: TallySum) -> Sequence[Tensor]:
+        """On the server: one update of all, in double precision, of the shapes that `sent` says."""
+        return [one / found.weight for one in found.sums]
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
         """On the server: move the weights by the mean of the updates, in place."""

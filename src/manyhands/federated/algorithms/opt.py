@@ -27,6 +27,7 @@ class _FedOpt(FederatedAlgorithm):
     beta_1: ClassVar[float] = _BETA_1
 
     def __init__(self, rate: float = 0.01) -> None:
+        super().__init__()
         self._rate = rate
         self._momentum: list[Tensor] = []
         self._second: list[Tensor] = []

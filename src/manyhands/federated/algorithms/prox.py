@@ -20,6 +20,7 @@ class FedProx(FederatedAlgorithm):
     corrects: ClassVar[bool] = True
 
     def __init__(self, mu: float = 0.01) -> None:
+        super().__init__()
         self._mu = mu
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
