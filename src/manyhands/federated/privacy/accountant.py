@@ -7,7 +7,9 @@ divergences, which add up over rounds; epsilon follows from their sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,8 +49,21 @@ def _one_round(kind: RoundKind) -> tuple[Any, Any]:
     if kind.probability < 1:
         event = dp_accounting.PoissonSampledDpEvent(kind.probability, event)
     accountant = dp_accounting.rdp.RdpAccountant()
-    accountant.compose(event)
+    with _quiet():
+        accountant.compose(event)
     return accountant.orders, accountant.rdp
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the package's warnings of orders that it leaves out: epsilon is the least of all the others."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:

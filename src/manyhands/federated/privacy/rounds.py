@@ -139,6 +139,8 @@ class PrivateRounds:
         terms = self._terms
         against = "the server and everybody else" if terms.noise_by == CLIENTS else "everybody but the server"
         words = f"privacy of each client, against {against}: {spending.told()}, at delta={terms.delta:g}"
+        if spending.most_rounds is not None:
+            words += f", of a budget of {terms.epsilon:g}"
         if terms.randomness == SEED:
             words += "; but with randomness=seed, none against who knows the seed"
         return words

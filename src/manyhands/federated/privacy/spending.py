@@ -60,7 +60,7 @@ class Spending:
     @property
     def epsilon(self) -> float:
         """Given away so far of the worst off."""
-        return self._after(0)
+        return self.epsilon_after(0)
 
     def take(self, chosen: Sequence[int]) -> None:
         """A round of these clients is played."""
@@ -82,7 +82,7 @@ class Spending:
         next_one = "the next round would bring a client to" if self._apart else "another one would make it"
         return (
             f"the privacy budget of epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent: {self.told()}, "
-            f"and {next_one} {self._after(1):.4g}"
+            f"and {next_one} {self.epsilon_after(1):.4g}"
         )
 
     def told(self) -> str:
@@ -117,7 +117,8 @@ class Spending:
                 self._before[kind] = self._before.get(kind, 0) + int(rounds.max())
         self._most = self._allowed()
 
-    def _after(self, more: int) -> float:
+    def epsilon_after(self, more: int) -> float:
+        """What it would be after so many more rounds of the worst off."""
         played = dict(self._before)
         played[self._kind] = played.get(self._kind, 0) + int(self._rounds.max()) + more
         return epsilon_of(played, self._budget.delta)
