@@ -87,6 +87,24 @@ def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
         mh.fit(task(), strategy, rounds=40, out=plain, resume=True)
 
 
+def test_rounds_before_a_failure_are_counted(tmp_path: Path) -> None:
+    """Every round is saved, whatever checkpoint_every says."""
+    calls = []
+
+    def breaks(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(1)
+        if len(calls) > 25:
+            raise RuntimeError("no more")
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    out, options = tmp_path / "run", mh.Options(checkpoint_every=100)
+    with pytest.raises(Exception, match="no more"):
+        mh.fit(task(loss=breaks), PRIVATE, rounds=50, out=out, options=options)
+    resumed = mh.fit(task(), PRIVATE, rounds=50, out=out, resume=True, options=options)
+    assert resumed.summary["resumed_from_step"] >= 2
+    assert resumed.summary["privacy"]["rounds"] == resumed.summary["steps"] == 50
+
+
 def test_two_workers_draw_and_noise_as_one() -> None:
     strategy = f"{PRIVATE} randomness=seed"
     alone = mh.fit(task(), strategy, rounds=4)

@@ -186,6 +186,11 @@ class Federated(Strategy):
             raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
 
     @property
+    def saves_each_step(self) -> bool:
+        """With noise, or a run that broke would have given away what the resumed one does not count."""
+        return self.noise > 0
+
+    @property
     def counts_rounds(self) -> bool:
         """A round is many steps of many clients."""
         return True

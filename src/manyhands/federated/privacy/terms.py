@@ -9,7 +9,7 @@ from typing import Final
 from manyhands.errors import UserError
 from manyhands.federated.privacy.clipping import ClipRule
 from manyhands.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.federated.privacy.spending import Budget
+from manyhands.federated.privacy.spending import PrivacyBudget
 from manyhands.federated.secure.fixedpoint import FixedPoint
 from manyhands.federated.secure.messages import fewest_clients
 from manyhands.settings import check_choice
@@ -105,9 +105,9 @@ class PrivacyTerms:
         return ClipRule.parse(self.clip)
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> PrivacyBudget:
         """The most epsilon."""
-        return Budget(epsilon=self.epsilon, delta=self.delta)
+        return PrivacyBudget(epsilon=self.epsilon, delta=self.delta)
 
     def cohort(self, clients: int, per_round: int) -> float:
         """How many of so many clients take part in a round, on average; sums are divided by it."""
