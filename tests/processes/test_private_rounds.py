@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.analyse.privacy import privacy_words
+from manyhands.draw.report import write_report
 from manyhands.errors import UserError
 from manyhands.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
 
@@ -57,8 +58,11 @@ def test_a_run_with_a_budget_ends_at_the_round_that_the_accountant_says(tmp_path
     assert any(
         note.startswith("privacy of each client, against everybody but") for note in run.summary["notes"]
     )
-    [words] = privacy_words(json.loads((out / "summary.json").read_text()))
-    assert words.endswith("of a budget of 8.")
+    promised, ended = privacy_words(json.loads((out / "summary.json").read_text()))
+    assert promised.endswith("of a budget of 8.")
+    assert ended == f"S{why[1:]}."
+    page = write_report(out).read_text()
+    assert f"stopped after round {allowed}: the privacy budget of epsilon=8" in page.lower()
 
     again = mh.fit(task(), f"{PRIVATE} epsilon=8", rounds=40, out=out, resume=True)
     assert again.summary["steps"] == allowed, "nothing is left"

@@ -205,6 +205,12 @@ def test_a_budget_ends_at_the_last_round_that_it_allows(noise: float, probabilit
     )
 
 
+def test_noise_that_never_ends_a_budget_is_no_endless_search() -> None:
+    assert 10**10 < most_rounds(RoundKind(noise=1e6, probability=1.0), 1.0, 1e-5) < 10**11
+    assert most_rounds(RoundKind(noise=1e6, probability=1e-4), 1.0, 1e-5) > 10**11
+    assert most_rounds(RoundKind(noise=0.1, probability=1.0), 1.0, 1e-5) == 0
+
+
 def test_a_client_is_counted_by_its_own_rounds() -> None:
     kind = RoundKind(noise=6.0, probability=1.0)
     spending = Spending(kind, PrivacyBudget(epsilon=2.0, delta=1e-5), clients=4)

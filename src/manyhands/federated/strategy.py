@@ -217,11 +217,13 @@ class Federated(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """The model, a client's copy of it, and the sum of updates in double precision."""
         [worker] = super().needs(model, workers)
-        what = "a client's weights, and the sum of updates"
-        if not self.secure:
-            return [replace(worker, besides=3 * model.weights, what=what)]
-        words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
-        return [replace(worker, besides=3 * model.weights + words, what=f"{what}, and each client's words")]
+        what, besides = "a client's weights, and the sum of updates", 3 * model.weights
+        if self.privacy.rule is not None:
+            what, besides = f"{what}, and an update that is clipped", besides + 4 * model.weights
+        if self.secure:
+            words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
+            what, besides = f"{what}, and each client's words", besides + words
+        return [replace(worker, besides=besides, what=what)]
 
     @property
     def promises(self) -> Promises:

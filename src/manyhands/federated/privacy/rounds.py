@@ -37,6 +37,8 @@ class PrivateRounds:
         self._quantile = rule.quantile
         self._least, self._most = terms.limits(per_round, fixed)
         self._bound = self._allowed(rule.bound)
+        self.ended = ""
+        """Why no round may follow, once that is known."""
         self.cohort: Final = terms.cohort(clients, per_round)
         self.fewest: Final = fewest_clients(per_round)
         probability = terms.fraction if terms.sampling == POISSON else 1.0
@@ -133,6 +135,7 @@ class PrivateRounds:
             "budget": self._terms.epsilon,
             "rounds": self.spending.rounds,
             "sentence": self._promise(self.spending),
+            "ended": self.ended,
         }
 
     def _promise(self, spending: Spending) -> str:
