@@ -25,7 +25,7 @@ from manyhands.task import Task
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import require_loss
 
-__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "selected"]
+__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected"]
 
 _SELECTING, _SHUFFLING = 1, 2
 
@@ -61,6 +61,14 @@ def held(model: nn.Module) -> list[Tensor]:
     return [
         *(parameter.detach() for parameter in model.parameters()),
         *(buffer for buffer in model.buffers() if buffer.is_floating_point()),
+    ]
+
+
+def held_names(model: nn.Module) -> list[str]:
+    """Of what travels, in the same order."""
+    return [
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),
     ]
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
-from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
+from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.federated.clients import ClientTrainer, LocalWork, held, held_names, selected
 from manyhands.federated.partition import Partition
 from manyhands.federated.states import gathered, restored
 from manyhands.federated.strategy import ALL, Federated
@@ -65,6 +65,7 @@ class FederatedExchange(Exchange):
         self._counted = 0
         self._sent = Traffic()
         self._refused = 0
+        self._recalled: Mapping[str, Any] = {}
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
@@ -91,6 +92,8 @@ class FederatedExchange(Exchange):
         if self._trainer is None:
             self._trainer = ClientTrainer(computer.task, model, self._algorithm, self._work, self._seed)
             self._samples_of = split_over(self._strategy, computer.task, self._seed)
+            self._algorithm.attach(self._facts(model))
+            self._recall_clients()
         begin = time.monotonic()
         assigned = self._assigned(step)
         clients = [one.client for one in assigned]
@@ -107,6 +110,17 @@ class FederatedExchange(Exchange):
         loss = sum(losses) / len(losses) if losses else 0.0
         return Computed(loss=loss, share=len(mine) / len(assigned), samples=samples)
 
+    def _facts(self, model: nn.Module) -> FederatedFacts:
+        clients = len(self._samples_of)
+        return FederatedFacts(
+            names=held_names(model),
+            parameters=len(list(model.parameters())),
+            clients=clients,
+            per_round=self._strategy.per_round(clients),
+            weight=float(sum(len(one) for one in self._samples_of)),
+            seed=self._seed,
+        )
+
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
         clients = len(self._samples_of)
@@ -117,7 +131,7 @@ class FederatedExchange(Exchange):
 
     def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
         """Which of them this worker plays: those whose state it has, or as many as any other."""
-        if self._algorithm.kept(self._weights):
+        if self._algorithm.shelves(self._weights):
             return [one for one in assigned if one.client % self.world == self.rank]
         return assigned[self.rank :: self.world]
 
@@ -165,18 +179,27 @@ class FederatedExchange(Exchange):
 
     def memory(self) -> Mapping[str, Any]:
         """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
-        kept: dict[str, Any] = {}
-        like = self._algorithm.kept(self._weights)
-        if like and self._samples_of:
-            kept["clients"] = gathered(self._algorithm.states, len(self._samples_of), like, self.total)
-        kept["algorithm"] = self._algorithm.memory()
+        if self._trainer is None:
+            return self._recalled if self.rank == 0 else {}  # no round was played since
+        clients = {
+            name: gathered(states, len(self._samples_of), like, self.total)
+            for name, (states, like) in self._algorithm.shelves(self._weights).items()
+        }
+        kept = {"algorithm": self._algorithm.memory(), "clients": clients}
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on with it."""
+        self._recalled = memory
         self._algorithm.recall(memory.get("algorithm", {}))
+
+    def _recall_clients(self) -> None:
+        """What this worker's clients have kept, when it is known what that is like."""
         device = next((one.device for one in self._weights), torch.device("cpu"))
-        self._algorithm.states.update(restored(memory.get("clients", {}), self.rank, self.world, device))
+        for name, (states, _) in self._algorithm.shelves(self._weights).items():
+            kept = self._recalled.get("clients", {}).get(name, {})
+            states.update(restored(kept, self.rank, self.world, device))
+        self._recalled = {}
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""

@@ -82,8 +82,9 @@ class Federated(Strategy):
             raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
         if self.batch < 0:
             raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
-        algorithm_named(self.algorithm)
-        Partition.parse(self.partition)
+        algorithm = algorithm_named(self.algorithm)
+        if Partition.parse(self.partition).word != NATURAL:
+            algorithm.check_round(self.per_round(self.clients))
         self._check_secure()
 
     def _check_secure(self) -> None:
@@ -109,8 +110,11 @@ class Federated(Strategy):
         return FixedPoint(clip=self.range, bits=self.bits)
 
     def check_round(self, clients: int) -> None:
-        """UserError where a round of so many clients cannot be summed securely."""
+        """UserError where a round of so many clients is too small, or cannot be summed securely."""
         count = self.per_round(clients)
+        algorithm_named(self.algorithm).check_round(count)
+        if not self.secure:
+            return
         if count < 3:
             raise UserError(
                 f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 hides "

@@ -104,7 +104,14 @@ class KeptTally:
         for each in found:
             for total_of, change_of in zip(sums, each.change, strict=True):
                 total_of.add_(change_of, alpha=each.weight)
-        return TallySum(sums=sums, weight=weight, loss=loss, traffic=self._sent, updates=found)
+        return TallySum(
+            sums=sums,
+            weight=weight,
+            loss=loss,
+            traffic=self._sent,
+            updates=found,
+            missing=len(self._clients) - len(found),
+        )
 
     def _row(self, client: int, items: int) -> Tensor:
         if client not in self._mine:

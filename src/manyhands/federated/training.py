@@ -41,7 +41,7 @@ class FederatedTraining(ExchangeTraining):
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()
-            strategy.check_round(len(found))
+        strategy.check_round(len(found))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
