@@ -25,6 +25,10 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "simulate": Later(
+        home="manyhands.cli.simulate:simulate_app",
+        help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
+    ),
     "memory": Later(
         home="manyhands.cli.memory:memory_app",
         help="Say what training needs in memory on each worker, before anything is trained.",

@@ -1,0 +1,151 @@
+"""What happens in federated rounds, and what is decided of it: plain values, the only things that the core knows.
+
+Times are seconds of one clock, the driver's; a driver that was started again has another and says so (`ServerResumed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "AbandonRound",
+    "BeginRound",
+    "ClientGone",
+    "ClientSeen",
+    "CloseRound",
+    "EndRounds",
+    "RefuseReport",
+    "ReportCame",
+    "RoundDecision",
+    "RoundEvent",
+    "RoundFailed",
+    "ServerResumed",
+    "SumCame",
+    "TakeReport",
+    "TimePassed",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientSeen:
+    """A client asked whether there is work for it."""
+
+    client: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientGone:
+    """A client will not report in this round: it said so, or what it sent was refused."""
+
+    client: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportCame:
+    """A client's report, whose content the driver has looked at."""
+
+    client: int
+    attempt: int
+    """For which it was made."""
+    digest: str
+    """Of its content, by which a report that is sent again is known."""
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumCame:
+    """The sum of several clients' updates, of a round in which no single one is seen."""
+
+    attempt: int
+    clients: tuple[int, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundFailed:
+    """The round under way cannot give a sum any more."""
+
+    attempt: int
+    why: str
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimePassed:
+    """Nothing happened, but it is this late."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerResumed:
+    """The server was started again: sums of an open round, and who was there, are lost with its memory."""
+
+    at_s: float
+
+
+RoundEvent: TypeAlias = (
+    ClientSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginRound:
+    """Save the state, and then ask these clients."""
+
+    attempt: int
+    number: int
+    """Of the round, from 0; several attempts may be made at one."""
+    asked: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeReport:
+    """Add this client's update to the sum."""
+
+    client: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefuseReport:
+    """Do not add it."""
+
+    client: int
+    attempt: int
+    why: str
+    repeated: bool = False
+    """Whether it is in the sum already, just as it came now: its sender did not get the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseRound:
+    """Move the model by the mean of what was added, and save it together with the state: the round counts."""
+
+    attempt: int
+    number: int
+    counted: tuple[int, ...]
+    """Whose updates are in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbandonRound:
+    """Forget the sum; the round does not count, and is tried again."""
+
+    attempt: int
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndRounds:
+    """There is nothing more to do: all rounds count, or nobody has come for too long."""
+
+    complete: bool
+    why: str
+
+
+RoundDecision: TypeAlias = BeginRound | TakeReport | RefuseReport | CloseRound | AbandonRound | EndRounds
