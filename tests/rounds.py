@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -53,8 +53,8 @@ def play_rounds(task: mh.Task, words: str, rounds: int, after: Played | None = N
         model.load_state_dict(after.model.state_dict())
         begin = len(after.losses)
     exchange.attach(model, optimizer)
-    memory: Any = after.exchange.memory() if after is not None else {}
-    exchange.recall(memory)
+    if after is not None:
+        exchange.recall(after.exchange.memory())
     losses = list(after.losses) if after is not None else []
     computer = cast(Computer, _Task(task))
     for step in range(begin, begin + rounds):

@@ -25,6 +25,7 @@ class _FedOpt(FederatedAlgorithm):
     """What the three share: momentum, and a second moment of each item's own."""
 
     number: ClassVar[str] = "RATE"
+    sums_only: ClassVar[bool] = True
     beta_1: ClassVar[float] = _BETA_1
 
     def __init__(self, rate: float = 0.01) -> None:

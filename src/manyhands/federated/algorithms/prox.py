@@ -19,6 +19,7 @@ class FedProx(FederatedAlgorithm):
     about: ClassVar[str] = "FedAvg whose clients are held near the weights they began with"
     number: ClassVar[str] = "MU"
     corrects: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True
 
     def __init__(self, mu: float = 0.01) -> None:
         super().__init__()
