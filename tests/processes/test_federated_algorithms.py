@@ -41,7 +41,7 @@ def weight_of(run: mh.Run) -> NDArray[np.float64]:
     return next(iter(run.model.parameters())).detach().numpy().flatten()
 
 
-STATEFUL = ["scaffold", "fednova", "median", "krum:1"]
+STATEFUL = ["scaffold", "median", "ditto codec=topk:0.4 max_samples=9"]
 
 
 @pytest.mark.parametrize("algorithm", STATEFUL)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from manyhands.data.batches import BatchSource
 from manyhands.device import moved
 from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.strategy import ALL
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import mix, seed_all
@@ -76,10 +77,17 @@ class ClientTrainer:
     """Plays clients one after another, on one copy of the model."""
 
     def __init__(
-        self, task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int
+        self,
+        task: Task,
+        model: nn.Module,
+        algorithm: FederatedAlgorithm,
+        work: LocalWork,
+        seed: int,
+        layers: LocalLayers | None = None,
     ) -> None:
         self._task = task
         self._algorithm = algorithm
+        self._layers = layers or LocalLayers()
         self._work = work
         self._seed = seed
         self._source = BatchSource(task.data, task.collate)
@@ -98,7 +106,7 @@ class ClientTrainer:
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
-        start = algorithm.begin(one.client, one.weights)
+        start = self._layers.put(one.client, algorithm.begin(one.client, one.weights))
         seed_all(mix(self._seed, one.number, one.client))
         self._begin(start, like)
         correct = (
@@ -106,7 +114,8 @@ class ClientTrainer:
         )
         loss, steps = self._run(one, correct)
         with torch.no_grad():
-            change = algorithm.report(one.client, start, self._tensors, steps)
+            change = self._layers.shared(algorithm.report(one.client, start, self._tensors, steps))
+            self._layers.keep(one.client, self._tensors)
         if algorithm.trains_personal:
             self._begin(algorithm.personal(one.client, one.weights), like)
             self._run(one, lambda: algorithm.correct_personal(one.client, self._parameters, one.weights))

@@ -8,6 +8,7 @@ from typing import Final
 
 from manyhands.errors import UserError, nearest
 from manyhands.federated.algorithms.base import ClientUpdate, FederatedAlgorithm, FederatedFacts
+from manyhands.federated.algorithms.ditto import Ditto
 from manyhands.federated.algorithms.nova import FedNova
 from manyhands.federated.algorithms.opt import FedAdagrad, FedAdam, FedYogi
 from manyhands.federated.algorithms.plain import FedAvg, FedSgd
@@ -32,6 +33,7 @@ ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
         TrimmedMean,
         Krum,
         MultiKrum,
+        Ditto,
     )
 }
 

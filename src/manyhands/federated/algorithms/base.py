@@ -64,6 +64,12 @@ class FederatedAlgorithm(ABC):
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
     `correct_personal`; what it comes to is given to `keep_personal`."""
 
+    models_kept: ClassVar[int] = 0
+    """How many tensors of a model's size each client keeps, for an estimate of memory."""
+
+    cannot_keep_layers: ClassVar[str] = ""
+    """Why layers cannot stay with the clients (`keep=`); none: they can."""
+
     def __init__(self) -> None:
         self.states: ClientStates = {}
         """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""

@@ -29,6 +29,8 @@ class Scaffold(FederatedAlgorithm):
     word: ClassVar[str] = "scaffold"
     about: ClassVar[str] = "clients correct each step by how their data differs from all data"
     corrects: ClassVar[bool] = True
+    models_kept: ClassVar[int] = 1
+    cannot_keep_layers: ClassVar[str] = "its clients correct every layer by what all clients send of it"
 
     def __init__(self) -> None:
         super().__init__()
