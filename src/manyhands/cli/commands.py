@@ -54,16 +54,17 @@ def add_task_command(
     common: Sequence[inspect.Parameter],
     run: Callable[[BuiltinTask[Any], dict[str, Any], dict[str, Any]], None],
     help_text: str,
+    parse: Callable[[Option, str], Any] = lambda option, text: option.parse(text),
 ) -> None:
     """Offer the task's name as a command, with the task's own options before those that all tasks have.
 
-    `run` gets the task, its own options that were given, parsed, and the values of the `common` ones.
+    `run` gets the task, its own options that were given, as `parse` reads them, and the values of the `common` ones.
     """
     own = {option.name: option for option in entry.options}
 
     def command(**values: Any) -> None:
         shared = {one.name: values.pop(one.name) for one in common}
-        given = {name: own[name].parse(text) for name, text in values.items() if text is not None}
+        given = {name: parse(own[name], text) for name, text in values.items() if text is not None}
         run(entry, given, shared)
 
     _offer(app, entry.name, command, [*map(_own_parameter, own.values()), *common], help_text)
