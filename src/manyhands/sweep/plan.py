@@ -12,7 +12,7 @@ from typing import Any
 
 from manyhands.errors import DataError, UserError
 
-__all__ = ["MOST_TRIALS", "SweepPlan", "SweepSetting", "SweepTrial", "parse_values"]
+__all__ = ["MOST_TRIALS", "SweepPlan", "SweepSetting", "SweepTrial", "flag", "parse_values"]
 
 MOST_TRIALS = 10_000
 """A grid of more is a slip of the keyboard."""

@@ -27,7 +27,16 @@ from manyhands.strategy import Strategy
 from manyhands.sweep.plan import SweepPlan, SweepTrial
 from manyhands.sweep.results import SweepRow, read_row
 
-__all__ = ["Launch", "SweepProgress", "cores_of", "open_sweep", "run_sweep", "sweep_rows"]
+__all__ = [
+    "Launch",
+    "SweepProgress",
+    "cores_of",
+    "last_said",
+    "open_sweep",
+    "run_sweep",
+    "sweep_rows",
+    "usable_cores",
+]
 
 Launch = Callable[[Sequence[int], Sequence[str]], list[str]]
 """(cores, words of a `manyhands` command) -> the command line of a process that runs it on those cores."""
@@ -208,11 +217,7 @@ class _Crew:
         return bool(ended)
 
     def _sentence(self, one: _Running) -> str:
-        """The last that a failed run said."""
-        log = self._runs / f"{one.trial.folder}.log"
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        told = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
-        said = (told or lines or ["it said nothing"])[-1][:_TOLD_LETTERS]
+        said = last_said(self._runs / f"{one.trial.folder}.log")
         return f"run {one.trial.folder} ended with status {one.process.returncode}: {said}"
 
     def end(self) -> None:
@@ -227,6 +232,13 @@ class _Crew:
                 one.process.kill()
                 one.process.wait()
         self.running = []
+
+
+def last_said(log: Path) -> str:
+    """The last that a failed run said."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    told = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
+    return (told or lines or ["it said nothing"])[-1][:_TOLD_LETTERS]
 
 
 def usable_cores() -> list[int]:
