@@ -30,7 +30,7 @@ from manyhands.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.compare.narrate import Conditions
-    from manyhands.compare.run import Comparison, Tell
+    from manyhands.compare.run import Comparison, Score, Tell
     from manyhands.kernel import AnyTask
 
 __all__ = ["Compared", "compare_app", "run_comparison"]
@@ -111,10 +111,11 @@ def run_comparison(
     build: Callable[[Path], AbstractContextManager[AnyTask]],
     common: Compared,
     length: Mapping[str, int | None] | None = None,
+    score: Score | None = None,
 ) -> None:
     """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
 
-    `length` is in steps or epochs, and in rounds; nothing: as the task says.
+    `length` is in steps or epochs, and in rounds; nothing: as the task says. `score` is measured of each trained model.
     """
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
@@ -142,7 +143,7 @@ def run_comparison(
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{name}")
     with ending() as end, build(out) as task, _told() as tell:
-        found = compare(task, common.strategies, out=out, settings=settings, tell=tell)
+        found = compare(task, common.strategies, out=out, settings=settings, tell=tell, score=score)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     _leave(found, conditions, name, out, common.json)
     if found.interrupted:
@@ -161,7 +162,7 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     from manyhands.compare.machine import machine
     from manyhands.compare.narrate import paragraph
     from manyhands.compare.report import Made, report
-    from manyhands.compare.table import measures_table, promises_table
+    from manyhands.compare.table import measures_table, promises_table, scores_table
     from manyhands.store.atomic import write_atomically
 
     sentences = paragraph(found.figures, conditions)
@@ -188,6 +189,8 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     console.print(measures_table(found.figures), highlight=False)
+    if found.figures.scores:
+        console.print(scores_table(found.figures), highlight=False)
     console.print(promises_table(found.figures), highlight=False)
     console.print(" ".join(sentences), highlight=False, markup=False)
     console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import nn
 
 from manyhands.cluster.signals import signal_of
 from manyhands.compare.figures import FailedTrial, Figures, Measured, figures
@@ -26,7 +28,7 @@ from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
 from manyhands.training.request import Length, Request
 
-__all__ = ["CompareSettings", "Comparison", "Progress", "Tell", "compare"]
+__all__ = ["CompareSettings", "Comparison", "Progress", "Score", "Tell", "compare"]
 
 _EVALUATIONS = 10  # of a run
 
@@ -51,6 +53,15 @@ class CompareSettings:
     """What each process costs in an hour; None: nobody asked."""
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a trained model is worth besides, measured once, at the end of each run; more is better."""
+
+    names: tuple[str, ...]
+    of: Callable[[nn.Module], Mapping[str, float]]
+    """By name, those that can be told of this model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +99,7 @@ def compare(
     out: Path | str,
     settings: CompareSettings | None = None,
     tell: Tell | None = None,
+    score: Score | None = None,
 ) -> Comparison:
     """Run `task` under strategies separated by semicolons, each run in a directory of its own under `out`.
 
@@ -97,30 +109,40 @@ def compare(
     settings = settings or CompareSettings()
     chosen = parse_strategies(strategies)
     order = trials(len(chosen), settings.repeats)
-    requests = _checked(task, chosen, settings)
+    requests = _checked(task, chosen, settings, score)
     out = Path(out)
     _require_free(out)
     runs: list[Measured | FailedTrial] = []
     interrupted = False
     try:
-        for run in _all_runs(requests, order, out, tell or _tell_nobody):
+        for run in _all_runs(requests, order, out, tell or _tell_nobody, score):
             runs.append(run)
     except (KeyboardInterrupt, SystemExit) as stop:
         if signal_of(stop) is None:
             raise
         interrupted = True
     pairs = [(request.strategy, request.workers) for request in requests]
-    found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every, settings.prices)
+    found = figures(
+        pairs,
+        runs,
+        settings.target,
+        requests[0].plan.evaluate_every,
+        settings.prices,
+        scores=score.names if score is not None else (),
+    )
     notes = [
         f"{chosen[run.place]}: {note}" for run in runs if isinstance(run, Measured) for note in run.notes
     ]
     return Comparison(figures=found, interrupted=interrupted, notes=tuple(dict.fromkeys(notes)))
 
 
-def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings) -> list[Request]:
+def _checked(
+    task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings, score: Score | None = None
+) -> list[Request]:
     """What each strategy is asked for, complete; UserError for the first that makes no sense."""
     if settings.target is not None:
         measured = [] if task.evaluation is None else ["evaluation_loss", *task.metrics]
+        measured += score.names if score is not None else ()
         settings.target.require_known([*measured, *([PASS_LOSS] if task.passes is not None else [])])
     if settings.slow is not None and settings.slow.worker >= settings.workers:
         raise UserError(
@@ -166,7 +188,7 @@ def _request(task: AnyTask, strategy: Strategy, settings: CompareSettings, optio
 
 
 def _all_runs(
-    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell
+    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell, score: Score | None
 ) -> Iterator[Measured | FailedTrial]:
     """What came out of each run, as soon as it has ended."""
     began = time.monotonic()
@@ -175,16 +197,16 @@ def _all_runs(
         left = (time.monotonic() - began) / done * (len(order) - done) if done else None
         tell(Progress(done=done, runs=len(order), strategy=str(request.strategy), seconds_left=left))
         try:
-            yield _run(trial, request, out / trial.folder(request.strategy))
+            yield _run(trial, request, out / trial.folder(request.strategy), score)
         except ManyhandsError as error:
             yield FailedTrial(place=trial.place, repeat=trial.repeat, sentence=str(error))
 
 
-def _run(trial: Trial, request: Request, folder: Path) -> Measured:
+def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> Measured:
     plan = request.plan
     with _caught() as said:
         try:
-            fit(
+            run = fit(
                 plan.task,
                 request.strategy,
                 workers=request.workers,
@@ -198,7 +220,8 @@ def _run(trial: Trial, request: Request, folder: Path) -> Measured:
             raise
         except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
             raise ManyhandsError(f"{type(error).__name__}: {error}") from error
-    return measure(trial, folder, request.strategy, tuple(said))
+    measured = measure(trial, folder, request.strategy, tuple(said))
+    return measured.scored(score.of(run.model)) if score is not None else measured
 
 
 def _tell_nobody(progress: Progress) -> None:

@@ -103,8 +103,8 @@ def scaling_page(
     made = (
         f"<p><code>{escape(command)}</code></p><p>{escape(machine)}</p><p>The same steps with each number of workers, "
         "one run after the other, repeats interleaved; each on as many cores as it has workers, or all. "
-        "Starting processes and evaluating do not count. The knee is the last number of workers up to which the speed grew "
-        "by at least half as much as their number.</p>"
+        "Starting processes and evaluating do not count. The knee is the last number of workers up to which the speed "
+        "grew by at least half as much as their number.</p>"
     )
     return document(
         title,
