@@ -25,6 +25,7 @@ from manyhands.cli.commands import (
 from manyhands.cli.environment import start_own_workers
 from manyhands.cli.process import spare_the_compiler
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
+from manyhands.sweep.plan import parse_values
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -73,6 +74,10 @@ class Compared:
         str | None,
         typer.Option(help="What a process costs in an hour, by kind: worker=10,helper=1[,server=2]."),
     ] = None
+    device: Annotated[
+        str,
+        typer.Option(help="cpu, cuda, or both: every strategy on each, as in cpu,cuda; only what is there."),
+    ] = "cpu"
     seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
     allow_overload: AllowOverload = False
     out: Annotated[
@@ -137,6 +142,7 @@ def run_comparison(
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
         target=Target.parse(common.target) if common.target is not None else None,
         prices=Prices.parse(common.price) if common.price is not None else None,
+        devices=tuple(dict.fromkeys(parse_values(common.device, ","))),
         allow_overload=common.allow_overload,
     )
     if rate is not None and not inside():
@@ -145,6 +151,8 @@ def run_comparison(
     with ending() as end, build(out) as task, _told() as tell:
         found = compare(task, common.strategies, out=out, settings=settings, tell=tell, score=score)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
+    for note in found.left_out:
+        print(f"manyhands: {note}", file=sys.stderr)
     _leave(found, conditions, name, out, common.json)
     if found.interrupted:
         print(

@@ -144,11 +144,13 @@ class CompareRow:
     """Of all its processes together; None where no prices were given."""
     price_per_1000_steps: Spread | None = None
     price_to_target: Spread | None = None
+    device: str = ""
+    """Where its workers computed, where several devices are compared."""
 
     @property
     def name(self) -> str:
-        """The strategy's text form."""
-        return str(self.strategy)
+        """The strategy's text form, with its device where several are compared."""
+        return f"{self.strategy} on {self.device}" if self.device else str(self.strategy)
 
     @property
     def always_reached(self) -> bool:
@@ -191,10 +193,11 @@ def figures(
     prices: Prices | None = None,
     *,
     scores: tuple[str, ...] = (),
+    devices: Sequence[str] = (),
 ) -> Figures:
     """All rows, from each strategy with its number of workers; where no target was asked for one is chosen.
 
-    Not among the `scores`, which are known at the end alone.
+    Not among the `scores`, which are known at the end alone. `devices` are those of the strategies, if they differ.
     """
     measured = [run for run in runs if isinstance(run, Measured)]
     target = target or default_target(
@@ -210,6 +213,8 @@ def figures(
         )
         for place, (strategy, workers) in enumerate(strategies)
     ]
+    if devices:
+        rows = [dataclasses.replace(row, device=device) for row, device in zip(rows, devices, strict=True)]
     if prices is not None:
         rows = [_priced(row, prices) for row in rows]
     return Figures(
@@ -287,6 +292,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
     promises = row.strategy.promises
     return {
         "strategy": row.name,
+        **({"device": row.device} if row.device else {}),
         "runs": len(row.runs),
         "failures": list(row.failures),
         **numbers,
