@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from manyhands.compare.run import Comparison, Score, Tell
     from manyhands.kernel import AnyTask
 
-__all__ = ["Compared", "compare_app", "run_comparison"]
+__all__ = ["Compared", "compare_app", "run_comparison", "show_progress"]
 
 compare_app = typer.Typer(
     help="Train a built-in task under several strategies, side by side.",
@@ -148,7 +148,7 @@ def run_comparison(
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{name}")
-    with ending() as end, build(out) as task, _told() as tell:
+    with ending() as end, build(out) as task, show_progress() as tell:
         found = compare(task, common.strategies, out=out, settings=settings, tell=tell, score=score)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     for note in found.left_out:
@@ -205,15 +205,15 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
 
 
 @contextmanager
-def _told() -> Iterator[Tell]:
-    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere."""
+def show_progress(before: str = "") -> Iterator[Tell]:
+    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere; `before` begins it."""
     console = Console(stderr=True)
     status = console.status("starting")
 
     def tell(progress: Any) -> None:
         left = progress.seconds_left
         when = "" if left is None else f" · about {left:.0f} s left"
-        line = f"run {progress.done + 1} of {progress.runs} · {progress.strategy}{when}"
+        line = f"{before}run {progress.done + 1} of {progress.runs} · {progress.strategy}{when}"
         if console.is_terminal:
             status.update(line)
         else:
