@@ -24,6 +24,7 @@ __all__ = [
     "command_elsewhere",
     "command_to_resume",
     "fresh_directory",
+    "half",
     "option_parameters",
     "own_command",
     "parameter",
@@ -140,6 +141,11 @@ def fresh_directory(name: str) -> Path:
         number += 1
         path = base.with_name(f"{base.name}-{number}")
     return path
+
+
+def half(usual: int | None) -> int | None:
+    """Half of a usual length, for commands that make several runs, or slow ones; None stays None."""
+    return None if usual is None else max(1, usual // 2)
 
 
 def print_next(**commands: str) -> None:

@@ -19,6 +19,7 @@ from manyhands.cli.commands import (
     check_writable,
     command_elsewhere,
     fresh_directory,
+    half,
     option_parameters,
     write_json,
 )
@@ -102,7 +103,7 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     common = _Common(**shared)
     steps, epochs = common.steps, common.epochs
     if steps is None and epochs is None:
-        steps, epochs = _half(entry.steps), _half(entry.epochs)
+        steps, epochs = half(entry.steps), half(entry.epochs)
 
     @contextmanager
     def build(_out: Path) -> Iterator[AnyTask]:
@@ -221,10 +222,6 @@ def show_progress(before: str = "") -> Iterator[Tell]:
 
     with status:
         yield tell
-
-
-def _half(usual: int | None) -> int | None:
-    return None if usual is None else max(1, usual // 2)
 
 
 for _entry in TASKS.values():

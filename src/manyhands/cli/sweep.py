@@ -19,6 +19,7 @@ from manyhands.cli.commands import (
     check_writable,
     command_to_resume,
     fresh_directory,
+    half,
     option_parameters,
     print_next,
     write_json,
@@ -137,7 +138,7 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common
     Length(steps=common.steps, epochs=common.epochs).require_one()
     length = {"steps": common.steps, "epochs": common.epochs}
     if common.steps is None and common.epochs is None:
-        length = {"steps": _half(entry.steps), "epochs": _half(entry.epochs)}
+        length = {"steps": half(entry.steps), "epochs": half(entry.epochs)}
     return SweepPlan(
         task=entry.name,
         settings=tuple(settings),
@@ -176,10 +177,6 @@ def _values(option: Option, text: str) -> tuple[str, ...]:
     for one in texts:
         option.parse(one)
     return texts
-
-
-def _half(usual: int | None) -> int | None:
-    return None if usual is None else max(1, usual // 2)
 
 
 def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | None) -> None:

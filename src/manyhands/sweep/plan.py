@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, printable
 
 __all__ = ["MOST_TRIALS", "SweepPlan", "SweepSetting", "SweepTrial", "flag", "parse_values"]
 
@@ -28,7 +28,9 @@ class SweepSetting:
     def __post_init__(self) -> None:
         twice = next((value for place, value in enumerate(self.values) if value in self.values[:place]), None)
         if twice is not None:
-            raise UserError(f"{flag(self.name)} has {twice!r} twice; leave one of them out")
+            raise UserError(
+                f"{printable(flag(self.name))} has {printable(twice)!r} twice; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +102,13 @@ class SweepPlan:
                 "metric": str(metric),
                 "common": dict(common),
             }:
-                texts = [*common.values(), *(text for values in settings.values() for text in values)]
-                if all(isinstance(text, str) for text in texts):
-                    found = tuple(
-                        SweepSetting(name=name, values=tuple(values)) for name, values in settings.items()
-                    )
-                    return cls(task=task, settings=found, metric=metric, common=common)
+                if all(isinstance(values, list) and values for values in settings.values()):
+                    texts = [*common.values(), *(text for values in settings.values() for text in values)]
+                    if all(isinstance(text, str) for text in texts):
+                        found = tuple(
+                            SweepSetting(name=name, values=tuple(values)) for name, values in settings.items()
+                        )
+                        return cls(task=task, settings=found, metric=metric, common=common)
         raise DataError("is no plan of a sweep")
 
     def conflict(self, now: SweepPlan) -> str | None:
@@ -116,10 +119,10 @@ class SweepPlan:
             if before == after:
                 continue
             if name == "task":
-                return f"it is a sweep of {before}, and not of {after}"
+                return f"it is a sweep of {printable(before)}, and not of {printable(after)}"
             key = next(key for key in [*before, *after] if before.get(key) != after.get(key))
             shown = [_shown(one.get(key)) for one in (before, after)]
-            return f"{flag(key)} was {shown[0]}, and is {shown[1]} now"
+            return f"{printable(flag(key))} was {shown[0]}, and is {shown[1]} now"
         return None
 
 
@@ -139,4 +142,4 @@ def flag(name: str) -> str:
 def _shown(values: Sequence[str] | str | None) -> str:
     if values is None:
         return "left out"
-    return values if isinstance(values, str) else ",".join(values)
+    return printable(values if isinstance(values, str) else ",".join(values))

@@ -33,6 +33,7 @@ __all__ = [
     "cores_of",
     "last_said",
     "open_sweep",
+    "read_plan",
     "run_sweep",
     "sweep_rows",
     "usable_cores",
@@ -74,12 +75,13 @@ def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
             raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); {more}choose another")
         write_json(path, {"format": _FORMAT, "version": _VERSION, **plan.to_dict()})
         return
-    conflict = _kept(path).conflict(plan)
+    conflict = read_plan(path).conflict(plan)
     if conflict is not None:
         raise UserError(f"{out} cannot be resumed: {conflict}; give what it was begun with")
 
 
-def _kept(path: Path) -> SweepPlan:
+def read_plan(path: Path) -> SweepPlan:
+    """The plan in this file of a sweep's directory; UserError where there is none, DataError where it is damaged."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
