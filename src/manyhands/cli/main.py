@@ -25,6 +25,14 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "sweep": Later(
+        home="manyhands.cli.sweep:sweep_app",
+        help="Train a built-in task with every combination of some settings, over the cores there are.",
+    ),
+    "scaling": Later(
+        home="manyhands.cli.scaling:scaling_app",
+        help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+    ),
     "simulate": Later(
         home="manyhands.cli.simulate:simulate_app",
         help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
