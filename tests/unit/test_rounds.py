@@ -82,9 +82,8 @@ def test_a_round_begins_when_all_it_would_ask_are_there_and_with_fewer_after_a_w
 
 def test_who_is_asked_is_drawn_as_the_simulation_draws() -> None:
     terms = replace(TERMS, over=1.0, clients=6, seed=7)
-    everyone = [event for event in seen(0, 1, 2, 3, 4, 5)]
     state = RoundState(present=dict.fromkeys(range(6), 0.0))
-    _, decisions = told(everyone[0], terms=terms, state=state)
+    _, decisions = told(*seen(0), terms=terms, state=state)
     assert decisions == [BeginRound(attempt=1, number=0, asked=tuple(selected(7, 0, 6, 3)))]
 
 
@@ -178,6 +177,8 @@ def test_the_run_ends_with_its_last_round_or_when_nobody_comes() -> None:
     assert isinstance(decisions[0], EndRounds)
     assert not decisions[0].complete
     assert told(*seen(0, 1, 2, 3, at_s=101.0), state=state)[1] == []
+    state, decisions = told(ServerResumed(at_s=0.0), *seen(0, 1, 2, 3), state=state)
+    assert isinstance(decisions[0], BeginRound)  # somebody has started it again
 
 
 @pytest.mark.parametrize(

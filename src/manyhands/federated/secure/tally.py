@@ -1,31 +1,24 @@
-"""The clients of a simulated round, summed by the protocol: what each would mask, and what the server makes of it.
-
-A client's vector is its update, its mean loss and its weight, so that nobody is known alone. The loss is
-two items, its whole part and the rest, since the range of updates would not hold it.
-"""
+"""The clients of a simulated round, summed by the protocol: what each would mask, and what the server makes of it."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.errors import NonFinite, UserError
+from manyhands.errors import NonFinite
 from manyhands.federated.algorithms import ClientUpdate
 from manyhands.federated.secure.fixedpoint import FixedPoint, Words
 from manyhands.federated.secure.messages import SecureTerms, fewest_clients
 from manyhands.federated.secure.round import play_round
 from manyhands.federated.secure.server import RoundAbandoned
+from manyhands.federated.secure.vectors import LOSS_ITEMS, sum_of, words_of
 
 __all__ = ["SecureTally", "TallySum", "hash_of", "terms_for"]
-
-_LOSS_ITEMS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +52,7 @@ def terms_for(fixed: FixedPoint, clients: int, items: int) -> SecureTerms:
         round_id=os.urandom(32),
         clients=clients,
         threshold=fewest_clients(clients),
-        length=items + _LOSS_ITEMS + 1,
+        length=items + LOSS_ITEMS + 1,
         fixed=fixed,
     )
 
@@ -76,14 +69,7 @@ class SecureTally:
 
     def add(self, update: ClientUpdate, weight: float) -> None:
         """What a client would mask; its numbers are finite."""
-        if weight != int(weight) or weight < 1:
-            raise UserError(
-                f"secure=yes: client {update.client} weighs {weight:g}; only whole numbers of at least 1 are summed"
-            )
-        flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in update.change]).numpy()
-        whole = math.floor(update.loss)
-        loss = [whole * self._fixed.step, (update.loss - whole) * self._fixed.clip]
-        self._inputs[update.client] = self._fixed.encode(np.append(flat, loss), int(weight))
+        self._inputs[update.client] = words_of(self._fixed, update, weight)
 
     def total(self, number: int) -> TallySum:
         """The sum of round `number`; who was not added has left before it masked. NonFinite if too few have not."""
@@ -94,13 +80,11 @@ class SecureTally:
                 f"round {number} was abandoned, and the model was not changed: {error}; clients leave whose update is "
                 "not finite"
             ) from error
-        items, weight = self._fixed.decode(found.words)
-        sums = torch.from_numpy(items.astype(np.float64) * np.float64(self._fixed.step))
-        whole, rest = (float(one) for one in items[-_LOSS_ITEMS:])
+        sums, loss, weight = sum_of(self._fixed, found.words)
         return TallySum(
-            sums=sums[:-_LOSS_ITEMS],
-            weight=float(weight),
-            loss=whole + rest / self._fixed.most,
+            sums=sums,
+            weight=weight,
+            loss=loss,
             messages=found.messages,
             num_bytes=sum(found.sent.values()),
         )
