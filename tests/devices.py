@@ -17,17 +17,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.federated.deployed.app import DeviceApp
+from manyhands.federated.deployed.asking import Reply
 from manyhands.federated.deployed.device import Device, DevicePlan, enrol
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.job import FederatedJob, RoundSettings
 from manyhands.federated.deployed.keeping import ServerFiles, new_run
 from manyhands.federated.deployed.letters import request_text
-from manyhands.federated.deployed.asking import Reply
 from manyhands.federated.deployed.rounds_server import RoundServer, shapes_of
 from manyhands.federated.partition import Partition
 from manyhands.federated.secure.primitives import sign
 from manyhands.task import Task
-from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
 __all__ = ["POINTS", "TOY", "Served", "job_for", "make_device", "points", "serving", "write_parts"]

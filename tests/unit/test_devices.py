@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import TOY, Served, job_for, make_device, serving, write_parts
 
 import manyhands as mh
+from devices import TOY, Served, job_for, make_device, serving, write_parts
 from manyhands.errors import UserError
 from manyhands.federated.deployed.keeping import TOKENS
-from manyhands.federated.secure.primitives import public_identity, sign
 from manyhands.federated.deployed.letters import enrolment_text
+from manyhands.federated.secure.primitives import public_identity, sign
 from manyhands.tasks import TASKS
 
 

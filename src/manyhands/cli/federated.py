@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from manyhands.cli.commands import add_task_command, fresh_directory, parameter
+from manyhands.cli.process import spare_the_compiler
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -135,6 +136,7 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     asked = _Served(**shared)
     if asked.resume and asked.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
+    spare_the_compiler()
     settings = RoundSettings(
         rounds=asked.rounds,
         over=asked.over,
@@ -189,6 +191,7 @@ def join_command(
     from manyhands.cluster.signals import ending
     from manyhands.federated.deployed.joining import JoiningDevice, join_rounds
 
+    spare_the_compiler()
     asked = JoiningDevice(
         address=address,
         data=data,

@@ -1,7 +1,7 @@
-"""The server's requests as an ASGI application: who asks is checked, lengths before bodies are read, then `RoundServer`.
+"""The server's requests as an ASGI application: lengths are checked, and who asks, and then `RoundServer` is called.
 
-One thread does everything that changes the run, one request after another; a question for which there is no answer yet is
-held back until something has changed, for as long as the plan says.
+One thread does everything that changes the run, one request after another; a question for which there is no answer yet
+is held back until something has changed, for as long as the plan says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What runs on a device: it asks for work, trains on its own data, reports, and keeps the current model.
 
-It may sleep, lose its network or be killed at any moment: whatever is not answered is asked again, with pauses that grow,
-and whatever is too late is refused by the server and forgotten here.
+It may sleep, lose its network or be killed at any moment: whatever is not answered is asked again, with pauses that
+grow, and whatever is too late is refused by the server and forgotten here.
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ class Device:
             if told is None:
                 continue
             work = _object(told)
-            if work.get("model") != self._hash or work.get("rounds") != self._rounds:
-                if not self._fetch(str(work.get("model")), whole_in(work, "rounds")):
-                    continue  # the server has gone on since
+            expected, rounds = str(work.get("model")), whole_in(work, "rounds")
+            if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
+                continue  # the server has gone on since
             if work.get("state") == "done":
                 self._asked("GET", f"/work?have={self._rounds + 1}&after={self._after}")
                 return self._rounds

@@ -1,7 +1,7 @@
 """Who may take part: one place for each device, taken once, by whoever has the place's token, with a key of its own.
 
-Tokens are kept as hashes. A place that is taken belongs to its key for ever; the same device may ask again for its number,
-if it did not get the answer.
+Tokens are kept as hashes. A place that is taken belongs to its key for ever; the same device may ask again for its
+number, if it did not get the answer.
 """
 
 from __future__ import annotations

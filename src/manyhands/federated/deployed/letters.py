@@ -11,7 +11,7 @@
 | `GET /secure/A/S` · `POST /secure/A/S` | a client | a message of the secure sum | the next one, or 204: not yet |
 
 A request of a client has its number in `x-client` and in `x-signature` an Ed25519 signature under run, client, method,
-target, the hash of the model it is about (`x-model`) and its body. Errors are one sentence as text, with a status of 4xx.
+target, the hash of the model it is about (`x-model`) and its body. Errors are one sentence as text, with status 4xx.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TensorForm:
         return b"".join(encode_tensors(named, about))
 
     def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
-        """The tensors in the order of the form, and what the header says beside them; LetterRefused with what differs."""
+        """The tensors in the order of the form, and what the header says besides; LetterRefused with what differs."""
         if len(body) > self.most_bytes:
             raise LetterRefused(413, f"the body has {len(body)} bytes; at most {self.most_bytes} make sense")
         if len(body) < _LENGTH.size:

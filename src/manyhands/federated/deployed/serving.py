@@ -73,7 +73,7 @@ async def _serve(app: DeviceApp, listener: socket.socket, folder: Path, place: S
     import uvicorn
 
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         log_config=None,
         access_log=False,
         log_level="critical",
@@ -123,7 +123,7 @@ def _certificates(place: ServingPlace) -> Path:
         for name in (CERTIFICATE, KEY):
             if not (place.tls / name).is_file():
                 raise UserError(
-                    f"--tls {place.tls}: has no {name}; give the folder that `manyhands certificates` made for this host"
+                    f"--tls {place.tls}: has no {name}; give this host's folder of `manyhands certificates`"
                 )
         return place.tls
     made = place.out / _CERTIFICATES

@@ -1,7 +1,7 @@
 """A secure sum over requests that come when they come: the server's state machine, with a deadline for every stage.
 
-A device trains before it sends its first message, so that the first stage lasts as long as a round does, and each of the
-others only as long as messages take. What a device sends again, since it did not get the answer, is answered again.
+A device trains before it sends its first message, so that the first stage lasts as long as a round does, and each of
+the others only as long as messages take. What a device sends again, since it did not get the answer, is answered again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
@@ -42,7 +43,7 @@ class StagedSum:
 
     def split(self, like: Sequence[Tensor]) -> list[Tensor]:
         """The sums in the shapes of these tensors."""
-        pieces = self.flat.split([one.numel() for one in like])
+        pieces = torch.split(self.flat, [one.numel() for one in like])
         return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
 
 

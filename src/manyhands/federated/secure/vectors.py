@@ -1,7 +1,7 @@
 """A client's update as the vector that it masks, and the sum of such vectors read back.
 
-A vector is the update, the mean loss and the weight, so that nobody is known alone. The loss is two items, its whole part
-and the rest, since the range of updates would not hold it.
+A vector is the update, the mean loss and the weight, so that nobody is known alone. The loss is two items, its whole
+part and the rest, since the range of updates would not hold it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""Devices and their server as processes over HTTPS: killed, stopped, started again, and every round counts once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands as mh
+import warm
+from fleet import Fleet
+from manyhands.errors import ManyhandsError
+from manyhands.federated.deployed.asking import HttpsAsker
+from manyhands.tasks import build
+
+STRATEGY = "epochs=1 batch=32"
+OPTIONS = ("--min-reports", "3", "--deadline", "10", "--select", "3", "--hold", "1", "--linger", "10")
+
+
+@pytest.mark.timeout(120)
+def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_path: Path) -> None:
+    rounds = 6
+    with Fleet(tmp_path, STRATEGY, devices=5, rounds=rounds, options=OPTIONS) as fleet:
+        for number in range(5):
+            fleet.until_round(number, 40)
+            fleet.strike(number)
+            if number == 2:
+                fleet.strike_server()
+        fleet.until_end(60)
+        rows = fleet.rows()
+        assert [row["step"] for row in rows] == list(range(1, rounds + 1))
+        assert len({row["attempt"] for row in rows}) == rounds
+        assert all(len(row["counted"]) >= 3 for row in rows)
+        simulated = mh.fit(build("digits"), f"federated clients=5 {STRATEGY}", rounds=rounds)
+        expected = simulated.history.evaluations[-1]["metrics"]["accuracy"]
+        assert fleet.accuracy() > expected - 0.05
+        final = mh.load(fleet.run).state_dict()
+        for number in range(5):
+            for name, tensor in mh.load(fleet.home(number)).state_dict().items():
+                assert torch.equal(tensor, final[name]), f"device {number} has not the last model"
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_is_not_known_gets_nothing(tmp_path: Path) -> None:
+    with Fleet(tmp_path, STRATEGY, devices=1, rounds=1000, options=OPTIONS[2:]) as fleet:
+        stranger = HttpsAsker(
+            f"https://127.0.0.1:{fleet._port}", None
+        )  # of the authorities that this host trusts
+        with pytest.raises(ManyhandsError, match="is not the server"):
+            stranger("GET", "/plan")
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    for words, sentence in (
+        (["join", "ftp://x", "--data", "a"], "must be https://HOST:PORT"),
+        (["join", "https://127.0.0.1:1", "--data", "a", "--out", str(tmp_path / "d")], "--enrol"),
+        (["serve", "digits", "--rounds", "0"], "rounds=0"),
+        (["serve", "digits", "--rounds", "1", "--strategy", "local"], "federated"),
+        (["serve", "digits", "--rounds", "1", "--data-schema", "images=uint8"], "columns"),
+        (["serve", "digits", "--rounds", "1", "--data-schema", "a=uint8:9,b=int64"], "is wanted"),
+        (["serve", "digits", "--rounds", "1", "--resume"], "--resume needs --out"),
+    ):
+        command = [sys.executable, "-m", "manyhands", "federated", *words]
+        done = warm.run(command, capture_output=True, timeout=60, cwd=tmp_path)
+        said = done.stderr.decode()
+        assert (done.returncode, sentence in said) == (2, True), said
+        assert len(said.strip().splitlines()) == 1
