@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -99,7 +100,8 @@ class Fleet:
 
     def _started(self, words: list[str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "manyhands", "federated", *words]
-        return warm.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # there are more of them than cores
+        return warm.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
 
     def strike(self, number: int) -> None:
         """Kill a device, and start it again."""

@@ -25,12 +25,12 @@ from manyhands.federated.deployed.letters import (
 )
 from manyhands.federated.secure.primitives import sign
 
-__all__ = ["Asker", "BackOff", "HttpsAsker", "Lost", "Reply"]
+__all__ = ["Asker", "BackOff", "HttpsAsker", "Reply", "Unreached"]
 
 _TIMEOUT_S: Final = 30.0
 
 
-class Lost(ManyhandsError):
+class Unreached(ManyhandsError):
     """The server was not reached, or did not answer in time: ask again later."""
 
 
@@ -62,7 +62,7 @@ class BackOff:
 
 
 Asker = Callable[[str, str, bytes, str, int], Reply]
-"""(method, target, body, hash of the model, most bytes of the answer) -> Reply; Lost, or LetterRefused for too many."""
+"""(method, target, body, hash of the model, most bytes of the answer) -> Reply; Unreached where there is none."""
 
 
 class HttpsAsker:
@@ -131,7 +131,7 @@ class HttpsAsker:
             self.close()
             if isinstance(error, UserError):
                 raise
-            raise Lost(
+            raise Unreached(
                 f"https://{self._host}:{self._port} did not answer: {error or type(error).__name__}"
             ) from error
         except BaseException:

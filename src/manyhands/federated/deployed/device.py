@@ -20,7 +20,7 @@ import torch
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.federated.algorithms import ClientUpdate, algorithm_named
 from manyhands.federated.clients import ClientTrainer, held
-from manyhands.federated.deployed.asking import Asker, BackOff, Lost, Reply
+from manyhands.federated.deployed.asking import Asker, BackOff, Reply, Unreached
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.job import work_of
 from manyhands.federated.deployed.letters import (
@@ -213,7 +213,7 @@ class Device:
         while True:
             try:
                 reply = self._ask(method, target, body, self._hash, most)
-            except Lost as lost:
+            except Unreached as lost:
                 if self._clock() - since > self._patience_s:
                     raise ManyhandsError(f"{lost}; it was tried for {self._patience_s:g} s") from lost
                 self._sleep(self._back_off.next_s())
@@ -222,7 +222,7 @@ class Device:
             if reply.status in (200, 204):
                 return reply
             if reply.status in (_GONE, 422):
-                self._tell(_sentence(reply))
+                self._tell(f"was told: {_sentence(reply)}")
                 return None
             if reply.status in (408, 429, 503):
                 self._sleep(self._back_off.next_s())
@@ -317,7 +317,7 @@ class Device:
 
 
 def plan_for(ask: Asker, data: Path) -> DevicePlan:
-    """The server's plan for a device that is enrolled; Lost where it was not reached."""
+    """The server's plan for a device that is enrolled; Unreached where it was not reached."""
     reply = ask("GET", "/plan", b"", "", _MOST_PLAN_BYTES)
     if reply.status != 200:
         raise UserError(f"the server refused this device: {_sentence(reply)}")

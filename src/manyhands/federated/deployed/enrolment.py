@@ -17,11 +17,11 @@ from manyhands.errors import DataError
 from manyhands.federated.deployed.letters import LetterRefused, enrolment_text
 from manyhands.federated.secure.primitives import KEY_BYTES, SIGNATURE_BYTES, verify
 
-__all__ = ["Enrolment", "Place", "from_hex"]
+__all__ = ["DevicePlace", "Enrolment", "from_hex"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DevicePlace:
     """One device's."""
 
     token: str
@@ -34,12 +34,12 @@ class Place:
 class Enrolment:
     """All places, by the clients' numbers."""
 
-    places: tuple[Place, ...] = ()
+    places: tuple[DevicePlace, ...] = ()
 
     def grown(self, places: int) -> tuple[Enrolment, list[str]]:
         """With so many places, and the tokens of those that are new."""
         tokens = [secrets.token_urlsafe(24) for _ in range(places - len(self.places))]
-        return Enrolment((*self.places, *(Place(_hash(token)) for token in tokens))), tokens
+        return Enrolment((*self.places, *(DevicePlace(_hash(token)) for token in tokens))), tokens
 
     def key_of(self, client: int) -> bytes:
         """A client's public key; LetterRefused where nobody has that place."""
@@ -74,7 +74,7 @@ class Enrolment:
     def of(cls, value: Any) -> Enrolment:
         """What `as_json` gave; DataError where it is not that."""
         try:
-            return cls(tuple(Place(str(one["token"]), bytes.fromhex(one["key"])) for one in value))
+            return cls(tuple(DevicePlace(str(one["token"]), bytes.fromhex(one["key"])) for one in value))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the list of enrolled devices is damaged: {error!r}") from error
 

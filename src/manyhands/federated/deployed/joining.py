@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.federated.deployed.asking import BackOff, HttpsAsker, Lost
+from manyhands.federated.deployed.asking import BackOff, HttpsAsker, Unreached
 from manyhands.federated.deployed.device import Device, enrol, plan_for
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.secure.primitives import need_cryptography
@@ -70,7 +70,7 @@ def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
     while True:
         try:
             return call()
-        except Lost as lost:
+        except Unreached as lost:
             if time.monotonic() - since > asked.patience_s:
                 raise ManyhandsError(f"{lost}; it was tried for {asked.patience_s:g} s") from lost
             time.sleep(pauses.next_s())
