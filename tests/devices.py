@@ -152,12 +152,13 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     thread = threading.Thread(target=loop.run_forever, name="server of devices", daemon=True)
     thread.start()
     told: list[str] = []
+    ends = threading.Event()
     files = ServerFiles.begin(out, job.config(shapes_of(job), new_run()), resume=resume)
     app = DeviceApp(lambda: RoundServer(job, files, 0.0, told.append), job.settings.hold_s, clock=loop.time)
     served = Served(app, loop, told)
 
     async def tick() -> None:
-        while True:
+        while not ends.is_set():
             await app.tick()
             await asyncio.sleep(0.01)
 
@@ -165,7 +166,8 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     try:
         yield served
     finally:
-        ticking.cancel()
+        ends.set()
+        ticking.result(10)
         app.close()
         files.close()
         loop.call_soon_threadsafe(loop.stop)

@@ -130,6 +130,7 @@ def test_at_the_deadline_enough_reports_close_the_round_and_too_few_abandon_it()
     state, decisions = told(report(0), late, state=begun(0, 1, 2, 3))
     assert isinstance(decisions[1], AbandonRound)
     assert (state.done, state.abandoned, state.phase) == (0, 1, RoundPhase.SELECTING)
+    assert state.present.keys() == {0}, "who was silent must come by first"
     _, decisions = told(TimePassed(at_s=10.1), *seen(0, 1, 2, 3, at_s=11.0), state=state)
     assert decisions[0] == BeginRound(attempt=2, number=0, asked=(0, 1, 2, 3))  # the same round again
 

@@ -246,6 +246,10 @@ class RoundServer:
         secure = self._secure
         if secure is None:
             return
+        for client in sorted(secure.silent(at_s)):
+            self._do(ClientGone(client=client, at_s=at_s))
+        if self._secure is not secure:  # nobody was left
+            return
         try:
             found = secure.advance(at_s)
         except ProtocolRefused as refused:

@@ -128,6 +128,10 @@ class SecureAttempt:
             raise LetterRefused(404, f"there is no stage {stage}")
         return None
 
+    def silent(self, at_s: float) -> frozenset[int]:
+        """Who has not answered though the time of the stage is up."""
+        return self._server.waits_for if at_s >= self._due_s else frozenset()
+
     def advance(self, at_s: float) -> StagedSum | None:
         """Go to the next stage if everybody has answered or the time is up; the sum, once there is one.
 

@@ -226,6 +226,10 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
         if count >= terms.goal:
             return _close(terms, state)
         if not state.waits_for or _is_late(terms, state):
+            # who was silent is asked again only after it was heard of
+            silent = state.waits_for
+            present = {one: at_s for one, at_s in state.present.items() if one not in silent}
+            state = replace(state, present=present)
             if count >= terms.minimum:
                 return _close(terms, state)
             return _abandon(
