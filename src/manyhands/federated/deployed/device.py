@@ -95,6 +95,7 @@ class DevicePlan:
             "batch_size": task.batch_size,
             "samples": task.samples,
             "parameters": parameter_shapes(model.named_parameters()),
+            "schema": str(schema),
         }
         return cls(
             task=task,

@@ -140,6 +140,7 @@ class FederatedJob:
             "batch_size": self.task.batch_size,
             "samples": 0,  # that the server knows of
             "parameters": dict(parameters),
+            "schema": str(self.schema),
             "run": run,
         }
 
