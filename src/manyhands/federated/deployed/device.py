@@ -195,7 +195,7 @@ class Device:
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
                 continue  # the server has gone on since
             if work.get("state") == "done":
-                self._asked("GET", f"/work?have={self._rounds + 1}&after={self._after}")
+                self._say_that_it_has_it()
                 return self._rounds
             if work.get("state") == "train":
                 attempt = whole_in(work, "attempt", 1)
@@ -204,6 +204,15 @@ class Device:
                 else:
                     self._report(attempt)
                 self._after = max(self._after, attempt)
+
+    def _say_that_it_has_it(self) -> None:
+        """The server waits for that a while before it ends; it may have ended."""
+        try:
+            self._ask(
+                "GET", f"/work?have={self._rounds + 1}&after={self._after}", b"", self._hash, SMALL_BYTES
+            )
+        except Unreached:
+            pass
 
     def _asked(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
         """An answer, asked for until there is one; None where the server will have none of it (409, 422).

@@ -154,7 +154,7 @@ class RoundServer:
         self._do(ClientSeen(client=client, at_s=at_s))
         state = self.state
         told: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
-        if state.is_over:
+        if state.phase is RoundPhase.FINISHED:
             told["state"] = "done"
         elif client in state.waits_for and state.attempt > after:
             left_s = self._terms.deadline_s - (state.now_s - state.since_s)

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from manyhands.errors import UserError
 from manyhands.federated.deployed.app import DeviceApp
 from manyhands.federated.deployed.job import FederatedJob
 from manyhands.federated.deployed.keeping import ServerFiles, new_run
 from manyhands.federated.deployed.rounds_server import RoundServer, require_complete, shapes_of
+from manyhands.federated.rounds.core import RoundPhase
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.link.authority import make_certificates
 from manyhands.link.secure import AUTHORITY, CERTIFICATE, KEY
@@ -43,8 +43,6 @@ class ServingPlace:
     """A folder with cert.pem and key.pem; None: one is made in the run directory, for `host`."""
     linger_s: float = 30.0
     """How long devices are waited for after the last round, to fetch the model."""
-    connections: Callable[..., Any] | None = None
-    """What uvicorn makes for each connection; its own if None."""
 
 
 def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], None]) -> None:
@@ -80,7 +78,7 @@ async def _serve(app: DeviceApp, listener: socket.socket, folder: Path, place: S
         lifespan="off",
         ws="none",
         server_header=False,
-        http=place.connections or "h11",  # type: ignore[arg-type]
+        http="h11",
         ssl_certfile=str(folder / CERTIFICATE),
         ssl_keyfile=str(folder / KEY),
         timeout_keep_alive=_IDLE_S,
@@ -110,7 +108,8 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
     while not app.server.is_over:
         await app.tick()
         await asyncio.sleep(_TICK_S)
-    until = time.monotonic() + linger_s
+    complete = app.server.state.phase is RoundPhase.FINISHED
+    until = time.monotonic() + (linger_s if complete else 0.0)
     there = set(app.server.state.present)
     while time.monotonic() < until and not (there and there <= app.with_last_model):
         await asyncio.sleep(_TICK_S)
