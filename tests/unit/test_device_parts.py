@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from commands import run_command
 from devices import TOY
 from manyhands.errors import DataError, UserError
 from manyhands.federated.deployed.asking import BackOff, HttpsAsker
@@ -148,3 +149,35 @@ def test_tensors_travel_unchanged_whatever_their_types() -> None:
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(UserError, match="sent no code"):
         FederatedJob.make(replace(TOY.build(), options=None), "federated", RoundSettings(rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["join", "ftp://x", "--data", "a"], "must be https://HOST:PORT"),
+        (["join", "https://127.0.0.1:1", "--data", "a", "--out", "d"], "--enrol"),
+        (["join", "https://127.0.0.1:1", "--data", "a", "--max-pause", "0"], "--max-pause 0"),
+        (["serve", "digits", "--rounds", "0"], "rounds=0"),
+        (["serve", "digits", "--rounds", "1", "--strategy", "local"], "federated"),
+        (["serve", "digits", "--rounds", "1", "--strategy", "federated clients=2 fraction=2"], "fraction=2"),
+        (["serve", "digits", "--rounds", "1", "--data-schema", "images=uint8"], "columns"),
+        (["serve", "digits", "--rounds", "1", "--data-schema", "a=uint8:9,b=int64"], "is wanted"),
+        (["serve", "digits", "--rounds", "1", "--resume"], "--resume needs --out"),
+        (["serve", "digits", "--rounds", "1", "--port", "70000"], "--port 70000"),
+        (["serve", "digits", "--rounds", "1", "--out", "x", "--tls", "nowhere"], "has no cert.pem"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, "federated", *words) == 2
+    said = capsys.readouterr().err.strip()
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "x").exists(), "what was refused leaves no run behind"

@@ -49,6 +49,7 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
     """Hold all rounds; ManyhandsError where it gave up. `tell` hears what happens, a sentence each."""
     _need_web()
     need_cryptography()
+    _check_tls(place.tls)
     with (
         _listening(place.host, place.port) as listener,
         ServerFiles.begin(place.out, job.config(shapes_of(job), new_run()), resume=place.resume) as files,
@@ -119,16 +120,21 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
 def _certificates(place: ServingPlace) -> Path:
     """The folder of what the server shows."""
     if place.tls is not None:
-        for name in (CERTIFICATE, KEY):
-            if not (place.tls / name).is_file():
-                raise UserError(
-                    f"--tls {place.tls}: has no {name}; give this host's folder of `manyhands certificates`"
-                )
         return place.tls
     made = place.out / _CERTIFICATES
     if not (made / place.host).is_dir():
         make_certificates(made, [place.host], days=_CERTIFICATE_DAYS)
     return made / place.host
+
+
+def _check_tls(folder: Path | None) -> None:
+    if folder is None:
+        return
+    for name in (CERTIFICATE, KEY):
+        if not (folder / name).is_file():
+            raise UserError(
+                f"--tls {folder}: has no {name}; give this host's folder of `manyhands certificates`"
+            )
 
 
 def _listening(host: str, port: int) -> socket.socket:
