@@ -10,8 +10,10 @@ import shutil
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final
 
 from manyhands.cluster.signals import ending
@@ -44,8 +46,8 @@ def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[li
 
     with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
         for name in names:
-            ip("netns", "add", name)
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+            ip("netns", "add", name)
         ends = ["cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]]
         ip("link", "add", *ends)
         for end, name in enumerate(names):
@@ -72,6 +74,37 @@ def places(subnet: str, port: int, rank: int, world: int) -> dict[str, str]:
 def inside(name: str) -> list[str]:
     """What a command begins with that runs in a namespace."""
     return ["ip", "netns", "exec", name]
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], within_s: float
+) -> None:
+    """Run one process for each rank, with its environment added to ours, until all have ended; none outlives this.
+
+    SystemExit names the first that failed, or was not done in time.
+    """
+    deadline = time.monotonic() + within_s
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, environment in zip(commands, environments, strict=True):
+            processes.append(subprocess.Popen(command, env={**os.environ, **environment}))
+        for rank, process in enumerate(processes):
+            if process.wait(timeout=max(0.1, deadline - time.monotonic())):
+                raise SystemExit(f"rank {rank} of {len(processes)} ended with {process.returncode}")
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"a rank of {len(processes)} was not done after {within_s:g} s") from error
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def on_the_cable() -> tuple[int, int]:
+    """Bytes that this process's host has sent and received over the cable."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    numbers = next(line for line in lines if line.strip().startswith("cable:")).split(":")[1].split()
+    return int(numbers[8]), int(numbers[0])
 
 
 def pace_every_connection(bytes_per_s: int) -> int:

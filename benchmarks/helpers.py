@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,9 +27,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from cables import inside, places, run_ranks
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.cost import cost
 from manyhands.allreduce.helpers import helped, segments_for, split_load
+from manyhands.cluster.signals import ending
 
 RESULT = Path(__file__).parent / "results" / "helpers.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 512, 4, 32, 9, 3
@@ -38,6 +39,7 @@ LIVE = {4: (0, 1, 2, 4), 8: (0, 2, 4, 8)}
 """By workers: how many helpers; 0 is a ring without any."""
 ADDRESS, SWITCH = "10.231.80.", "MANYHANDS_SWITCH"
 ALPHA_S = 50e-6
+LIMIT_S = 600.0
 SIMULATED_BYTES = 64 << 20
 
 
@@ -140,10 +142,10 @@ def hosts(count: int, rate: str) -> Iterator[tuple[list[str], int]]:
     def run(*words: str) -> None:
         subprocess.run(words, check=True, timeout=20)
 
-    with ExitStack() as stack:
+    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
         for name in (switch, *names):
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=20)
             run("ip", "netns", "add", name)
-            stack.callback(run, "ip", "netns", "del", name)
         run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "bridge", "up")
         shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
@@ -155,43 +157,27 @@ def hosts(count: int, rate: str) -> Iterator[tuple[list[str], int]]:
             run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             for device in ("cable", "lo"):
                 run("ip", "-n", name, "link", "set", device, "up")
-            run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", *shape)
-            run("ip", "netns", "exec", switch, "tc", "qdisc", "add", "dev", port, *shape)
-        inside = subprocess.Popen(["ip", "netns", "exec", switch, "sleep", "86400"])
-        stack.callback(inside.wait)
-        stack.callback(inside.kill)
-        yield names, inside.pid
+            run(*inside(name), "tc", "qdisc", "add", "dev", "cable", *shape)
+            run(*inside(switch), "tc", "qdisc", "add", "dev", port, *shape)
+        sleeper = subprocess.Popen([*inside(switch), "sleep", "86400"])
+        stack.callback(sleeper.wait)
+        stack.callback(sleeper.kill)
+        yield names, sleeper.pid
 
 
 def measure(strategy: str, world: int, rate: str, port: int) -> dict[str, Any]:
     with hosts(world, rate) as (names, switch), tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "took"
-        processes = []
-        for rank, name in enumerate(names):
-            places = {
-                "MASTER_ADDR": f"{ADDRESS}1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(world),
-                "RANK": str(rank),
-                "OMP_NUM_THREADS": "1",
-                SWITCH: str(switch),
-            }
-            command = ["ip", "netns", "exec", name, sys.executable, __file__, "--work", strategy, str(result)]
-            processes.append(subprocess.Popen(command, env={**os.environ, **places}))
-        try:
-            for process in processes:
-                if process.wait(timeout=600):
-                    raise SystemExit(f"{strategy} of {world}: a process ended with {process.returncode}")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        own = [sys.executable, __file__, "--work", strategy, str(result)]
+        environments = [{**places(ADDRESS, port, rank, world), SWITCH: str(switch)} for rank in range(world)]
+        run_ranks([[*inside(name), *own] for name in names], environments, LIMIT_S)
         measured = json.loads(result.read_text())
     return {"step_s": statistics.median(measured["took"]), "busiest": measured["busiest"]}
 
 
 def live(rate: str, rounds: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
     num_bytes = sum(parameter.nbytes for parameter in build().parameters())
+    load = os.getloadavg()[0]
     found: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
     for number in range(rounds):
         for place, (count, helpers) in enumerate(cases):
@@ -210,6 +196,7 @@ def live(rate: str, rounds: int, cases: list[tuple[int, int]]) -> list[dict[str,
                 "formula_s": share * num_bytes / bytes_per_s(rate),
                 "step_s": statistics.median(one["step_s"] for one in measured),
                 "step_s_rounds": [one["step_s"] for one in measured],
+                "load_before": load,
             }
         )
     return rows
@@ -251,14 +238,11 @@ def main() -> None:
         for helpers in LIVE[workers]
         if asked.helpers is None or helpers in asked.helpers
     ]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no namespace is left
     result = {
         "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "rate": asked.rate,
-        "rounds": asked.rounds,
         "steps": STEPS - WARM,
         "gradient_bytes": sum(parameter.nbytes for parameter in build().parameters()),
         "simulated": simulated(asked.rate),

@@ -12,11 +12,10 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
@@ -28,11 +27,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import inside, places, two_namespaces
+from cables import inside, on_the_cable, places, run_ranks, two_namespaces
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 1024, 4, 32, 14, 4
 WORLD, HOSTS = 4, 2
+RATE, LIMIT_S = 1e-3, 240.0
 ADDRESS = "10.231.79."
 WAYS = {
     "hierarchical": "allreduce",
@@ -62,11 +62,20 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.roll(1, 1)
 
 
-def on_the_cable() -> int:
-    """Bytes that this process's host has put on the cable."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    line = next(line for line in lines if line.strip().startswith("cable:"))
-    return int(line.split(":")[1].split()[8])
+def perceptron(before_loss: Callable[[], None]) -> mh.Task:
+    """The task of every way; `before_loss` is called before each gradient."""
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        before_loss()
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    return mh.Task(
+        model=build,
+        loss=loss,
+        data=data(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+        batch_size=BATCH,
+    )
 
 
 class Meter:
@@ -76,25 +85,16 @@ class Meter:
         self.readings: list[int] = []
 
     def read(self) -> None:
-        self.readings.append(on_the_cable())
+        self.readings.append(on_the_cable()[0])
 
     def bytes_per_step(self) -> float:
         return (self.readings[STEPS - 1] - self.readings[WARM]) / (STEPS - 1 - WARM)
 
 
 def train_ours(strategy: str, meter: Meter) -> list[float]:
-    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        meter.read()
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    task = mh.Task(
-        model=build,
-        loss=loss,
-        data=data(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        batch_size=BATCH,
+    run = mh.fit(
+        perceptron(meter.read), strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none")
     )
-    run = mh.fit(task, strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none"))
     at = [row["at_s"] for row in run.history.steps]
     return [late - early for early, late in pairwise(at)][WARM - 1 :]
 
@@ -104,7 +104,7 @@ def train_ddp(meter: Meter) -> list[float]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     x, y = data()
     share = BATCH // WORLD
     took = []
@@ -137,18 +137,9 @@ def two_hosts(rate: str) -> AbstractContextManager[list[str]]:
 def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "took"
-        processes = []
-        for rank in range(WORLD):
-            command = [*inside(names[rank * HOSTS // WORLD]), sys.executable, __file__]
-            processes.append(
-                subprocess.Popen(
-                    [*command, "--work", way, str(result)],
-                    env={**os.environ, **places(ADDRESS, port, rank, WORLD)},
-                )
-            )
-        for process in processes:
-            if process.wait(timeout=240):
-                raise SystemExit(f"{way}: a process ended with {process.returncode}")
+        own = [sys.executable, __file__, "--work", way, str(result)]
+        commands = [[*inside(names[rank * HOSTS // WORLD]), *own] for rank in range(WORLD)]
+        run_ranks(commands, [places(ADDRESS, port, rank, WORLD) for rank in range(WORLD)], LIMIT_S)
         measured = json.loads(result.read_text())
     return {"step_s": statistics.median(measured["took"]), "sent": measured["sent"]}
 

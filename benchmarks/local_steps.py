@@ -1,11 +1,11 @@
 """Fewer exchanges: traffic, loss and time of `local` and its relatives, beside every step together.
 
-    python benchmarks/local_steps.py [--only losses|times] [--fresh]
+    python benchmarks/local_steps.py [--only losses|times] [--rounds 3] [--fresh]
 
 The same windows of text in the same order for all, split over 2 workers; losses follow from the seed, whatever else the
 machine does. Times are of steps as they are, with delays that come and go, and over TCP held to 100 Mbit/s, for which
-it starts itself again in a network namespace (needs root or user namespaces). What the result has already is not
-measured again, unless --fresh.
+it starts itself again in a network namespace (needs root or user namespaces); medians of rounds, in which
+the ways take turns. What the result has already is not measured again, unless --fresh.
 """
 
 from __future__ import annotations
@@ -104,6 +104,18 @@ def network_times(ways: list[str]) -> dict[str, float]:
     return found
 
 
+def time_round() -> dict[str, Any]:
+    """Seconds of a step by each way, under each condition, and how busy the machine was before."""
+    load = os.getloadavg()[0]
+    steps = {
+        condition: network_times(list(TIMED_WAYS))
+        if condition == "network"
+        else {way: time_of(way, condition) for way in TIMED_WAYS}
+        for condition in CONDITIONS
+    }
+    return {"load_before": load, "step_s": steps}
+
+
 def keep(result: Mapping[str, Any]) -> None:
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -113,6 +125,7 @@ def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__)
     reader.add_argument("--only", choices=("losses", "times"))
     reader.add_argument("--fresh", action="store_true")
+    reader.add_argument("--rounds", type=int, default=3, help="how often each way is timed")
     reader.add_argument("--inside", nargs="*", help=argparse.SUPPRESS)
     asked = reader.parse_args()
     if asked.inside:
@@ -132,22 +145,17 @@ def main() -> None:
         "rate": RATE,
         "delays": {"seconds": DELAY_S, "one_in": DELAYED},
         "ways": known.get("ways", {}),
-        "step_s": known.get("step_s", {condition: {} for condition in CONDITIONS}),
+        "times": known.get("times", []),
     }
     for way in WAYS if asked.only != "times" else ():
         if way not in result["ways"]:
             result["ways"][way] = loss_of(way)
             keep(result)
             print(f"{way:26s} {result['ways'][way]}", flush=True)
-    for condition in CONDITIONS if asked.only != "losses" else ():
-        timed = result["step_s"][condition]
-        missing = [way for way in TIMED_WAYS if way not in timed]
-        if condition == "network":
-            timed.update(network_times(missing) if missing else {})
-        for way in missing if condition != "network" else ():
-            timed[way] = time_of(way, condition)
+    while len(result["times"]) < asked.rounds and asked.only != "losses":
+        result["times"].append(time_round())
         keep(result)
-        print(condition, {way: f"{1e3 * step_s:.1f} ms" for way, step_s in timed.items()}, flush=True)
+        print(json.dumps(result["times"][-1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import inside, places
+from cables import inside, places, run_ranks
 from hosts import ADDRESS, two_hosts
 from manyhands.server.staggering import round_of_shards
 from manyhands.simulate.bursts import push_at_once
@@ -38,6 +37,7 @@ from manyhands.simulate.overlap import ORDERS, LayeredStep, gain_bound, step_sec
 
 RESULT = Path(__file__).parent / "results" / "priority.json"
 WIDTH, LAYERS, STEPS, WARM, WORLD = 1024, 8, 16, 4, 2
+LIMIT_S = 300.0
 GBIT = (0.1, 0.25, 0.5, 1.0, 1.3, 2.0, 4.0, 10.0)
 WAYS = {
     "arrival": "allreduce algorithm=ring",
@@ -143,7 +143,7 @@ def train_ddp(batch: int) -> list[float]:
 
 
 def work(way: str, batch: int, result: Path) -> None:
-    """One of the processes; the last one writes down what it saw."""
+    """One of the processes; rank 0 writes down what it saw."""
     torch.set_num_threads(1)
     forward_s, backward_s = alone(batch)
     took = train_ours(WAYS[way], batch) if WAYS[way] else train_ddp(batch)
@@ -155,16 +155,9 @@ def work(way: str, batch: int, result: Path) -> None:
 def measure(way: str, batch: int, names: list[str], port: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "took"
-        processes = []
-        for rank in range(WORLD):
-            command = [*inside(names[rank]), sys.executable, __file__]
-            command += ["--work", way, str(batch), str(result)]
-            processes.append(
-                subprocess.Popen(command, env={**os.environ, **places(ADDRESS, port, rank, WORLD)})
-            )
-        for process in processes:
-            if process.wait(timeout=300):
-                raise SystemExit(f"{way}: a process ended with {process.returncode}")
+        own = [sys.executable, __file__, "--work", way, str(batch), str(result)]
+        environments = [places(ADDRESS, port, rank, WORLD) for rank in range(WORLD)]
+        run_ranks([[*inside(name), *own] for name in names], environments, LIMIT_S)
         measured: dict[str, float] = json.loads(result.read_text())
     return measured
 

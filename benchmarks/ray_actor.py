@@ -5,7 +5,8 @@ In both the same perceptron is trained in plain text, in synchronous steps (each
 asynchronous ones (each batch is one worker's). The Ray actor is
 written as well as we can: gradients and parameters are one flat numpy array each, a call pushes the one and pulls the
 other, and parameters that all workers are to have are put into Ray's store once, which then crosses the cable once for
-all workers of a host.
+all workers of a host. With several servers or actors each has a part of both, so that some parameters are pulled while
+gradients of others are still pushed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from cables import inside
-from hosts import ADDRESS, BATCH, build, data, two_hosts
+from cables import inside, on_the_cable, places, run_ranks
+from hosts import ADDRESS, BATCH, RATE, build, data, perceptron, two_hosts
 
 RESULT = Path(__file__).parent / "results" / "ray-actor.json"
 WORKERS, STEPS, WARM = 2, 40, 8
-RATE = 1e-3
 PORT = 6421
 DEADLINE_S = 600.0
 OWN_CLUSTER = {
@@ -45,9 +45,12 @@ OWN_CLUSTER = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this run alone
     "RAY_raylet_start_wait_time_s": "240",  # a busy machine is no reason to fail
 }
+SHARDS = 4
 WAYS = {
     "ps sync": "ps",
     "ray actor sync": "",
+    "ps sync, sharded": f"ps servers={SHARDS}",
+    "ray actor sync, sharded": "",
     "ps async": "ps consistency=async",
     "ray actor async": "",
 }
@@ -58,12 +61,17 @@ def exchanges(way: str) -> int:
     return 1 if "async" in way else WORKERS
 
 
+def servers(way: str) -> int:
+    """How many servers or actors hold the parameters."""
+    return SHARDS if "sharded" in way else 1
+
+
 def formula_bytes(way: str, num_bytes: float) -> tuple[float, float]:
     """What the workers' host sends and receives in a step: each gradient, and parameters for each.
 
     Ray's store has what all workers read alike once.
     """
-    pulled = 1 if way == "ray actor sync" else exchanges(way)
+    pulled = 1 if way.startswith("ray actor sync") else exchanges(way)
     return exchanges(way) * num_bytes, pulled * num_bytes
 
 
@@ -74,9 +82,7 @@ class CableMeter:
         self.readings: list[tuple[float, int, int]] = []
 
     def read(self) -> None:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-        numbers = next(line for line in lines if line.strip().startswith("cable:")).split(":")[1].split()
-        self.readings.append((time.monotonic(), int(numbers[8]), int(numbers[0])))
+        self.readings.append((time.monotonic(), *on_the_cable()))
 
 
 def per_step(readings: list[tuple[float, int, int]], way: str) -> dict[str, float]:
@@ -91,22 +97,10 @@ def per_step(readings: list[tuple[float, int, int]], way: str) -> dict[str, floa
 
 
 def take_part(strategy: str, result: Path) -> None:
-    """One of the processes of a run on `ps`: rank 0 is on the servers' host, the others on the workers'."""
+    """One of the processes of a run on `ps`: the first ranks are on the servers' host, the others on the workers'."""
     torch.set_num_threads(1)
     meter = CableMeter()
-
-    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        meter.read()
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    task = mh.Task(
-        model=build,
-        loss=loss,
-        data=data(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        batch_size=BATCH,
-    )
-    mh.fit(task, strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none"))
+    mh.fit(perceptron(meter.read), strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none"))
     result.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(meter.readings))
 
 
@@ -114,28 +108,11 @@ def measure_ours(way: str, names: list[str], port: int) -> dict[str, float]:
     strategy = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "measured"
-        processes = []
-        for rank in range(1 + WORKERS):
-            places = {
-                "MASTER_ADDR": f"{ADDRESS}1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(1 + WORKERS),
-                "RANK": str(rank),
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [
-                *inside(names[min(rank, 1)]),
-                sys.executable,
-                __file__,
-                "--part",
-                strategy,
-                str(result),
-            ]
-            processes.append(subprocess.Popen(command, env={**os.environ, **places}))
-        for process in processes:
-            if process.wait(timeout=DEADLINE_S):
-                raise SystemExit(f"{strategy}: a process ended with {process.returncode}")
-        told = [json.loads(result.with_suffix(f".{1 + worker}").read_text()) for worker in range(WORKERS)]
+        own, first = [sys.executable, __file__, "--part", strategy, str(result)], servers(way)
+        world = first + WORKERS
+        commands = [[*inside(names[int(rank >= first)]), *own] for rank in range(world)]
+        run_ranks(commands, [places(ADDRESS, port, rank, world) for rank in range(world)], DEADLINE_S)
+        told = [json.loads(result.with_suffix(f".{first + worker}").read_text()) for worker in range(WORKERS)]
     return per_step([tuple(one) for readings in told for one in readings], way)
 
 
@@ -187,7 +164,7 @@ class AsyncServer:
 class ActorWorker:
     """Computes gradients: of its share of every batch, or of every batch that is its own."""
 
-    def train(self, rank: int, server: Any, way: str) -> list[tuple[float, int, int]]:
+    def train(self, rank: int, actors: list[Any], way: str) -> list[tuple[float, int, int]]:
         """The readings of the cable."""
         import ray
 
@@ -198,13 +175,17 @@ class ActorWorker:
         x, y = data()
         share = BATCH // exchanges(way)
         meter = CableMeter()
+        pushed = np.array_split(gradients.numpy(), len(actors))
+        pulled = np.array_split(values.numpy(), len(actors))
         for step in range(STEPS * exchanges(way) // WORKERS):
             first = (step * BATCH + rank * share) % (len(x) - share)
             gradients.zero_()
             meter.read()
             (model(x[first : first + share]) - y[first : first + share]).square().mean().backward()
-            pulled = ray.get(server.exchange.remote(ray.put(gradients.numpy())))
-            np.copyto(values.numpy(), ray.get(pulled[0]) if isinstance(pulled, list) else pulled)
+            calls = [one.exchange.remote(ray.put(part)) for one, part in zip(actors, pushed, strict=True)]
+            for call, part in zip(calls, pulled, strict=True):
+                answer = ray.get(call)
+                np.copyto(part, ray.get(answer[0]) if isinstance(answer, list) else answer)
         return meter.readings
 
 
@@ -229,12 +210,15 @@ def lead_actors(way: str, address: str, result: Path) -> None:
     ray.init(address=address, _node_ip_address=f"{ADDRESS}1", logging_level="ERROR", log_to_driver=False)
     torch.manual_seed(0)
     values, _ = flat(build())
-    kind = SyncServer if way == "ray actor sync" else AsyncServer
-    server = ray.remote(kind).options(resources={"server": 1}, num_cpus=1).remote(values.numpy())
+    kind = SyncServer if way.startswith("ray actor sync") else AsyncServer
+    actors = [
+        ray.remote(kind).options(resources={"server": 1}, num_cpus=0).remote(part)
+        for part in np.array_split(values.numpy(), servers(way))
+    ]
     workers = [
         ray.remote(ActorWorker).options(resources={"worker": 1}, num_cpus=1).remote() for _ in range(WORKERS)
     ]
-    trained = [worker.train.remote(rank, server, way) for rank, worker in enumerate(workers)]
+    trained = [worker.train.remote(rank, actors, way) for rank, worker in enumerate(workers)]
     told = ray.get(trained, timeout=DEADLINE_S)
     result.write_text(json.dumps(per_step([one for readings in told for one in readings], way)))
     ray.shutdown()
@@ -259,7 +243,8 @@ def ray_node(name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def measure_actor(way: str, names: list[str], port: int) -> dict[str, float]:
     address = f"{ADDRESS}1:{port}"
-    head = ["--head", "--port", str(port), "--include-dashboard", "false", "--resources", '{"server": 1}']
+    head = ["--head", "--port", str(port), "--include-dashboard", "false"]
+    head += ["--resources", json.dumps({"server": SHARDS})]
     other = ["--address", address, "--resources", json.dumps({"worker": WORKERS})]
     with (
         tempfile.TemporaryDirectory() as folder,

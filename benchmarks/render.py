@@ -15,6 +15,7 @@ from render_choosing import choosing
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
+from render_startup import startup_times
 from render_wire import local_steps, wire_time
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
@@ -365,6 +366,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline bubbles": pipeline_bubbles,
     "pipeline speed": pipeline_speed,
     "regression": regression_speed,
+    "startup": startup_times,
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
     "wavefronts": wavefronts,
@@ -390,7 +392,7 @@ def render(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.errors import format_bytes
-from results_read import RESULTS, load, markdown, show_percent, show_time
+from results_read import RESULTS, load, markdown, show_time
 
 
 def links_speed() -> str:
@@ -39,7 +39,7 @@ def _tls_table(result: dict[str, Any]) -> str:
             line = [f"{place['place']}, {format_bytes(size)}"]
             for carrier in ("link", "hub"):
                 plain, tls = (cells[size, f"{carrier}, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
-                cost = show_percent(max(0.0, 1 - tls / plain))
+                cost = f"{100 * (1 - tls / plain):.0f} %"
                 line += [f"{plain / 1e9:.2f} GB/s", f"{tls / 1e9:.2f} GB/s", cost]
             ends = [cells[size, f"link, {how}"] for how in ("plain", "TLS")]
             line.append(_change(ends, "core_seconds_per_gb"))
@@ -78,7 +78,8 @@ def hosts_speed() -> str:
             ]
         )
     about = (
-        f"{result['hosts']} hosts (network namespaces) with {result['workers']} workers on {result['cores']} cores, a "
+        f"{result['hosts']} hosts (network namespaces) with {result['workers']} processes (all workers; under `ps` the "
+        f"first is the server) on {result['cores']} cores, a "
         f"cable of {result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of "
         f"{result['rounds']} rounds."
     )
@@ -107,7 +108,18 @@ def helpers_played() -> str:
 def helpers_live() -> str:
     """The same between namespaces with a cable each: bytes on the busiest one, and a step."""
     result = load("helpers")
-    table = [["workers", "helpers", "busiest cable", "by formula", "a step", "cable alone, by formula"]]
+    table = [
+        [
+            "workers",
+            "helpers",
+            "busiest cable",
+            "by formula",
+            "a step",
+            "cable alone, by formula",
+            "rounds",
+            "load",
+        ]
+    ]
     for row in result["live"]:
         table.append(
             [
@@ -117,12 +129,13 @@ def helpers_live() -> str:
                 f"{row['formula_bytes'] / 1e6:.2f} MB",
                 f"{row['step_s']:.2f} s",
                 f"{row['formula_s']:.2f} s",
+                str(len(row["step_s_rounds"])),
+                f"{row['load_before']:.0f}",
             ]
         )
     about = (
         f"Every process in a network namespace with a cable of {result['rate']} in each direction, on "
-        f"{result['cores']} cores; {result['gradient_bytes'] / 1e6:.2f} MB of gradients, medians of "
-        f"{result['rounds']} rounds; load of the machine at the beginning: {result['load']:.0f}."
+        f"{result['cores']} cores; {result['gradient_bytes'] / 1e6:.2f} MB of gradients, medians."
     )
     return f"{about}\n\n{markdown(table)}"
 

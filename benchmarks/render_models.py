@@ -28,7 +28,8 @@ def pipeline_bubbles() -> str:
 def pipeline_speed() -> str:
     """A step beside compute + bubble, and beside torch's pipelines on Gloo."""
     return "\n\n".join(
-        f"**{result['cores']} cores**, a core for each stage\n\n{_speed(result['pipelines'])}"
+        f"**{result['cores']} cores**, a core for each stage, medians of "
+        f"{len(result['pipelines'][0]['rounds']['ours'])} round(s)\n\n{_speed(result['pipelines'])}"
         for result in (load("pipeline"), load("pipeline-16"))
     )
 

@@ -31,13 +31,15 @@ def _priority_live(result: Mapping[str, Any]) -> str:
     live = result["live"]
     if live is None:
         return ""
-    steps = live["step_s"]
+    steps, expected = live["step_s"], live["simulated_s"]
     return (
         f"\n\nLive: {live['workers']} namespaces on {result['cores']} cores, a cable of {live['rate']}, "
         f"{live['gradient_bytes'] / 1e6:.1f} MB, forward {live['forward_s'] * 1e3:.0f} ms, backward "
         f"{live['backward_s'] * 1e3:.0f} ms, medians of {live['rounds']} rounds. A step takes "
-        f"{steps['arrival'] * 1e3:.0f} ms by arrival, {steps['priority'] * 1e3:.0f} ms by priority and "
-        f"{steps['ddp gloo'] * 1e3:.0f} ms by DDP on Gloo, which overlaps: a gain of {live['gain_over_arrival']:.2f} "
-        f"over arrival and of {live['gain_over_ddp']:.2f} over DDP, beside a bound of {live['bound']:.2f} over a "
-        "perfect overlap."
+        f"{steps['arrival'] * 1e3:.0f} ms by arrival (the model: {expected['after'] * 1e3:.0f} ms), "
+        f"{steps['priority'] * 1e3:.0f} ms by priority and {steps['priority, 4 MiB'] * 1e3:.0f} ms with 4 MiB of "
+        f"credit (the model: {expected['priority'] * 1e3:.0f} ms), {steps['ddp gloo'] * 1e3:.0f} ms by DDP on Gloo "
+        f"(which overlaps; the model: {expected['overlapped'] * 1e3:.0f} ms): a gain of "
+        f"{live['gain_over_arrival']:.2f} over arrival and of {live['gain_over_ddp']:.2f} over DDP, "
+        f"beside a bound of {live['bound']:.2f} over a perfect overlap."
     )

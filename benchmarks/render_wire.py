@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from manyhands.errors import format_bytes
@@ -9,7 +10,7 @@ from results_read import has, load, markdown
 
 FP16, DDP = "fp16", "ddp fp16"
 NAMES = {"raw": "none", FP16: "`fp16`", DDP: "fp16 by DDP on Gloo"}
-SAME = 1.05  # times that are nearer make no difference
+SAME = 1.05  # times that are nearer make no difference, nor do those whose rounds overlap
 CONDITIONS = {"plain": "a step", "delays": "with delays", "network": "at 100 Mbit/s"}
 
 
@@ -50,33 +51,42 @@ def _speed(bandwidth: str) -> str:
     return bandwidth.replace("Mbit", " Mbit/s").replace("Gbit", " Gbit/s")
 
 
-def _seconds(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> float | None:
-    """To the target: the median step, times their number; torch's as many as ours in half precision."""
+def _seconds(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> list[float]:
+    """To the target, by the median step and by that of each round; torch's has as many as ours in half precision."""
     row, counted = rows.get((bandwidth, codec)), rows.get((bandwidth, FP16 if codec == DDP else codec))
-    return row["step_s"] * counted["steps"] if row and counted and counted["steps"] else None
+    if not row or not counted or not counted["steps"]:
+        return []
+    return [step_s * counted["steps"] for step_s in (row["step_s"], *row["step_s_rounds"])]
 
 
 def _cell(rows: dict[tuple[str, str], Any], bandwidth: str, codec: str) -> str:
+    """The time, and how it compares with the better half precision; where rounds overlap, there is no difference."""
     took = _seconds(rows, bandwidth, codec)
-    if took is None:
+    if not took:
         return "never" if (bandwidth, codec) in rows else ""
-    halves = [known for one in (FP16, DDP) if (known := _seconds(rows, bandwidth, one)) is not None]
+    halves = [known for one in (FP16, DDP) if (known := _seconds(rows, bandwidth, one))]
     if codec in (FP16, DDP) or not halves:
-        return f"{took:.1f} s"
-    ratio = min(halves) / took
-    verdict = "pays" if ratio > SAME else "loses" if ratio < 1 / SAME else "no difference"
-    return f"{took:.1f} s, {ratio:.2f}×, {verdict}"
+        return f"{took[0]:.1f} s"
+    better = min(halves)
+    ratio, verdict = better[0] / took[0], "no difference"
+    if ratio > SAME and max(took) < min(better):
+        verdict = "pays"
+    elif ratio < 1 / SAME and min(took) > max(better):
+        verdict = "loses"
+    return f"{took[0]:.1f} s, {ratio:.2f}×, {verdict}"
 
 
 def local_steps() -> str:
     """Traffic against loss against time."""
     result = load("local-steps")
     together = result["ways"]["every step"]
-    timed = {name: head for name, head in CONDITIONS.items() if result.get("step_s", {}).get(name)}
-    rows = [["strategy", "exchanges", "busiest worker sends", "loss", "beside every step", *timed.values()]]
+    rounds = [one["step_s"] for one in result["times"]]
+    rows = [
+        ["strategy", "exchanges", "busiest worker sends", "loss", "beside every step", *CONDITIONS.values()]
+    ]
     for way, row in result["ways"].items():
         pairs = result["steps"] - row["exchanges"]
-        times = [result["step_s"][name].get(way) for name in timed]
+        taken = [[one[name][way] for one in rounds if way in one[name]] for name in CONDITIONS]
         rows.append(
             [
                 f"`{row['strategy']}`",
@@ -84,8 +94,11 @@ def local_steps() -> str:
                 format_bytes(row["busiest_bytes"]),
                 f"{row['evaluation_loss']:.4f}",
                 f"{100 * (row['evaluation_loss'] / together['evaluation_loss'] - 1):+.1f} %",
-                *("" if step_s is None else f"{1e3 * step_s:.1f} ms" for step_s in times),
+                *(f"{1e3 * statistics.median(seconds):.1f} ms" if seconds else "" for seconds in taken),
             ]
         )
-    head = f"**{result['workers']} workers, {result['steps']:,} steps, {result['text']}**"
+    head = (
+        f"**{result['workers']} workers on {result['cores']} cores, {result['steps']:,} steps, {result['text']}**; "
+        f"times are medians of {len(rounds)} rounds. At {result['rate']}, `mirrored` is `allreduce link=tcp`."
+    )
     return f"{head}\n\n{markdown(rows)}"

@@ -3,8 +3,9 @@
     python benchmarks/wire_time.py [--tasks mnist language] [--bandwidths 100Mbit 1Gbit 10Gbit] [--codecs raw fp16 …]
 
 Two network namespaces stand for hosts, one worker on each, and a token bucket at each end of the cable for its speed.
-Every codec trains until an evaluation first meets the target. The table has the median step times their number: the
-first steps load code, which whoever is measured first would pay for. What all must beat is half precision:
+Every codec trains until an evaluation first meets the target, and then in each further round, in turn with the others,
+for a few steps. The table has the median step of all rounds, times how many there are to the target: the first steps
+load code, which whoever is measured first would pay for. What all must beat is half precision:
 `codec=fp16`, and DistributedDataParallel on Gloo with torch's own fp16 hook, whose exchange overlaps with backward (for
 as many steps as `codec=fp16` needs). The result is kept after each pair of task and bandwidth, and what it has already
 is not measured again, unless --fresh.
@@ -17,12 +18,12 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import inside, places, two_namespaces
+from cables import inside, places, run_ranks, two_namespaces
 from manyhands.callbacks import Callback
 from manyhands.compare.bandwidth import Rate
 from manyhands.compare.plan import Target
@@ -49,7 +50,8 @@ BANDWIDTHS = ("100Mbit", "1Gbit", "10Gbit")
 DDP = "ddp fp16"
 CODECS = ("raw", "fp16", DDP, "bf16", "int8", "qsgd", "sign", "topk:0.01", "dgc", "powersgd:2")
 NAMED = {"dgc": "dgc:0.01,momentum=0,warmup=60"}  # AdamW has a momentum of its own
-DDP_STEPS, DDP_WARM = 40, 10
+DDP_STEPS, DDP_WARM, ROUND_STEPS = 40, 10, 50
+BUCKET_MB = 0.1  # of 25 MiB, all would be in one, and nothing overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ def train_ddp(trial: Trial, rank: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     task = trial.task
-    model = DistributedDataParallel(task.model())
+    model = DistributedDataParallel(task.model(), bucket_cap_mb=BUCKET_MB)
     model.register_comm_hook(None, fp16_compress_hook)
     optimizer = task.optimizer(model.parameters())
     data = [np.asarray(part) for part in (task.data if isinstance(task.data, tuple) else (task.data,))]
@@ -150,21 +152,32 @@ def train_ddp(trial: Trial, rank: int) -> dict[str, Any]:
     return {"strategy": "DDP on Gloo, fp16_compress_hook", "step_s": statistics.median(took[DDP_WARM:])}
 
 
-def work(name: str, result: Path, most_steps: int, codecs: list[str]) -> None:
-    """One of the two processes: every codec, one after the other."""
+def work(name: str, result: Path, most_steps: int, rounds: int, codecs: list[str]) -> None:
+    """One of the two processes: every codec, one after the other, round by round."""
     rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(
         0, {cores[rank % len(cores)]}
     )  # a host of its own has a core of its own, and one thread
     torch.set_num_threads(1)
     trial = TRIALS[name]()
-    trial = replace(trial, steps=min(trial.steps, most_steps))
-    for codec in codecs:
-        measured = train_ddp(trial, rank) if codec == DDP else train_ours(trial, codec)
+    for number, codec in product(range(rounds), codecs):
+        steps = min(trial.steps, most_steps, ROUND_STEPS if number else most_steps)
+        trained = replace(trial, steps=steps)
+        measured = train_ddp(trained, rank) if codec == DDP else train_ours(trained, codec)
         if rank == 0:
             with result.open("a") as file:
                 file.write(json.dumps({"codec": codec, **measured}) + "\n")
-            print(f"{name:9s} {codec:12s} {measured}", flush=True)
+            print(f"{name:9s} {number + 1} {codec:12s} {measured}", flush=True)
+
+
+def of_all_rounds(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a codec: of its first round, with the time of a step in each and their median."""
+    first: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        row = first.setdefault(line["codec"], {**line, "step_s_rounds": []})
+        row["step_s_rounds"].append(line["step_s"])
+        row["step_s"] = statistics.median(row["step_s_rounds"])
+    return list(first.values())
 
 
 def bucket(rate: Rate) -> list[str]:
@@ -173,32 +186,19 @@ def bucket(rate: Rate) -> list[str]:
 
 
 def measure(
-    task: str, codecs: list[str], names: list[str], port: int, most_steps: int
+    task: str, codecs: list[str], names: list[str], port: int, options: list[str]
 ) -> list[dict[str, Any]]:
     """What two processes, started once, found of these codecs; of a pair that failed, what it had by then."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "lines"
-        processes = []
-        for rank, host in enumerate(names):
-            command = [*inside(host), sys.executable, __file__, "--most-steps", str(most_steps)]
-            processes.append(
-                subprocess.Popen(
-                    [*command, "--work", task, str(result), *codecs],
-                    env={**os.environ, **places(SUBNET, port, rank, WORLD)},
-                )
-            )
-        deadline = time.monotonic() + LIMIT_S
+        own = [sys.executable, __file__, *options, "--work", task, str(result), *codecs]
+        environments = [places(SUBNET, port, rank, WORLD) for rank in range(WORLD)]
         try:
-            for process in processes:
-                process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            print(f"{task}: not done after {LIMIT_S} s", flush=True)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            run_ranks([[*inside(host), *own] for host in names], environments, LIMIT_S)
+        except SystemExit as error:
+            print(f"{task}: {error}", flush=True)
         lines = result.read_text().splitlines() if result.exists() else []
-        return [json.loads(line) for line in lines]
+        return of_all_rounds([json.loads(line) for line in lines])
 
 
 def main() -> None:
@@ -209,12 +209,13 @@ def main() -> None:
     reader.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
     reader.add_argument("--fresh", action="store_true", help="measure again what is known")
     reader.add_argument("--most-steps", type=int, default=10**6, help="fewer steps, to try it out")
+    reader.add_argument("--rounds", type=int, default=3, help="how often each is timed")
     reader.add_argument("--json", type=Path, default=RESULT)
     reader.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     asked = reader.parse_args()
     if asked.work:
         task, result, *codecs = asked.work
-        work(task, Path(result), asked.most_steps, codecs)
+        work(task, Path(result), asked.most_steps, asked.rounds, codecs)
         return
     known = json.loads(asked.json.read_text())["rows"] if asked.json.exists() else []
     rows = {(row["task"], row["bandwidth"], row["codec"]): row for row in known}
@@ -235,6 +236,7 @@ def main() -> None:
             for name, trial in trials.items()
         },
     }
+    options = ["--most-steps", str(asked.most_steps), "--rounds", str(asked.rounds)]
     port, begin, lost = PORT, time.monotonic(), False
     for bandwidth in asked.bandwidths:
         rate = Rate.parse(bandwidth)
@@ -244,7 +246,7 @@ def main() -> None:
                 load, found = os.getloadavg()[0], []
                 for torchs in (False, True):  # which processes of ours do not share
                     start = [codec for codec in due if (codec == DDP) is torchs]
-                    found += measure(task, start, names, port, asked.most_steps) if start else []
+                    found += measure(task, start, names, port, options) if start else []
                     port += 1
                 for row in found:
                     key = (task, bandwidth, row["codec"])

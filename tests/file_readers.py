@@ -78,6 +78,28 @@ def _rows(**reading: Any) -> Callable[[Path], object]:
     return read
 
 
+def _npy(folder: Path) -> None:
+    with (folder / "sample").open("wb") as file:
+        np.save(file, np.arange(60.0).reshape(12, 5))
+
+
+def _parquet(folder: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"a": np.arange(40.0), "b": np.arange(40), "c": np.arange(40) % 3 == 0})
+    parquet.write_table(table, folder / "sample", row_group_size=16)
+
+
+def _matrix(folder: Path) -> object:
+    from manyhands.data.matrix_files import open_matrix
+    from manyhands.data.stored_matrix import MatrixStore
+
+    with MatrixStore() as store:
+        stored = store.keep(open_matrix(folder / "sample"))
+        return [len(block) for block in stored.opened().blocks(0, stored.rows, 1 << 16)]
+
+
 def _learn(folder: Path) -> object:
     from manyhands.regression import room
     from manyhands.regression.training import train_logreg
@@ -421,6 +443,9 @@ READERS = {
         Reader(name="vowpal-numbers", make=_write(b"1 |a 3:0.5 7 9:2\n-1 |a 1 2\n" * 5),
                read=_rows(format="vw", skip_bad=True)),
         Reader(name="vowpal-all", make=_write(_VOWPAL), read=_rows(bits=8, hash="all")),
+        Reader(name="matrix-libsvm", make=_write(_LIBSVM), read=_matrix),
+        Reader(name="matrix-npy", make=_npy, read=_matrix),
+        Reader(name="matrix-parquet", make=_parquet, read=_matrix),
         Reader(name="logreg", make=_write(_LIBSVM), read=_learn),
         Reader(name="logreg-model", make=_model, read=_read_model, files=("model.safetensors",)),
         Reader(name="vectors-text", make=_vectors("text"), read=_read_vectors),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
@@ -46,17 +47,24 @@ _log = logging.getLogger("manyhands")
 
 
 def run_session(
-    request: Request, out: str | Path | None, resume: bool, company: Company | None = None
+    request: Request,
+    out: str | Path | None,
+    resume: bool,
+    company: Company | None = None,
+    train: Callable[[Request, nn.Module], Training] | None = None,
 ) -> Run:
-    """Train what is asked for; in the directory `out`, if there is one, by the `company` that is here. See `fit`."""
+    """Train what is asked for; in the directory `out`, if there is one, by the `company` that is here. See `fit`.
+
+    `train` makes the training, where that is not the strategy's own.
+    """
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
         model = request.plan.task.model()
         if company is None:  # else the processes are there already
             require_room_for(request, model)
         _advise(request, model)
-        compiled = request.plan.task.compiled
-        training = training_class(request.strategy, compiled=compiled)(request, model)
+        train = train or training_class(request.strategy, compiled=request.plan.task.compiled)
+        training = train(request, model)
         directory, done = _open_directory(training, request, model, out, resume)
         if directory is not None:
             stack.callback(_close, directory)
@@ -118,6 +126,8 @@ def _open_directory(
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
         if conflict is not None:
             raise UserError(f"{out} cannot be resumed: {conflict}")
+        if directory.config.get("simulated"):
+            raise UserError(f"{out} cannot be resumed: it was simulated, in no time; begin another run")
         _hand_over(directory, request, config)
         done = training.resume(directory, config)
         directory.go_on_as(config)
@@ -278,7 +288,7 @@ class _Session:
         """Something happened to a member: keep it, and say it where it is more than a start."""
         self._clock.heard([event])
         if self._directory is not None:
-            self._keep(self._members, {**event, "unix_s": time.time()})
+            self._keep(self._members, {"unix_s": time.time(), **event})
         if "sentence" in event:
             _log.warning(event["sentence"])
 
@@ -332,7 +342,8 @@ class _Session:
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request = self._request
-        final = {"loss": self.history.loss[-1]} if self.history.loss else {}
+        loss = self.history.loss[-1] if self.history.loss else math.nan
+        final = {} if math.isnan(loss) else {"loss": loss}
         if self.history.evaluations:
             final |= self.history.evaluations[-1]["metrics"]
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)

@@ -157,7 +157,7 @@ class Hostile:
 def hostile(tmp_path: Path) -> Iterator[Hostile]:
     write_parts(tmp_path, 2)
     with serving(
-        job_for("clients=2 epochs=1 batch=8", max_samples=20, min_reports=1), tmp_path / "run"
+        job_for("clients=2 epochs=1 batch=8 max_samples=20", min_reports=1), tmp_path / "run"
     ) as served:
         found = Hostile(served, tmp_path)
         yield found
@@ -362,7 +362,10 @@ def test_numbers_must_be_numbers(hostile: Hostile, target: str) -> None:
     [
         ("clients=2", {"min_reports": 3}, "minimum=3"),
         ("clients=2", {"over": 0.5}, "over=0.5"),
-        ("clients=2", {"max_samples": 0}, "--max-samples 0"),
+        ("clients=2 codec=bf16", {}, "codec=bf16: is for simulation"),
+        ("clients=2 keep=bias", {}, "keep=bias: is for simulation"),
+        ("clients=2 algorithm=scaffold", {}, "algorithm=scaffold"),
+        ("clients=2 clip=1", {}, "clip=1: is for simulation"),
         ("clients=4 secure=yes", {"min_reports": 2}, "hides none"),
         ("clients=2", {"hold_s": 0.0}, "hold_s=0"),
     ],

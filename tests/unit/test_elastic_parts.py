@@ -62,6 +62,16 @@ def memory_files(count: int) -> Iterator[list[int]]:
             os.close(descriptor)
 
 
+def test_newcomers_that_read_at_once_do_not_move_each_others_place_in_the_memory() -> None:
+    donor, optimizer = trained(1, 3)
+    with memory_files(2) as (tensors, tree):
+        write_state(tensors, tree, state_tree(donor, optimizer, 3, {}))
+        for descriptor in (tensors, tree):
+            os.lseek(descriptor, 7, os.SEEK_SET)  # where another one is, that was sent the same descriptor
+        assert read_state(tensors, tree).step == 3
+        assert [os.lseek(descriptor, 0, os.SEEK_CUR) for descriptor in (tensors, tree)] == [7, 7]
+
+
 def test_a_newcomer_goes_on_with_the_very_bits_of_its_donor() -> None:
     donor, optimizer = trained(1, 3)
     donor.passing.fill_(7)

@@ -40,22 +40,23 @@ def test_a_tally_is_the_sum_of_whole_numbers_exactly() -> None:
         whole = [a + one.samples * round(x * 2047) for a, x in zip(whole, flat.tolist(), strict=True)]
         exact += one.samples * flat
         weighed += one.samples
-    found = tally.total(1)
-    assert (found.sums * 2047).round().long().tolist() == whole
-    assert torch.equal(found.sums, torch.tensor(whole, dtype=torch.float64) * FIXED.step)
+    found = tally.total()
+    sums = torch.cat([one.flatten() for one in found.sums])
+    assert (sums * 2047).round().long().tolist() == whole
+    assert torch.equal(sums, torch.tensor(whole, dtype=torch.float64) * FIXED.step)
     assert found.weight == weighed
-    assert (found.sums / found.weight - exact / weighed).abs().max() <= FIXED.step / 2
+    assert (sums / found.weight - exact / weighed).abs().max() <= FIXED.step / 2
     loss = sum(one.samples * one.loss for one in updates(clients)[1:])
     assert found.loss == pytest.approx(loss, abs=weighed / 2047 / 2)
-    assert found.messages == 5 * 5 - 3, "who left had advertised and shared"
+    assert found.traffic.messages_sent == 5 * 5 - 3, "who left had advertised and shared"
 
 
 def test_too_few_inputs_abandon_the_round() -> None:
-    tally = SecureTally(FIXED, [0, 1, 2], WEIGHTS)
+    tally = SecureTally(FIXED, [0, 1, 2], WEIGHTS, number=6)
     for one in updates([0, 1]):
         tally.add(one, 1)
     with pytest.raises(NonFinite, match=r"round 7 was abandoned, .* 2 of 3 clients were left at MASK"):
-        tally.total(7)
+        tally.total()
 
 
 def test_weights_that_are_no_whole_numbers_are_refused() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +28,7 @@ class Collector:
     `rings` are those of roles 0, 1, … under the names their files get, or with `workers` of any roles, of
     which those below that number are workers and count in the totals. The caller owns them, and closes them
     after the collector. With a `directory` the events are kept on disk, up to `max_bytes` in all and the same
-    for each role; `wall_offset_ns` as in `EventFileWriter.create`.
+    for each role; `wall_offset_ns` as in `EventFileWriter.create`. `clock` is the one that the events are timed by.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Collector:
         max_bytes: int = DEFAULT_MAX_BYTES,
         wall_offset_ns: int | None = None,
         interval_s: float = 0.05,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         roles = [ring.role for ring in rings.values()]
         is_whole = sorted(roles) == list(range(len(roles)))
@@ -47,6 +48,7 @@ class Collector:
             raise UserError(f"rings={roles} is not allowed; it holds one ring for each role 0, 1, ...")
         self._keeper = EventKeeper(rings, directory, max_bytes=max_bytes, wall_offset_ns=wall_offset_ns)
         self._interval_s = interval_s
+        self._clock = clock
         self._workers = len(roles) if workers is None else workers
         self._totals = Totals(self._workers)
         # Two locks, so that a view which asks for a snapshot never waits for a disk.
@@ -73,7 +75,7 @@ class Collector:
     def snapshot(self) -> TotalsSnapshot:
         """The run as far as it was read; from any thread."""
         with self._adding:
-            return self._totals.snapshot(time.monotonic_ns())
+            return self._totals.snapshot(self._clock())
 
     def summary(self) -> dict[str, Any]:
         """For a summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""

@@ -27,6 +27,7 @@ __all__ = [
     "option_parameters",
     "own_command",
     "parameter",
+    "print_next",
     "write_json",
 ]
 
@@ -138,6 +139,12 @@ def fresh_directory(name: str) -> Path:
         number += 1
         path = base.with_name(f"{base.name}-{number}")
     return path
+
+
+def print_next(**commands: str) -> None:
+    """The last line of a command: what can be done with what it made, as commands to type."""
+    lines = [f"  manyhands {command}   # {what.replace('_', ' ')}" for what, command in commands.items()]
+    print("\n".join(["next", *lines]))
 
 
 def own_command(arguments: Sequence[str], *more: str) -> str:

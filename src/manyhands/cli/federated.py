@@ -84,7 +84,6 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[float, typer.Option(help="With secure=yes, seconds for each message after the first.")],
         30.0,
     ),
-    "max_samples": (Annotated[int, typer.Option(help="What a device's update weighs at most.")], 1 << 20),
     "hold": (
         Annotated[float, typer.Option(help="Seconds for which a question for work is held back.")],
         20.0,
@@ -116,7 +115,6 @@ class _Served:
     present: float
     patience: float | None
     stage: float
-    max_samples: int
     hold: float
     linger: float
     seed: int
@@ -146,7 +144,6 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         present_s=asked.present,
         patience_s=math.inf if asked.patience is None else asked.patience,
         stage_s=asked.stage,
-        max_samples=asked.max_samples,
         hold_s=asked.hold,
     )
     task = entry.build(**task_options)

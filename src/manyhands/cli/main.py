@@ -25,6 +25,10 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "simulate": Later(
+        home="manyhands.cli.simulate:simulate_app",
+        help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
+    ),
     "memory": Later(
         home="manyhands.cli.memory:memory_app",
         help="Say what training needs in memory on each worker, before anything is trained.",
@@ -90,6 +94,10 @@ COMMANDS = {
     "certificates": Later(
         home="manyhands.cli.certificates:certificates_command",
         help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
+    ),
+    "tour": Later(
+        home="manyhands.cli.tour:tour_command",
+        help="Nine short lessons, from one process to federated parties: list them, or run one step by step.",
     ),
     "doctor": Later(
         home="manyhands.cli.doctor:doctor_command",

@@ -39,12 +39,13 @@ from manyhands.cli.runs import (
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
-from manyhands.tasks.builtin import BuiltinTask
+from manyhands.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
     from manyhands.run import Run
+    from manyhands.task import Task
 
-__all__ = ["train_app"]
+__all__ = ["end_run", "task_table", "train_app"]
 
 train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
 
@@ -178,6 +179,7 @@ class _Common:
 class _Asked:
     """What a command asks for, where it stands."""
 
+    task: Task
     fit: Callable[[], Run]
     out: Path
     leads: bool
@@ -217,7 +219,7 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
         if asked.leads:
             leave_report(asked.out)  # it shows what went wrong, and to whom
         raise
-    _end(run, asked.out, common.json_file)
+    end_run(run, asked.out, common.json_file, task_table(entry, asked.task, run))
 
 
 def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:
@@ -263,18 +265,38 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
         ),
     )
     count = workers if place is None or workers is not None else place.world
-    return _Asked(fit=fit_here, out=out, leads=leads, count=count or _WORKERS)
+    return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or _WORKERS)
 
 
-def _end(run: Run, out: Path, json_file: Path | None) -> None:
-    from manyhands.draw.table import end_table
+def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
+    """What the task itself shows at the end of a run; None where it has nothing to show of one like this."""
+    strategy = Strategy.parse(run.summary["strategy"])
+    if entry.table is None or strategy.counts_rounds:
+        return None
+    end = TaskEnd(
+        model=run.model,
+        workers=run.summary["workers"],
+        steps=run.summary["steps"],
+        seed=run.summary["seed"],
+        splits_batches=strategy.splits_batches,
+    )
+    return entry.table(task, end)
+
+
+def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None = None) -> None:
+    """Print what came out, leave the report, and write the summary where one was asked for."""
+    from manyhands.draw.table import end_table, words_table
 
     for note in run.summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     _print_end(run.summary, run.path, end_table(run.summary))
+    summary = dict(run.summary)
+    if table is not None:
+        Console().print(words_table(table.title, table.head, table.rows))
+        summary["table"] = {"title": table.title, "head": table.head, "rows": table.rows}
     if run.path is not None:  # else a node of a cluster has it
         leave_report(out)
-    write_json(json_file, run.summary)  # last, for a disk that does not take it must not hide the rest
+    write_json(json_file, summary)  # last, for a disk that does not take it must not hide the rest
 
 
 def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:

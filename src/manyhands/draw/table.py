@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,7 +14,7 @@ from manyhands.analyse.remarks import about_workers
 from manyhands.analyse.slowness import Straggler
 from manyhands.analyse.totals import WorkerTotals
 
-__all__ = ["end_table", "end_text"]
+__all__ = ["end_table", "end_text", "words_table"]
 
 _TEXT_WIDTH = 100
 
@@ -43,6 +43,16 @@ def end_table(summary: Mapping[str, Any]) -> Table:
     slow = [Straggler.from_dict(row) for row in summary.get("slow", ())]
     remarks = [*about_workers(workers, slow, summary.get("strategy", "")), *summary["events"]["notes"]]
     table.caption = "\n".join(remarks) or None
+    return table
+
+
+def words_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of ready words; all columns but the first are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="", pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

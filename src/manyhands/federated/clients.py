@@ -6,7 +6,7 @@ Everything random in it follows from (seed, round, client), so that it does not 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,16 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.data.batches import BatchSource
-from manyhands.device import moved
-from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm
+from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.layers import LocalLayers
+from manyhands.federated.samples import Samples
 from manyhands.federated.strategy import ALL
+from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import mix, seed_all
 from manyhands.task import Task
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import require_loss
 
-__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "selected"]
+__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected"]
 
 _SELECTING, _SHUFFLING = 1, 2
 
@@ -63,46 +64,85 @@ def held(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def held_names(model: nn.Module) -> list[str]:
+    """Of what travels, in the same order."""
+    return [
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),
+    ]
+
+
 class ClientTrainer:
     """Plays clients one after another, on one copy of the model."""
 
     def __init__(
-        self, task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int
+        self,
+        task: Task,
+        model: nn.Module,
+        algorithm: FederatedAlgorithm,
+        work: LocalWork,
+        seed: int,
+        layers: LocalLayers | None = None,
     ) -> None:
         self._task = task
         self._algorithm = algorithm
+        self._layers = layers or LocalLayers()
         self._work = work
         self._seed = seed
-        self._source = BatchSource(task.data, task.collate)
         self._copy = copy.deepcopy(model)
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        if self._device.type == "cpu" and any(isinstance(one, nn.Conv2d) for one in self._copy.modules()):
+            self._copy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster there
+        self._samples = Samples(task, self._device)
         self._tensors = held(self._copy)
         self._parameters = list(self._copy.parameters())
         counts = (buffer for buffer in self._copy.buffers() if not buffer.is_floating_point())
         self._counts = [(buffer, buffer.clone()) for buffer in counts]  # of batches seen, by BatchNorm
-        self._device = next((one.device for one in self._parameters), torch.device("cpu"))
         self._optimizer = task.optimizer(self._copy.parameters())
 
-    def train(
-        self,
-        weights: Sequence[Tensor],
-        like: Optimizer,
-        client: int,
-        indices: NDArray[np.int64],
-        number: int,
-    ) -> ClientUpdate:
-        """Client `client`, who has these samples, in round `number`; its optimizer begins anew, set as `like` is."""
-        seed_all(mix(self._seed, number, client))
-        self._begin(weights, like)
-        losses = 0.0
-        steps = 0
-        for chosen in batches(self._work, indices, self._seed, number, client):
-            losses += self._step(client, chosen, weights)
-            steps += 1
-        with torch.no_grad():
-            change = [mine - begun for mine, begun in zip(self._tensors, weights, strict=True)]
-        return ClientUpdate(
-            client=client, change=change, samples=len(indices), steps=steps, loss=losses / max(1, steps)
+    def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
+        """The updates of these clients, one after another; the optimizer of each begins anew, set as `like` is."""
+        for one in assigned:
+            yield self._train(one, like)
+
+    @property
+    def remark(self) -> str:
+        """What whoever reads of this should know: nothing."""
+        return ""
+
+    def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
+        algorithm = self._algorithm
+        start = self._layers.put(one.client, algorithm.begin(one.client, one.weights))
+        seed_all(mix(self._seed, one.number, one.client))
+        self._begin(start, like)
+        correct = (
+            (lambda: algorithm.correct(one.client, self._parameters, start)) if algorithm.corrects else None
         )
+        loss, steps = self._run(one, correct)
+        with torch.no_grad():
+            change = self._layers.shared(algorithm.report(one.client, start, self._tensors, steps))
+            self._layers.keep(one.client, self._tensors)
+        if algorithm.trains_personal:
+            self._begin(algorithm.personal(one.client, one.weights), like)
+            self._run(one, lambda: algorithm.correct_personal(one.client, self._parameters, one.weights))
+            with torch.no_grad():
+                algorithm.keep_personal(one.client, self._tensors)
+        return ClientUpdate(
+            client=one.client,
+            change=[tensor.contiguous() for tensor in change],  # a copy's may lie in another order
+            samples=len(one.samples),
+            steps=steps,
+            loss=loss,
+            staleness=one.staleness,
+        )
+
+    def _run(self, one: ClientAssignment, correct: Callable[[], None] | None) -> tuple[float, int]:
+        """Steps over the client's samples; their mean loss, and how many."""
+        losses, steps = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        for chosen in batches(self._work, one.samples, self._seed, one.number, one.client):
+            losses += self._step(chosen, correct)
+            steps += 1
+        return float(losses) / max(1, steps), steps
 
     @torch.no_grad()
     def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
@@ -115,16 +155,14 @@ class ClientTrainer:
             group.update({name: value for name, value in set_as.items() if name != "params"})
         self._copy.train()
 
-    def _step(self, client: int, indices: NDArray[np.int64], start: Sequence[Tensor]) -> float:
-        batch = self._source.fetch(indices)
-        if self._device.type != "cpu":
-            batch = moved(batch, self._device)
+    def _step(self, indices: NDArray[np.int64], correct: Callable[[], None] | None) -> Tensor:
+        batch = self._samples.fetch(indices)
         loss = self._task.loss(self._copy, batch)
         require_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._algorithm.corrects:
-            self._algorithm.correct(client, self._parameters, start)
+        if correct is not None:
+            correct()
         clip_own(self._task, self._copy)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach().reshape(())

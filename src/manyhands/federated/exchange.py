@@ -1,8 +1,7 @@
 """One worker's end of federated rounds in the common loop: a step of the loop is a round.
 
-`compute` plays this worker's share of the round's clients and adds their updates up, `agree` sums over the workers, and
-`apply` moves the model by the mean, as the algorithm says. Sums are in double precision, so that it hardly matters who
-played which client.
+`compute` plays this worker's share of the round's clients and gives their updates to the round's tally, `agree` takes
+its total over the workers, and `apply` moves the model by their mean, as the algorithm says.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,26 +19,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
-from manyhands.federated.algorithms import ClientUpdate, FederatedAlgorithm, algorithm_named
-from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
+from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.federated.clients import LocalWork, held, held_names, selected
+from manyhands.federated.coding import UpdateCoding
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.partition import Partition
-from manyhands.federated.secure.tally import SecureTally
+from manyhands.federated.playing import Crowd, Players, Playing, players_for
+from manyhands.federated.privacy.rounds import PrivateRounds
+from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.strategy import ALL, Federated
+from manyhands.federated.tally import tally_for
+from manyhands.federated.updates import ClientAssignment, ClientUpdate, RoundPlace, RoundTally, TallySum
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["FederatedExchange", "split_over"]
+__all__ = ["FederatedExchange", "private_rounds", "split_over"]
 
 _ROOM = 1 << 17  # items that travel at once
-_WEIGHT, _LOSS, _SAMPLES, _STOP, _WORDS = range(5)
 
 
 def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
     """Which samples each client has; UserError where the data cannot be split so."""
     return Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
+
+
+def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRounds | None:
+    """What bounds and noises the updates of so many clients, where the strategy asks for it."""
+    terms = strategy.privacy
+    if terms.rule is None:
+        return None
+    fixed = strategy.fixed_point if strategy.secure else None
+    return PrivateRounds(terms, clients, strategy.per_round(clients), fixed, seed)
+
+
+def _is_finite(update: ClientUpdate) -> bool:
+    return math.isfinite(update.loss) and all(bool(one.isfinite().all()) for one in update.change)
 
 
 class FederatedExchange(Exchange):
@@ -57,15 +75,19 @@ class FederatedExchange(Exchange):
         whole = self._algorithm.whole_batches
         self._work = LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
         self._optimizer: Optimizer | None = None
-        self._trainer: ClientTrainer | None = None
+        self._trainer: Players | None = None
+        self._playing: Playing | None = None
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
-        self._sums: list[Tensor] = []
-        self._words = torch.zeros(_WORDS, dtype=torch.float64)
+        self._private: PrivateRounds | None = None
+        self._layers = LocalLayers()
+        self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
+        self._tally: RoundTally | None = None
+        self._found: TallySum | None = None
+        self._counted = 0
         self._sent = Traffic()
         self._refused = 0
-        self._fixed = strategy.fixed_point if strategy.secure else None
-        self._tally: SecureTally | None = None
+        self._recalled: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
@@ -78,7 +100,6 @@ class FederatedExchange(Exchange):
         """Collective: give every worker worker 0's weights."""
         self._optimizer = optimizer
         self._weights = held(model)
-        self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in self._weights]
         if self._collective is not None:
             broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
         keep_freed_memory()
@@ -88,85 +109,123 @@ class FederatedExchange(Exchange):
         raise AssertionError(f"a round has no common backward (loss {float(loss)}, share {share})")
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """This worker's share of the clients of round `step`, one after another."""
+        """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
-            self._trainer = ClientTrainer(computer.task, model, self._algorithm, self._work, self._seed)
-            self._samples_of = split_over(self._strategy, computer.task, self._seed)
-        for total_of in self._sums:
-            total_of.zero_()
-        self._words.zero_()
-        clients = len(self._samples_of)
-        chosen = selected(self._seed, step, clients, self._strategy.per_round(clients))
-        begin = time.monotonic()
-        samples = 0
-        self._tally = SecureTally(self._fixed, chosen, self._weights) if self._fixed is not None else None
-        for client in chosen[self.rank :: self.world]:
-            update = self._trainer.train(
-                self._weights, self._optimizer, client, self._samples_of[client], step
+            self._meet_clients(computer.task)
+            self._algorithm.attach(self._facts(model))
+            self._layers = LocalLayers(held_names(model), self._strategy.keep)
+            self._recall_clients()
+            self._trainer, self._playing = players_for(
+                computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
             )
-            samples += update.samples * self._work.epochs
-            self._add(update)
-        self._sum_securely(step)
-        computer.slow_down(step, time.monotonic() - begin)
-        mine = float(self._words[_WEIGHT])
-        share = len(chosen[self.rank :: self.world]) / len(chosen)
-        loss = float(self._words[_LOSS]) / mine if mine else math.nan
-        return Computed(loss=loss if share else 0.0, share=share, samples=samples)
-
-    def _add(self, update: ClientUpdate) -> None:
-        """One more report; what is not finite is not counted."""
-        if self._tally is None:
-            num_bytes = sum(change.numel() * change.element_size() for change in update.change)
-            self._sent += Traffic(messages_sent=1, bytes_sent=num_bytes)
-        if not math.isfinite(update.loss) or not all(bool(one.isfinite().all()) for one in update.change):
-            self._refused += 1
-            return
-        weight = self._algorithm.weight(update)
-        if self._tally is not None:
-            self._tally.add(update, weight)
-            return
-        for total_of, change in zip(self._sums, update.change, strict=True):
-            total_of.add_(change, alpha=weight)
-        self._words[_WEIGHT] += weight
-        self._words[_LOSS] += weight * update.loss
-        self._words[_SAMPLES] += update.samples
-
-    def _sum_securely(self, step: int) -> None:
-        """The sums, by the protocol, where it was asked for."""
-        if self._tally is None:
-            return
-        found = self._tally.total(step + 1)  # as rounds are counted for readers
-        self._tally = None
-        self._fill(found.sums)
-        self._words[_WEIGHT], self._words[_LOSS], self._words[_SAMPLES] = (
-            found.weight,
-            found.loss,
-            found.weight,
+        begin = time.monotonic()
+        assigned = self._assigned(step)
+        clients = [one.client for one in assigned]
+        place = RoundPlace(number=step, clients=clients, rank=self.rank, total=self.total)
+        self._tally = tally_for(
+            self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
         )
-        self._sent += Traffic(messages_sent=found.messages, bytes_sent=found.num_bytes)
+        mine = self._mine(assigned)
+        losses: list[float] = []
+        samples = 0
+        self._counted = 0
+        for update in self._trainer.play(mine, self._optimizer):
+            samples += update.samples * self._work.epochs
+            losses.append(update.loss)
+            self._add(update, step)
+        computer.slow_down(step, time.monotonic() - begin)
+        loss = sum(losses) / len(losses) if losses else 0.0
+        return Computed(loss=loss, share=len(mine) / max(1, len(assigned)), samples=samples)
 
-    def _fill(self, flat: Tensor) -> None:
-        """The sums from one row of all their items."""
-        begin = 0
-        for one in self._sums:
-            one.copy_(flat[begin : begin + one.numel()].view(one.shape))
-            begin += one.numel()
+    def _meet_clients(self, task: Task) -> None:
+        """Learn who has which samples, and what is kept about them, once."""
+        if self._samples_of:
+            return
+        self._samples_of = split_over(self._strategy, task, self._seed)
+        self._private = private_rounds(self._strategy, len(self._samples_of), self._seed)
+        if self._private is not None and self._recalled is not None:
+            self._private.restore(self._recalled.get("privacy"))
+
+    def _facts(self, model: nn.Module) -> FederatedFacts:
+        clients = len(self._samples_of)
+        return FederatedFacts(
+            names=held_names(model),
+            parameters=len(list(model.parameters())),
+            clients=clients,
+            per_round=self._strategy.per_round(clients),
+            weight=float(sum(min(len(one), self._strategy.max_samples) for one in self._samples_of)),
+            seed=self._seed,
+        )
+
+    def _crowd(self) -> Crowd:
+        """Whom this worker plays."""
+        sizes = [len(samples) for samples in self._samples_of]
+        each_round = math.ceil(self._strategy.per_round(len(sizes)) / self.world)
+        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together, layers=self._layers)
+
+    def _assigned(self, step: int) -> list[ClientAssignment]:
+        """What the clients of round `step` are given, the same on every worker."""
+        if self._private is not None and self._private.draws_itself:
+            chosen = self._private.drawn(step, self.total, self.rank)
+        else:
+            chosen = self._selected(step)
+        return [
+            ClientAssignment(client=one, samples=self._samples_of[one], weights=self._weights, number=step)
+            for one in chosen
+        ]
+
+    def _selected(self, step: int) -> list[int]:
+        clients = len(self._samples_of)
+        return selected(self._seed, step, clients, self._strategy.per_round(clients))
+
+    def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
+        """Which of them this worker plays: those whose state it has, or as many as any other."""
+        if self._shelves():
+            return [one for one in assigned if one.client % self.world == self.rank]
+        return assigned[self.rank :: self.world]
+
+    def _sent_by_clients(self) -> Sequence[Tensor]:
+        """Tensors like those of an update."""
+        return self._layers.shared(self._algorithm.sent(self._weights))
+
+    def _shelves(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
+        """All that clients keep, by name, and what it is like."""
+        found = self._algorithm.shelves(self._weights)
+        shared = len(self._layers.shared(self._weights))
+        found["layers"] = (self._layers.states, self._layers.kept(self._weights))
+        found["codec"] = (self._coding.states, self._coding.kept(self._sent_by_clients(), shared))
+        return {name: (states, like) for name, (states, like) in found.items() if like}
+
+    def _add(self, update: ClientUpdate, step: int) -> None:
+        """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
+        assert self._tally is not None, "a round has begun"
+        if _is_finite(update):  # or what is kept for the next time would not be
+            update = self._coding.carried(update, step, len(self._layers.shared(self._weights)))
+        if not _is_finite(update):
+            self._refused += 1
+            if self._private is None:
+                return
+        self._tally.add(update, self._algorithm.weight(self._bounded(update)))
+        self._counted += update.samples
+
+    def _bounded(self, update: ClientUpdate) -> ClientUpdate:
+        """As it is weighed: a client that says it has more samples counts for so many."""
+        return replace(update, samples=min(update.samples, self._strategy.max_samples))
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: the sum of all updates, what they weigh, and whether somebody wants to stop."""
-        self._words[_STOP] = float(local.stop)
-        if self._collective is not None:
-            flat = torch.cat([*(one.flatten().cpu() for one in self._sums), self._words])
-            found = total(self._collective, 0, self._bucket, flat)
-            self._fill(found)
-            self._words.copy_(found[-_WORDS:])
-        weight = float(self._words[_WEIGHT])
-        broken = weight == 0
+        """Collective: what all updates come to, and whether somebody wants to stop."""
+        assert self._tally is not None, "compute comes before agree"
+        found, self._tally = self._tally.total(), None
+        self._found = found
+        self._sent += found.traffic
+        words = self.total(torch.tensor([float(local.stop), float(self._counted)], dtype=torch.float64))
+        self._counted = round(float(words[1]))
+        broken = found.weight == 0
         return SharedStep(
-            loss=math.nan if broken else float(self._words[_LOSS]) / weight,
+            loss=math.nan if broken else found.loss / found.weight,
             bad_workers=(0,) if broken else (),
-            stop=bool(self._words[_STOP] > 0),
+            stop=bool(words[0] > 0),
         )
 
     def clip(self, max_norm: float) -> float:
@@ -176,9 +235,15 @@ class FederatedExchange(Exchange):
     @torch.no_grad()
     def apply(self) -> None:
         """The server's step."""
-        weight = float(self._words[_WEIGHT])
-        mean = [one.div(weight).to(mine.dtype) for one, mine in zip(self._sums, self._weights, strict=True)]
+        assert self._found is not None, "agree comes before apply"
+        like = self._algorithm.sent(self._weights)
+        found, self._found = self._layers.whole(self._found, like), None
+        mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
+
+    def personal(self, client: int) -> Sequence[Tensor]:
+        """The weights that a client uses itself, where this worker plays it."""
+        return self._layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """That of a client who begins."""
@@ -186,13 +251,41 @@ class FederatedExchange(Exchange):
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """What the algorithm keeps, the same on every worker."""
-        kept = self._algorithm.memory() if self.rank == 0 else {}
-        return {"algorithm": kept} if kept else {}
+        """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
+        if self._trainer is None:
+            return (self._recalled or {}) if self.rank == 0 else {}  # no round was played since
+        clients = {
+            name: gathered(states, len(self._samples_of), like, self.total)
+            for name, (states, like) in self._shelves().items()
+        }
+        kept: dict[str, Any] = {"algorithm": self._algorithm.memory(), "clients": clients}
+        kept["privacy"] = self._private.state() if self._private is not None else {}
+        return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on with it."""
+        self._recalled = memory
         self._algorithm.recall(memory.get("algorithm", {}))
+
+    def _recall_clients(self) -> None:
+        """What this worker's clients have kept, when it is known what that is like."""
+        device = next((one.device for one in self._weights), torch.device("cpu"))
+        for name, (states, _) in self._shelves().items():
+            kept = (self._recalled or {}).get("clients", {}).get(name, {})
+            states.update(restored(kept, self.rank, self.world, device))
+
+    def cannot_go_on(self, computer: Computer, step: int) -> str:
+        """A budget of privacy that does not allow the next round."""
+        if not self._strategy.epsilon:
+            return ""
+        self._meet_clients(computer.task)
+        assert self._private is not None, "a budget is one of noise, and noise needs a clip"
+        spending = self._private.spending
+        assert spending is not None, "a budget is one of noise"
+        if spending.affords(self._selected(step) if self._strategy.secure else ()):
+            return ""
+        self._private.ended = f"stopped after round {step}: {spending.why_over()}"
+        return self._private.ended
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
@@ -205,15 +298,17 @@ class FederatedExchange(Exchange):
     def step_samples(self, computer: Computer, step: int) -> int:
         """What the clients of all workers have trained on in the round, once for each epoch."""
         del computer, step
-        return round(float(self._words[_SAMPLES])) * self._work.epochs
+        return self._counted * self._work.epochs
 
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
-        """How many updates were not finite."""
-        return {"updates_refused": self._refused}
+        """How many updates were not finite, how clients were played, and what was given away of them."""
+        played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
+        told: dict[str, Any] = {"updates_refused": self._refused, "played": played}
+        return told if self._private is None else {**told, "privacy": self._private.told()}
 
     def close(self) -> None:
         """Let go of the memory."""

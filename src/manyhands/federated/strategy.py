@@ -8,16 +8,21 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
 from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.layers import EVERYTHING_SHARED
 from manyhands.federated.partition import NATURAL, Partition
-from manyhands.federated.secure.fixedpoint import FixedPoint
+from manyhands.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import setting, switch_setting, whole_number
 from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
-__all__ = ["ALL", "Federated"]
+__all__ = ["ALL", "AUTO", "Federated"]
 
 ALL = 0
 """The batch that is all of a client's samples."""
+AUTO = 0
+"""As many clients at once as is right."""
 _RANGE, _BITS = 8.0, 24
 
 
@@ -25,11 +30,26 @@ def _read_batch(text: str) -> int:
     return ALL if text == "all" else whole_number(text)
 
 
+def _read_together(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    if text == "0":
+        raise UserError("'0' is not a number of at least 1, nor auto")
+    return whole_number(text)
+
+
 def _read_fraction(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise UserError(f"{text!r} is not a number above 0 and up to 1") from None
+
+
+def _read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number") from None
 
 
 def _read_range(text: str) -> float:
@@ -65,15 +85,39 @@ class Federated(Strategy):
     """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
     partition: str = setting("iid", str)
     """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
+    together: int = setting(AUTO, _read_together, lambda value: "auto" if value == AUTO else str(value))
+    """How many clients a worker trains at once, as one stacked model; `auto`: as many as is right for the task."""
     secure: bool = switch_setting()
     """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
     range: float = setting(_RANGE, _read_range, lambda value: f"{value:g}")
     """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
     bits: int = setting(_BITS, whole_number)
     """With secure=yes, how many an item is rounded to, its sign included."""
+    keep: str = setting(EVERYTHING_SHARED, str)
+    """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
+    codec: str = codec_setting()
+    """How updates are made smaller on their way to the server: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether a client keeps what a codec leaves out, and adds it to its next update."""
+    max_samples: int = setting(MOST_WEIGHT, whole_number)
+    """For how many samples a client counts at most, whatever it says that it has."""
+    clip: str = setting("no", str)
+    """The most that the norm of an update may be: `1.0`, or `adaptive:0.5` for a quantile of the norms; `no`: any."""
+    noise: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """The deviation of the Gaussian noise of a round's sum, by the most that one client can change; needs a clip."""
+    noise_by: str = setting(SERVER, str)
+    """Who adds it: the `server`, or the `clients`, each its share, so that a server sees no sum without it."""
+    epsilon: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """The run ends before more than this is given away of a client; 0: it is counted, and no bound."""
+    delta: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """With noise, the chance for which epsilon need not hold: well below one by the number of clients."""
+    sampling: str = setting(FIXED, str)
+    """How a round's clients are drawn: a `fixed` number of them, or each by a draw of its own (`poisson`)."""
+    randomness: str = setting(SYSTEM, str)
+    """Where noise comes from: the operating `system`, or the run's `seed`, which is for tests and hides nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("clients", "epochs"):
+        for name in ("clients", "epochs", "max_samples"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise UserError(
                     f"federated {name}={getattr(self, name)}: must be a whole number of at least 1"
@@ -82,9 +126,21 @@ class Federated(Strategy):
             raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
         if self.batch < 0:
             raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
-        algorithm_named(self.algorithm)
-        Partition.parse(self.partition)
+        if self.together < 0:
+            raise UserError(
+                f"federated together={self.together}: must be a whole number of at least 1, or auto"
+            )
+        algorithm = algorithm_named(self.algorithm)
+        if Partition.parse(self.partition).word != NATURAL:
+            algorithm.check_round(self.per_round(self.clients))
+        check_codec(self.codec, link="", strategy=self.word, feedback=self.feedback)
+        if self.keep != EVERYTHING_SHARED and algorithm.cannot_keep_layers:
+            raise UserError(
+                f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "
+                "leave one of the two out"
+            )
         self._check_secure()
+        self._check_privacy()
 
     def _check_secure(self) -> None:
         """UserError where a secure sum is not enough, hides nobody, or could overflow."""
@@ -98,19 +154,65 @@ class Federated(Strategy):
                 f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
                 "shows none; use another algorithm"
             )
+        if self.codec != RAW:
+            raise UserError(
+                f"federated secure=yes codec={self.codec}: words under a mask look random and cannot be made smaller; "
+                "use fewer bits= instead"
+            )
         if self.partition == NATURAL:
             self.fixed_point.require_room(3)  # how many there are, the data says
         else:
             self.check_round(self.clients)
 
+    def _check_privacy(self) -> None:
+        """UserError where the settings promise less than they seem to."""
+        if self.privacy.rule is None:
+            return
+        if not algorithm_named(self.algorithm).sums_only:
+            raise UserError(
+                f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its update in a "
+                "sum, which the clip does not bound; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
+            )
+        if self.partition != NATURAL:
+            self.check_clients(self.clients)
+
+    @property
+    def privacy(self) -> PrivacyTerms:
+        """What is promised; UserError where that makes no sense."""
+        try:
+            return PrivacyTerms(
+                clip=self.clip,
+                noise=self.noise,
+                noise_by=self.noise_by,
+                epsilon=self.epsilon,
+                delta=self.delta,
+                sampling=self.sampling,
+                randomness=self.randomness,
+                secure=self.secure,
+                fraction=self.fraction,
+            )
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+
+    def check_clients(self, clients: int) -> None:
+        """UserError where what is promised is void for so many clients."""
+        fixed = self.fixed_point if self.secure else None
+        try:
+            self.privacy.check_clients(clients, self.per_round(clients), fixed)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+
     @property
     def fixed_point(self) -> FixedPoint:
         """How updates become whole numbers, with secure=yes."""
-        return FixedPoint(clip=self.range, bits=self.bits)
+        return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
     def check_round(self, clients: int) -> None:
-        """UserError where a round of so many clients cannot be summed securely."""
+        """UserError where a round of so many clients is too small, or cannot be summed securely."""
         count = self.per_round(clients)
+        algorithm_named(self.algorithm).check_round(count)
+        if not self.secure:
+            return
         if count < 3:
             raise UserError(
                 f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 hides "
@@ -123,6 +225,11 @@ class Federated(Strategy):
         super().check(workers, device, compiled=compiled)
         if self.secure and workers > 1:
             raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
+
+    @property
+    def saves_each_step(self) -> bool:
+        """With noise, or a run that broke would have given away what the resumed one does not count."""
+        return self.noise > 0
 
     @property
     def counts_rounds(self) -> bool:
@@ -152,10 +259,24 @@ class Federated(Strategy):
         """The model, a client's copy of it, and the sum of updates in double precision."""
         [worker] = super().needs(model, workers)
         what = "a client's weights, and the sum of updates"
-        if not self.secure:
-            return [replace(worker, besides=3 * model.weights, what=what)]
-        words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
-        return [replace(worker, besides=3 * model.weights + words, what=f"{what}, and each client's words")]
+        besides = 3 * model.weights
+        if self.privacy.rule is not None:
+            besides += 4 * model.weights
+            what += ", and an update that is clipped"
+        algorithm = algorithm_named(self.algorithm)
+        own = algorithm.models_kept + int(self.feedback and self.codec != RAW and has_feedback(self.codec))
+        if own:
+            besides += own * model.weights * -(-self.clients // workers)
+            what += ", and what clients keep"
+        if algorithm.single_updates:
+            besides += (
+                self.per_round(self.clients) * 3 * model.weights
+            )  # as they are, and in double precision
+            what += ", and every update"
+        if self.secure:
+            besides += 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
+            what += ", and each client's words"
+        return [replace(worker, besides=besides, what=what)]
 
     @property
     def promises(self) -> Promises:

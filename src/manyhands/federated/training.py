@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.errors import UserError
-from manyhands.federated.exchange import FederatedExchange, split_over
+from manyhands.federated.clients import held_names
+from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
+from manyhands.federated.layers import local_names
+from manyhands.federated.privacy.accountant import need_accountant
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.federated.strategy import Federated
 from manyhands.task import Task
@@ -41,10 +45,48 @@ class FederatedTraining(ExchangeTraining):
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()
-            strategy.check_round(len(found))
+        strategy.check_round(len(found))
+        local_names(held_names(model), strategy.keep)
+        _check_privacy(strategy, model, len(found))
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """What was given away of the clients is in the summary."""
+        samples, besides = super().gather(finished)
+        return samples, besides | ({"privacy": finished[0]["privacy"]} if "privacy" in finished[0] else {})
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """How the clients were played, the same on every worker, and what is promised to them."""
+        played = dict.fromkeys(one["played"] for one in finished if one["played"])
+        promised = finished[0].get("privacy", {}).get("sentence")
+        return (*super().said(finished), *played, *([promised] if promised else []))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
         """One worker's end: alone, or in the shared memory of one host."""
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
+
+
+def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
+    """UserError where so many clients, or this model, cannot be given what the strategy promises."""
+    if strategy.privacy.rule is None:
+        return
+    strategy.check_clients(clients)
+    if not strategy.noise:
+        return
+    need_accountant()
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    if buffers:
+        raise UserError(
+            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, as statistics of "
+            "BatchNorm are, and noise would spoil it; use a model without, as with GroupNorm or LayerNorm"
+        )
+    rounds = private_rounds(strategy, clients, seed=0)
+    assert rounds is not None, "there is a clip"
+    assert rounds.spending is not None, "there is noise"
+    if rounds.spending.most_rounds == 0:
+        one = rounds.spending.epsilon_after(1)
+        raise UserError(
+            f"epsilon={strategy.epsilon:g}: one round with noise={strategy.noise:g} comes to {one:.3g} at "
+            f"delta={strategy.delta:g}; use more noise, a smaller fraction, or a larger epsilon"
+        )

@@ -36,7 +36,7 @@ from manyhands.store.fingerprint import parameter_shapes
 from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer, TrainingPlan
 
-__all__ = ["Difference", "Player", "ReplayStage"]
+__all__ = ["Difference", "Player", "ProcessBuffers", "ReplayStage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class Player:
         self._kept: dict[tuple[int, int], _Values] = {}
         self._gradients: dict[tuple[int, tuple[int, int, int]], Contribution] = {}
         self._computed: dict[tuple[int, int, int], Computed] = {}
-        self._buffers = _Buffers(stage.replica.model)
+        self._buffers = ProcessBuffers(stage.replica.model)
         self._process: int | None = None  # whose buffers the model is to have
         self._ends: dict[int, _Values] = {}
         self._stopped = False
@@ -324,7 +324,7 @@ class Player:
         self.peak_bytes = max(self.peak_bytes, held + sum(values.nbytes for values in self._kept.values()))
 
 
-class _Buffers:
+class ProcessBuffers:
     """The buffers of the model, which each worker process has its own of, in one model that serves for all."""
 
     def __init__(self, model: nn.Module) -> None:

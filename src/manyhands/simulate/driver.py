@@ -35,6 +35,7 @@ from manyhands.server.changes import (
     StartWorker,
 )
 from manyhands.server.client import Leave, Reason
+from manyhands.server.log import StepRow
 from manyhands.server.membership import Membership, MembershipPlan
 from manyhands.server.messages import (
     LAUNCHER,
@@ -77,11 +78,26 @@ _CARRIERS = (Push, Parameters, Forward, Install)  # what has a gradient, or as m
 class Observer:
     """Sees what happens in a simulated run, and does nothing about it; a test overrides what it wants to see."""
 
+    def starts(self, member: int, role: FaultRole) -> None:
+        """A process is started."""
+
+    def waited(self, slot: int, work: Work, waited_for: int, since_s: float, now_s: float) -> None:
+        """A worker has what it asked for; the last shard to answer had waited for a slot, or for nobody (-1)."""
+
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
         """A worker begins to compute from what it has read of each shard."""
 
+    def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
+        """It has the gradient, and pushes it now."""
+
     def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
         """A member sends a message."""
+
+    def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
+        """A message is there, with so much beside it; who gets it may be busy with another."""
+
+    def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
+        """The primary of a shard takes an optimizer step."""
 
     def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
         """A server has learned that it serves a shard from now on."""
@@ -143,6 +159,7 @@ class _Simulation:
         self._serving: dict[int, ServerProcess] = {}
         self._snapshots: dict[int, Copy] = {}
         self._waiting_since_s: dict[int, float] = {}
+        self._computes_since_s: dict[int, float] = {}  # by slot
         self._times: dict[int, WorkerTimes] = defaultdict(WorkerTimes)
         self._happenings: list[SimulatedHappening] = []
         self._wounds: set[str] = set()
@@ -199,7 +216,7 @@ class _Simulation:
     def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
         """Send a message from a member to a member, this many seconds from now; in how many it arrives."""
         self._observer.sends(source, to, message, self._agenda.now_s)
-        num_bytes = self._payload_bytes if isinstance(message, _CARRIERS) else 0
+        num_bytes = self._bytes_beside(message)
         at_s = self._network.arrival_s(source, to, num_bytes, self._agenda.now_s + after_s)
         if to != LAUNCHER:
             self._agenda.at(
@@ -211,25 +228,37 @@ class _Simulation:
             self._agenda.at(at_s, self._tell, message)
         return at_s - self._agenda.now_s
 
+    def _bytes_beside(self, message: Message) -> int:
+        return self._payload_bytes if isinstance(message, _CARRIERS) else 0
+
     def later(self, process: Process, item: Item, after_s: float) -> None:
         """Put something into the process's own inbox, this many seconds from now."""
         self._agenda.at(self._agenda.now_s + after_s, self._put, process, item)
 
     def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
         """A worker begins to compute from what it has read; how many seconds that takes."""
-        now_s = self._agenda.now_s
+        now_s = self._computes_since_s[worker.slot] = self._agenda.now_s
+        since_s = self._waiting_since_s.pop(worker.member, now_s)
+        self._observer.waited(worker.slot, work, worker.waited_for, since_s, now_s)
         self._observer.computes(worker.slot, work, read, now_s)
         self._tell(Progressed(member=worker.member, clock=work.clock))
         times = self._times[worker.slot]
-        seconds = self._spec.compute.seconds(worker.slot, work.parts, self._draw)
-        times.waiting_s += now_s - self._waiting_since_s.pop(worker.member, now_s)
+        seconds = self._spec.compute.seconds(worker.slot, work, self._draw, self._spec.seed)
+        times.waiting_s += now_s - since_s
         times.computing_s += seconds
         times.num_computed += 1
         return seconds
 
-    def computed(self, worker: WorkerProcess) -> None:
+    def computed(self, worker: WorkerProcess, work: Work) -> None:
         """It has come to the end of that, and asks for more."""
-        self._waiting_since_s[worker.member] = self._agenda.now_s
+        now_s = self._waiting_since_s[worker.member] = self._agenda.now_s
+        self._observer.computed(worker.slot, work, self._computes_since_s[worker.slot], now_s)
+
+    def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
+        """A server has taken an optimizer step, this many seconds from now."""
+        if self._serving.get(row.shard) is server:  # a backup takes every step once more
+            took_s = self._spec.timing.apply_s
+            self._observer.steps(server.member, row, self._agenda.now_s + after_s - took_s, took_s)
 
     def left(self, worker: WorkerProcess, leave: Leave) -> None:
         """A worker has left its slot: it tells the launcher."""
@@ -272,6 +301,9 @@ class _Simulation:
             self._died_s and isinstance(item, SimulatedLetter) and self._cut_off(to, item)
         ):
             return
+        if isinstance(item, SimulatedLetter):
+            num_bytes = self._bytes_beside(item.message)
+            self._observer.arrives(item.source, to, item.message, num_bytes, self._agenda.now_s)
         self._put(process, item)
 
     def _cut_off(self, to: int, letter: SimulatedLetter) -> bool:
@@ -355,6 +387,7 @@ class _Simulation:
 
     def _start(self, process: Process) -> None:
         self._processes[process.member] = process
+        self._observer.starts(process.member, process.role)
         seconds = self._spec.timing.start_s * (0.9 + 0.2 * self._draw.random())
         self._agenda.at(self._agenda.now_s + seconds, self._join, process)
 

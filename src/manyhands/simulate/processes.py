@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from manyhands.errors import ManyhandsError
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.server.client import ClientAction, ClientCore, Compute, Flush, Leave, Wait
-from manyhands.server.log import Row
+from manyhands.server.log import Row, StepRow
 from manyhands.server.messages import (
     Forward,
     Install,
@@ -127,8 +127,11 @@ class SimulatedSurroundings(Protocol):
     def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
         """A worker begins to compute from what it has read; how many seconds that takes."""
 
-    def computed(self, worker: WorkerProcess) -> None:
+    def computed(self, worker: WorkerProcess, work: Work) -> None:
         """It has come to the end of that, and asks for more."""
+
+    def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
+        """A server has taken an optimizer step, this many seconds from now."""
 
     def left(self, worker: WorkerProcess, leave: Leave) -> None:
         """It has left its slot."""
@@ -217,6 +220,8 @@ class ServerProcess(Process):
                 case Log(row=row):
                     self.rows[row.shard].append(row)
                     self.written[row.shard].append(row)
+                    if isinstance(row, StepRow):
+                        self._world.steps(self, row, seconds)
         return seconds
 
     def _look_around(self, view: View) -> None:
@@ -268,6 +273,8 @@ class WorkerProcess(Process):
         super().__init__(member, FaultRole.WORKER)
         self.core: ClientCore | None = None
         self.slot = -1
+        self.waited_for = -1
+        """Whose update the shard that answered last had waited for."""
         self._spec, self._world = spec, world
         self._values: list[Any] = [None] * spec.shards
         self._gradients: list[Gradient] = [None] * spec.shards
@@ -292,10 +299,11 @@ class WorkerProcess(Process):
             case SimulatedLetter(source=source, message=message, payload=payload):
                 if isinstance(message, Parameters) and core.awaits(message, source):
                     self._values[message.shard] = payload
+                    self.waited_for = message.waited_for
                 self._do(core.handle(message, source))
             case ComputeDone(member=member, work=work) if member == self.member:
                 self._gradients, weight = self._spec.model.gradient(self.slot, work, self._values)
-                self._world.computed(self)
+                self._world.computed(self, work)
                 self._do(core.computed(weight=weight))
             case FlushDone(member=member) if member == self.member:
                 self._do(core.flushed())

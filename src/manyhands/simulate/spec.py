@@ -12,9 +12,11 @@ from manyhands.consistency.parse import parse_consistency
 from manyhands.consistency.policy import Policy
 from manyhands.errors import UserError
 from manyhands.link.silence import SILENT_AFTER_S
+from manyhands.server.messages import Work
 from manyhands.simulate.faults import Fault
 from manyhands.simulate.models import Ledger, Model
 from manyhands.simulate.network import NetworkModel
+from manyhands.slowdown import Slowdown
 
 __all__ = ["ComputeModel", "SimulationSpec", "Timing"]
 
@@ -28,12 +30,14 @@ def _positive(name: str, value: float) -> None:
 class ComputeModel:
     """How long a worker computes: `step_s` for a whole batch, and in proportion for a part of one.
 
-    `factors` makes slots slower or faster for good (a permanent straggler). Each computation is `delay_factor` times as
-    long with probability `delay_probability` (a passing delay), and longer or shorter by up to the share `spread`.
+    `factors` makes slots slower or faster for good (a permanent straggler), `slow` does as `--slow`. Each computation
+    is `delay_factor` times as long with probability `delay_probability` (a passing delay), longer or shorter by up to
+    the share `spread`.
     """
 
     step_s: float = 0.1
     factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    slow: tuple[Slowdown, ...] = ()
     delay_probability: float = 0.0
     delay_factor: float = 5.0
     spread: float = 0.0
@@ -47,9 +51,11 @@ class ComputeModel:
             if not 0 <= value <= 1:
                 raise UserError(f"{name}={value}: must be from 0 to 1")
 
-    def seconds(self, slot: int, parts: int, draw: random.Random) -> float:
+    def seconds(self, slot: int, work: Work, draw: random.Random, seed: int = 0) -> float:
         """How long one computation takes."""
-        seconds = self.step_s * self.factors.get(slot, 1.0) / parts
+        seconds = self.step_s * self.factors.get(slot, 1.0) / work.parts
+        for slow in self.slow:
+            seconds += slow.extra_s(seed=seed, step=work.batch, worker_rank=slot, compute_s=seconds)
         if self.delay_probability and draw.random() < self.delay_probability:
             seconds *= self.delay_factor
         if self.spread:

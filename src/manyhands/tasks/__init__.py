@@ -9,12 +9,15 @@ from manyhands.task import Task
 from manyhands.tasks.builtin import BuiltinTask
 from manyhands.tasks.digits import DIGITS
 from manyhands.tasks.language import LANGUAGE
+from manyhands.tasks.line import LINE
 from manyhands.tasks.mnist import MNIST
 from manyhands.tasks.recurrent import RECURRENT
 
 __all__ = ["TASKS", "build"]
 
-TASKS: dict[str, BuiltinTask[Any]] = {entry.name: entry for entry in (DIGITS, MNIST, LANGUAGE, RECURRENT)}
+TASKS: dict[str, BuiltinTask[Any]] = {
+    entry.name: entry for entry in (DIGITS, MNIST, LANGUAGE, RECURRENT, LINE)
+}
 
 
 def build(name: str, /, **options: Any) -> Task:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from torch import nn
+
 from manyhands.errors import UserError, nearest, printable
 from manyhands.task import Task
 
-__all__ = ["BuiltinTask", "Option", "about", "check_options"]
+__all__ = ["BuiltinTask", "Option", "TaskEnd", "TaskTable", "about", "check_options"]
 
 Options = TypeVar("Options")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -96,6 +98,27 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TaskEnd:
+    """How a run of a task ended, for what the task itself has to say of it."""
+
+    model: nn.Module
+    workers: int
+    steps: int
+    seed: int
+    splits_batches: bool
+    """Whether each global batch was split over the workers; otherwise a batch was one worker's, whole."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskTable:
+    """What a task shows at the end of a run besides, in words and numbers that are ready to print."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltinTask(Generic[Options]):
     """A named task: how it is made from its options, and how long it is usually trained."""
 
@@ -107,6 +130,8 @@ class BuiltinTask(Generic[Options]):
     """The usual training length in epochs; a task has this or `steps`."""
     steps: int | None = None
     """The usual training length in global batches."""
+    table: Callable[[Task, TaskEnd], TaskTable] | None = None
+    """What a run of it shows at its end besides."""
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,10 +98,15 @@ class Stage:
         """Where the run is kept."""
         return self.directory.path.absolute() if self.directory is not None else None
 
-    def collector(self, rings: Mapping[str, EventRing], workers: int | None = None) -> Collector:
-        """Gathers what these rings record; the first `workers` of them are workers (None: all)."""
+    def collector(
+        self,
+        rings: Mapping[str, EventRing],
+        workers: int | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> Collector:
+        """Gathers what these rings record by `clock`; the first `workers` of them are workers (None: all)."""
         directory = self.directory.events_path if self.directory is not None else None
-        return Collector(rings, workers=workers, directory=directory)
+        return Collector(rings, workers=workers, directory=directory, clock=clock)
 
     @contextmanager
     def view(self, collector: Collector) -> Iterator[None]:

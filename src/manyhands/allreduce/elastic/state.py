@@ -48,12 +48,15 @@ def write_state(tensors: int, tree: int, state: Mapping[str, Any]) -> None:
 def read_state(tensors: int, tree: int) -> Loaded:
     """What `write_state` left, as a checkpoint would give it."""
     try:
-        with open(os.dup(tree), "rb") as file:
-            file.seek(0)
-            meta = json.load(file)
-        return Loaded.of(unflatten(read_tensors(Path(f"/proc/self/fd/{tensors}")), meta))
+        meta = json.loads(_opened_again(tree).read_bytes())
+        return Loaded.of(unflatten(read_tensors(_opened_again(tensors)), meta))
     except (ValueError, KeyError, TypeError) as error:
         raise ManyhandsError(f"the state that another worker left cannot be read: {error}") from error
+
+
+def _opened_again(descriptor: int) -> Path:
+    """The same memory by a place of one's own in it: newcomers that read at once share the descriptor's."""
+    return Path(f"/proc/self/fd/{descriptor}")
 
 
 @torch.no_grad()

@@ -17,9 +17,12 @@ class FedProx(FederatedAlgorithm):
 
     word: ClassVar[str] = "fedprox"
     about: ClassVar[str] = "FedAvg whose clients are held near the weights they began with"
+    number: ClassVar[str] = "MU"
     corrects: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True
 
     def __init__(self, mu: float = 0.01) -> None:
+        super().__init__()
         self._mu = mu
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.federated.algorithms import ClientUpdate, algorithm_named
+from manyhands.federated.algorithms import algorithm_named
 from manyhands.federated.clients import ClientTrainer, held
 from manyhands.federated.deployed.asking import Asker, BackOff, Reply, Unreached
 from manyhands.federated.deployed.home import DeviceHome
@@ -37,6 +37,7 @@ from manyhands.federated.secure.primitives import ProtocolRefused, public_identi
 from manyhands.federated.secure.tally import hash_of
 from manyhands.federated.secure.vectors import words_of
 from manyhands.federated.strategy import Federated
+from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import preserved, seed_all
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
@@ -58,7 +59,6 @@ class DevicePlan:
     task: Task
     strategy: Federated
     seed: int
-    max_samples: int
     hold_s: float
     """How long the server holds back a question for work."""
     form: TensorForm
@@ -101,7 +101,6 @@ class DevicePlan:
             task=task,
             strategy=strategy,
             seed=seed,
-            max_samples=whole_in(told, "max_samples", 1),
             hold_s=_seconds(told.get("hold_s")),
             form=form,
             config=config,
@@ -262,10 +261,11 @@ class Device:
     def _update(self) -> ClientUpdate | None:
         """What training from the current model gives; None where that is not finite."""
         if self._made is None or self._made[0] != self._hash:
-            made = self._trainer.train(
-                self._weights, self._optimizer, self._client, self._samples, self._rounds
+            assigned = ClientAssignment(
+                client=self._client, samples=self._samples, weights=self._weights, number=self._rounds
             )
-            samples = min(made.samples, self._plan.max_samples)
+            [made] = self._trainer.play([assigned], self._optimizer)
+            samples = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=samples)
         update = self._made[1]
         finite = all(bool(one.isfinite().all()) for one in update.change) and math.isfinite(update.loss)

@@ -37,8 +37,6 @@ class RoundSettings:
     patience_s: float = math.inf
     stage_s: float = 30.0
     """With secure=yes, how long each message after the first is waited for."""
-    max_samples: int = 1 << 20
-    """What a client's update weighs at most, in samples; who says more counts for so much."""
     hold_s: float = 20.0
     """How long a question for work is held back while there is none."""
 
@@ -77,12 +75,21 @@ class FederatedJob:
             raise UserError(
                 f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
             )
-        if self.settings.max_samples < 1:
-            raise UserError(f"--max-samples {self.settings.max_samples}: must be at least 1")
+        self._check_settings()
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
         _ = self.terms
+
+    def _check_settings(self) -> None:
+        """UserError for what is a simulation's as yet, and would be left out without a word."""
+        usual = Federated()
+        for name in ("codec", "keep", "clip", "noise", "epsilon", "sampling"):
+            if getattr(self.strategy, name) != getattr(usual, name):
+                raise UserError(
+                    f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
+                    "leave it out"
+                )
 
     @property
     def terms(self) -> RoundTerms:
@@ -123,7 +130,6 @@ class FederatedJob:
             "seed": self.seed,
             "schema": str(self.schema),
             "model": form.as_json,
-            "max_samples": self.settings.max_samples,
             "hold_s": self.settings.hold_s,
         }
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import ManyhandsError, printable
-from manyhands.federated.clients import held
+from manyhands.federated.clients import held, held_names
 from manyhands.federated.secure.primitives import digest_of
 from manyhands.store.tensorfile import encode_tensors
 from manyhands.wire.dtypes import NAMED, STORED
@@ -105,9 +105,7 @@ class TensorForm:
     @classmethod
     def of(cls, model: nn.Module) -> TensorForm:
         """That of a model."""
-        names = [name for name, _ in model.named_parameters()]
-        names += [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-        found = zip(names, held(model), strict=True)
+        found = zip(held_names(model), held(model), strict=True)
         return cls(
             tuple((name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in found)
         )

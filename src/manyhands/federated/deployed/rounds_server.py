@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.federated.algorithms import ClientUpdate
 from manyhands.federated.clients import held
 from manyhands.federated.deployed.job import FederatedJob
 from manyhands.federated.deployed.keeping import ServerFiles
@@ -41,9 +40,11 @@ from manyhands.federated.rounds.events import (
 )
 from manyhands.federated.secure.primitives import ProtocolRefused, verify
 from manyhands.federated.secure.tally import hash_of
+from manyhands.federated.updates import ClientUpdate, TallySum
 from manyhands.randomness import preserved, seed_all
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.training.exchange import Traffic
 
 __all__ = ["RoundServer", "UpdateSum", "initial_model", "require_complete", "shapes_of"]
 
@@ -204,7 +205,7 @@ class RoundServer:
         for (name, _, _), one in zip(self.form.rows, change, strict=True):
             if not bool(one.isfinite().all()):
                 raise LetterRefused(422, f"tensor {name!r} of the update has a number that is not finite")
-        bounded = min(samples, self._job.settings.max_samples)
+        bounded = min(samples, self._job.strategy.max_samples)
         return ClientUpdate(client=client, change=change, samples=bounded, steps=steps, loss=loss)
 
     def leave(self, client: int, attempt: int, at_s: float) -> dict[str, Any]:
@@ -296,11 +297,12 @@ class RoundServer:
     def _close(self, decision: CloseRound) -> None:
         """The server's step, evaluated and saved."""
         total = self._sum
-        mean = [
-            one.div(total.weight).to(mine.dtype) for one, mine in zip(total.sums, self._weights, strict=True)
-        ]
+        found = TallySum(sums=total.sums, weight=total.weight, loss=total.loss, traffic=Traffic())
         with torch.no_grad():
-            self._algorithm.step(self._weights, mean)
+            mean = self._algorithm.mean(found)
+            self._algorithm.step(
+                self._weights, [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
+            )
         loss, now = total.loss / total.weight, time.monotonic()
         self._forget()
         row = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ class SecureAttempt:
     ) -> SecureAttempt:
         """With keys and an id that no other attempt has."""
         fixed = job.strategy.fixed_point
-        fixed = replace(fixed, max_weight=min(fixed.max_weight, job.settings.max_samples))
         terms = SecureTerms(
             round_id=os.urandom(KEY_BYTES),
             clients=len(roster),

@@ -5,36 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manyhands.errors import NonFinite
-from manyhands.federated.algorithms import ClientUpdate
 from manyhands.federated.secure.fixedpoint import FixedPoint, Words
 from manyhands.federated.secure.messages import SecureTerms, fewest_clients
 from manyhands.federated.secure.round import play_round
 from manyhands.federated.secure.server import RoundAbandoned
 from manyhands.federated.secure.vectors import LOSS_ITEMS, sum_of, words_of
+from manyhands.federated.updates import ClientUpdate, TallySum
+from manyhands.training.exchange import Traffic
 
-__all__ = ["SecureTally", "TallySum", "hash_of", "terms_for"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TallySum:
-    """What the server knows after a round."""
-
-    sums: Tensor
-    """Of weight times update, all tensors in a row, in double precision."""
-    weight: float
-    """Of all together."""
-    loss: float
-    """The sum of weight times mean loss."""
-    messages: int
-    """That the clients sent."""
-    num_bytes: int
-    """Of those."""
+__all__ = ["SecureTally", "hash_of", "terms_for"]
 
 
 def hash_of(weights: Sequence[Tensor]) -> bytes:
@@ -60,9 +44,20 @@ def terms_for(fixed: FixedPoint, clients: int, items: int) -> SecureTerms:
 class SecureTally:
     """One round's inputs."""
 
-    def __init__(self, fixed: FixedPoint, clients: Sequence[int], weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        fixed: FixedPoint,
+        clients: Sequence[int],
+        weights: Sequence[Tensor],
+        *,
+        number: int = 0,
+        like: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Of round `number`, from 0, in which clients begin with `weights` and send tensors of the shapes of `like`."""
         self._fixed = fixed
-        self._terms = terms_for(fixed, len(clients), sum(one.numel() for one in weights))
+        self._number = number
+        self._like = weights if like is None else like
+        self._terms = terms_for(fixed, len(clients), sum(one.numel() for one in self._like))
         self._model = hash_of(weights)
         self._identities = {client: os.urandom(32) for client in clients}
         self._inputs: dict[int, Words] = {}
@@ -71,20 +66,22 @@ class SecureTally:
         """What a client would mask; its numbers are finite."""
         self._inputs[update.client] = words_of(self._fixed, update, weight)
 
-    def total(self, number: int) -> TallySum:
-        """The sum of round `number`; who was not added has left before it masked. NonFinite if too few have not."""
+    def total(self) -> TallySum:
+        """The sum; who was not added has left before it masked. NonFinite if too few have not."""
         try:
             found = play_round(self._terms, self._identities, self._inputs, self._model)
         except RoundAbandoned as error:
             raise NonFinite(
-                f"round {number} was abandoned, and the model was not changed: {error}; clients leave whose update is "
-                "not finite"
+                f"round {self._number + 1} was abandoned, and the model was not changed: {error}; clients leave "
+                "whose update is not finite"
             ) from error
-        sums, loss, weight = sum_of(self._fixed, found.words)
+        flat, loss, weight = sum_of(self._fixed, found.words)
+        pieces = torch.split(flat, [one.numel() for one in self._like])
         return TallySum(
-            sums=sums,
+            sums=[
+                piece.view(one.shape).to(one.device) for piece, one in zip(pieces, self._like, strict=True)
+            ],
             weight=weight,
             loss=loss,
-            messages=found.messages,
-            num_bytes=sum(found.sent.values()),
+            traffic=Traffic(messages_sent=found.messages, bytes_sent=sum(found.sent.values())),
         )

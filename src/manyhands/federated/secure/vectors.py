@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import UserError
-from manyhands.federated.algorithms import ClientUpdate
 from manyhands.federated.secure.fixedpoint import FixedPoint, Words
+from manyhands.federated.updates import ClientUpdate
 
 __all__ = ["LOSS_ITEMS", "sum_of", "words_of"]
 

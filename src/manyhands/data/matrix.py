@@ -1,0 +1,71 @@
+"""A matrix in a file of any size, read forward as blocks of rows: LIBSVM text (plain or gzip), npy, Parquet.
+
+`matrix_files` opens them. No more is held than a few blocks. Where rows are needed again and in any order, as in
+several passes by several processes, `stored_matrix` keeps them so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.rows import Rows
+from manyhands.errors import DataError
+
+__all__ = ["BLOCK_BYTES", "MatrixBlock", "MatrixFile", "OnBytes"]
+
+OnBytes = Callable[[int], None]
+"""Told of the bytes that have been read, a block at a time."""
+
+BLOCK_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatrixBlock:
+    """Some rows in a row; `rows` is a table of float32 or float64, or CSR where the file leaves zeros out."""
+
+    begin: int
+    """The number of the first, from 0."""
+    rows: NDArray[Any] | Rows
+    labels: NDArray[Any] | None = None
+    """One for each row; None where the file has none."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def dense(self, columns: int) -> NDArray[Any]:
+        """The rows as a table of `columns` columns, the zeros that CSR leaves out written down."""
+        if not isinstance(self.rows, Rows):
+            return self.rows
+        if self.rows.size > columns:
+            raise DataError(
+                f"row {self.begin} or later has feature {self.rows.size - 1}, but there are {columns} columns"
+            )
+        table = np.zeros((len(self.rows), columns), np.float32)
+        of = np.repeat(np.arange(len(self.rows)), np.diff(self.rows.starts))
+        table[of, self.rows.indices] = self.rows.values
+        return table
+
+
+class MatrixFile(ABC):
+    """A file of rows. Missing values, where a format has them, are NaN; who cannot use them says so."""
+
+    path: Path
+    rows: int | None
+    """None where only reading tells, as of text."""
+    columns: int | None
+    """Of the matrix, without labels; None where only reading tells."""
+    names: tuple[str, ...] | None = None
+    """Of the columns, where they have some."""
+
+    @abstractmethod
+    def blocks(
+        self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
+    ) -> Iterator[MatrixBlock]:
+        """All rows from the first, in blocks of about so many bytes (at least a row); DataError says what is wrong."""

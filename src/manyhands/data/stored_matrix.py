@@ -1,0 +1,318 @@
+"""A matrix whose rows are needed pass after pass by several processes: files that are mapped, in any order, by anyone.
+
+    with MatrixStore() as store:
+        stored = store.keep(open_matrix("rows.txt.gz"))   # a plain value, good while the store is open
+        for block in stored.opened().blocks(0, stored.rows, block_bytes):
+            ...
+
+An npy file whose rows lie one after another is used where it is; anything else is written to a temporary folder once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.matrix import BLOCK_BYTES, MatrixBlock, MatrixFile, OnBytes
+from manyhands.data.matrix_files import NpyMatrix
+from manyhands.data.rows import Rows
+from manyhands.errors import DataError, ManyhandsError
+
+__all__ = ["MatrixStore", "OpenedMatrix", "StoredMatrix"]
+
+_CSR: Final[dict[str, Any]] = {"starts": np.int64, "indices": np.int32, "values": np.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix(ABC):
+    """Where a matrix lies: a plain value, which is sent to other processes."""
+
+    path: str
+    """The file, or the folder of several."""
+    rows: int
+    columns: int
+    entries: int
+    """Numbers that are there; of a sparse matrix, those that are not left out."""
+
+    @property
+    @abstractmethod
+    def is_sparse(self) -> bool:
+        """Whether blocks are CSR."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """What a pass over it reads."""
+
+    @abstractmethod
+    def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
+        """Mapped in this process; pages that were read leave its memory at once unless they are `kept_in_memory`."""
+
+
+class OpenedMatrix(ABC):
+    """A mapped matrix; `close` is idempotent."""
+
+    @abstractmethod
+    def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
+        """Rows `begin` to `end` in blocks of at most so many bytes (at least a row); each is good until the next."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap, once no block is in use."""
+
+
+class MatrixStore:
+    """A context manager that makes matrices mappable; what it wrote goes when it is left."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._count = 0
+        self._folder: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._folder = None
+
+    def keep(
+        self, file: MatrixFile, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
+    ) -> StoredMatrix:
+        """The matrix of a file, without its labels; ManyhandsError says when the disk is full."""
+        if isinstance(file, NpyMatrix) and _is_mappable(file):
+            assert file.rows is not None
+            assert file.columns is not None
+            return _DenseMatrix(
+                path=str(file.path.absolute()),
+                rows=file.rows,
+                columns=file.columns,
+                entries=file.rows * file.columns,
+                dtype=file.dtype.str,
+                offset=file.offset,
+            )
+        return self._written(file.blocks(block_bytes, on_bytes), str(file.path))
+
+    def keep_array(self, table: NDArray[Any]) -> StoredMatrix:
+        """A table that is in memory."""
+        return self._written(iter([MatrixBlock(begin=0, rows=np.ascontiguousarray(table))]), "a table")
+
+    def _written(self, blocks: Iterator[MatrixBlock], name: str) -> StoredMatrix:
+        folder = self._new_folder()
+        try:
+            first = next(blocks)
+            if isinstance(first.rows, Rows):
+                return _write_sparse(folder, first, blocks)
+            return _write_dense(folder, first, blocks)
+        except StopIteration:
+            raise DataError(f"{name} holds no rows; give a matrix with at least one") from None
+        except OSError as error:
+            hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
+            raise ManyhandsError(
+                f"rows of {name} could not be kept in {folder}: {error.strerror}{hint}"
+            ) from error
+
+    def _new_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(
+                self._stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-matrix-"))
+            )
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        return folder
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_mappable(file: NpyMatrix) -> bool:
+    return file.label is None and not file.is_column_major and file.dtype.isnative
+
+
+def _write_dense(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) -> StoredMatrix:
+    assert not isinstance(first.rows, Rows), "a table"
+    rows, columns, dtype = 0, first.rows.shape[1], first.rows.dtype
+    with (folder / "table").open("wb") as out:
+        for block in _with(first, more):
+            assert not isinstance(block.rows, Rows), "one kind"
+            out.write(block.rows.data)
+            rows += len(block)
+    return _DenseMatrix(
+        path=str(folder / "table"),
+        rows=rows,
+        columns=columns,
+        entries=rows * columns,
+        dtype=dtype.str,
+        offset=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DenseMatrix(StoredMatrix):
+    dtype: str
+    offset: int
+
+    @property
+    def is_sparse(self) -> bool:
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entries * np.dtype(self.dtype).itemsize
+
+    def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
+        return _MappedTable(self, kept_in_memory)
+
+
+class _MappedTable(OpenedMatrix):
+    def __init__(self, matrix: _DenseMatrix, kept_in_memory: bool) -> None:
+        self._map = _Map(
+            Path(matrix.path), np.dtype(matrix.dtype), matrix.offset, matrix.entries, kept_in_memory
+        )
+        self._columns = matrix.columns
+
+    def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
+        width = self._columns
+        count = max(1, block_bytes // (width * self._map.dtype.itemsize))
+        for first in range(begin, end, count):
+            last = min(first + count, end)
+            yield MatrixBlock(
+                begin=first, rows=self._map.items(first * width, last * width).reshape(-1, width)
+            )
+            self._map.done(first * width, last * width)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+# ── sparse ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _write_sparse(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) -> StoredMatrix:
+    rows = entries = columns = 0
+    with ExitStack() as stack:
+        out: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("wb")) for name in _CSR}
+        out["starts"].write(np.zeros(1, np.int64).data)
+        for block in _with(first, more):
+            part = block.rows
+            assert isinstance(part, Rows), "one kind"
+            out["starts"].write((part.starts[1:] + entries).data)
+            out["indices"].write(part.indices.data)
+            out["values"].write(part.values.data)
+            rows, entries, columns = rows + len(part), entries + len(part.indices), max(columns, part.size)
+    if not entries:
+        raise DataError("no row has any entry; give a matrix that is not zero")
+    return _SparseMatrix(path=str(folder), rows=rows, columns=columns, entries=entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SparseMatrix(StoredMatrix):
+    @property
+    def is_sparse(self) -> bool:
+        return True
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * self.entries + 8 * self.rows
+
+    def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
+        return _MappedRows(self, kept_in_memory)
+
+
+class _MappedRows(OpenedMatrix):
+    def __init__(self, matrix: _SparseMatrix, kept_in_memory: bool) -> None:
+        counts = {"starts": matrix.rows + 1, "indices": matrix.entries, "values": matrix.entries}
+        self._maps = {
+            name: _Map(Path(matrix.path, name), np.dtype(kind), 0, counts[name], kept_in_memory)
+            for name, kind in _CSR.items()
+        }
+        self._columns = matrix.columns
+
+    def blocks(self, begin: int, end: int, block_bytes: int) -> Iterator[MatrixBlock]:
+        starts, indices, values = (self._maps[name] for name in _CSR)
+        most_rows, most_entries = max(1, block_bytes // 16), max(1, block_bytes // 16)
+        while begin < end:
+            last = min(end, begin + most_rows)
+            begins = starts.items(begin, last + 1)
+            first_entry = int(begins[0])
+            fit = int(np.searchsorted(begins, first_entry + most_entries, side="right")) - 1
+            last = begin + max(1, fit)
+            last_entry = int(begins[last - begin])
+            nothing = np.zeros(last - begin, np.float32)
+            rows = Rows(
+                starts=begins[: last - begin + 1] - first_entry,
+                indices=indices.items(first_entry, last_entry),
+                values=values.items(first_entry, last_entry),
+                labels=nothing,
+                weights=nothing,
+                size=self._columns,
+            )
+            yield MatrixBlock(begin=begin, rows=rows)
+            for mapped in (indices, values):
+                mapped.done(first_entry, last_entry)
+            starts.done(begin, last)
+            begin = last
+
+    def close(self) -> None:
+        for mapped in self._maps.values():
+            mapped.close()
+
+
+# ── maps ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Map:
+    """A file of items, mapped for reading."""
+
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], offset: int, count: int, kept_in_memory: bool
+    ) -> None:
+        self.dtype = dtype
+        self._offset, self._kept = offset, kept_in_memory
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be mapped: {error}") from error
+        if len(self._map) < offset + count * dtype.itemsize:
+            raise DataError(f"{path} has become shorter since it was opened; leave it as it is during a run")
+        self._items: NDArray[Any] | None = np.frombuffer(self._map, dtype, count, offset)
+
+    def items(self, begin: int, end: int) -> NDArray[Any]:
+        assert self._items is not None, "not closed"
+        return self._items[begin:end]
+
+    def done(self, begin: int, end: int) -> None:
+        """These are not needed for now; whole pages of them go."""
+        if self._kept:
+            return
+        first = (self._offset + begin * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = (self._offset + end * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def close(self) -> None:
+        self._items = None
+        try:
+            self._map.close()
+        except BufferError:  # a block is still in use; the map goes with it
+            pass
+
+
+def _with(first: MatrixBlock, more: Iterator[MatrixBlock]) -> Iterator[MatrixBlock]:
+    yield first
+    yield from more

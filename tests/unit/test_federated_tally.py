@@ -1,0 +1,96 @@
+"""The tallies of a round, and clients' states, over workers that meet in a sum: what one worker alone would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyhands.federated.states import ClientStates, gathered, restored
+from manyhands.federated.tally import KeptTally, PlainTally
+from manyhands.federated.updates import ClientUpdate, TallySum
+
+LIKE = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]
+CLIENTS = [1, 4, 6, 7, 9]
+T = TypeVar("T")
+
+
+def update(client: int) -> ClientUpdate:
+    generator = torch.Generator().manual_seed(client)
+    change = [torch.randn(one.shape, generator=generator, dtype=one.dtype) for one in LIKE]
+    return ClientUpdate(client=client, change=change, samples=client + 1, steps=2, loss=0.5 * client)
+
+
+def together(world: int, work: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
+    """What each of so many workers makes of it, where `total` adds up what all of them gave."""
+    barrier, given = Barrier(world, timeout=20), [torch.zeros(0)] * world
+
+    def worker(rank: int) -> T:
+        def total(values: Tensor) -> Tensor:
+            given[rank] = values
+            barrier.wait()
+            found = torch.stack(given).sum(0)
+            barrier.wait()
+            return found
+
+        return work(rank, total)
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(worker, range(world)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "kept"])
+def test_three_workers_tally_what_one_does(kind: str) -> None:
+    def played(world: int) -> list[TallySum]:
+        def work(rank: int, total: Callable[[Tensor], Tensor]) -> TallySum:
+            tally = PlainTally(total, LIKE) if kind == "plain" else KeptTally(total, CLIENTS, LIKE)
+            for client in CLIENTS[rank::world]:
+                if client != 6:  # it was not finite
+                    tally.add(update(client), client + 1)
+            return tally.total()
+
+        return together(world, work)
+
+    counted = [update(client) for client in CLIENTS if client != 6]
+    [alone], three = played(1), played(3)
+    for found in (alone, *three):
+        assert found.weight == 2 + 5 + 8 + 10
+        assert found.loss == pytest.approx(sum(one.loss * one.samples for one in counted))
+        for at, total_of in enumerate(found.sums):
+            assert total_of.dtype == torch.float64
+            exact = torch.stack([one.samples * one.change[at].double() for one in counted]).sum(0)
+            torch.testing.assert_close(total_of, exact, rtol=1e-14, atol=1e-14)
+        if kind == "kept":
+            assert [one.client for one in found.updates] == [1, 4, 7, 9]
+            for one, exact_one in zip(found.updates, counted, strict=True):
+                assert one.weight == exact_one.samples
+                assert all(map(torch.equal, one.change, exact_one.change))
+        else:
+            assert not found.updates
+    sent = [found.traffic for found in three]
+    assert sum(one.messages_sent for one in sent) == alone.traffic.messages_sent == 4
+    assert sum(one.bytes_sent for one in sent) == alone.traffic.bytes_sent == 4 * (6 * 4 + 4 * 8)
+
+
+def test_the_states_of_clients_go_into_a_checkpoint_and_to_other_workers() -> None:
+    states: ClientStates = {client: list(update(client).change) for client in CLIENTS}
+
+    def keep(rank: int, total: Callable[[Tensor], Tensor]) -> dict[str, object]:
+        mine = {client: state for client, state in states.items() if client % 2 == rank}
+        return gathered(mine, 12, LIKE, total)
+
+    for kept in together(2, keep):
+        assert kept["clients"] == CLIENTS
+        dealt = [restored(kept, rank, 3, torch.device("cpu")) for rank in range(3)]
+        assert [sorted(one) for one in dealt] == [[6, 9], [1, 4, 7], []]
+        for one in dealt:
+            for client, state in one.items():
+                assert all(map(torch.equal, state, states[client]))
+                assert [tensor.dtype for tensor in state] == [torch.float32, torch.float64]
+    assert gathered({}, 12, LIKE, lambda values: values) == {}
+    assert restored({}, 0, 1, torch.device("cpu")) == {}
