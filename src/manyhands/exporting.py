@@ -7,24 +7,26 @@ manyhands export runs/digits-1 --precision int8
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from manyhands.errors import UserError
+from manyhands.errors import DataError, UserError, first_line
 from manyhands.randomness import preserved, seed_all
 from manyhands.store.exported import check_precision, read_exported, write_exported
 from manyhands.store.rundir import RunDirectory
+from manyhands.store.tensorfile import read_tensors
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.tasks import TASKS
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.kept import last_kept
 
-__all__ = ["Export", "export_run", "load"]
+__all__ = ["Export", "export_run", "load", "predicted_classes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,39 @@ def export_run(
         before=_measured(built, _filled(built, weights)),
         after=_measured(built, _filled(built, read_exported(file).weights)),
     )
+
+
+def predicted_classes(run: str | Path, file: str | Path, batch: int = 256) -> Iterator[int]:
+    """The class that a run's newest model gives each row of a safetensors file, in order.
+
+    The rows are those of the only tensor in the file, or of the first column that a device's run was told of.
+    """
+    place, examples = Path(run), Path(file)
+    config, built = _task_of(place, None)
+    try:
+        found = read_tensors(examples)
+    except ValueError as error:
+        raise DataError(f"{examples} {error}") from error
+    name = str(config.get("schema", "")).partition("=")[0] or next(iter(found), "")
+    if name not in found or (len(found) > 1 and "schema" not in config):
+        raise DataError(
+            f"{examples}: has the tensors {', '.join(found) or 'none'}; give it one, of the inputs"
+        )
+    model = _filled(built, _newest(place, config, built)[1])
+    rows = found[name]
+    for begin in range(0, len(rows), batch):
+        with torch.no_grad():
+            try:
+                output = model(rows[begin : begin + batch])
+            except (RuntimeError, IndexError) as error:
+                raise DataError(
+                    f"{examples}: tensor {name!r} does not fit the model: {first_line(error)}"
+                ) from error
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            raise UserError(
+                f"{place}: its model gives no score for each class; use mh.load and call it yourself"
+            )
+        yield from output.argmax(1).tolist()
 
 
 def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:

@@ -82,9 +82,8 @@ def test_a_round_begins_when_all_it_would_ask_are_there_and_with_fewer_after_a_w
 
 def test_who_is_asked_is_drawn_as_the_simulation_draws() -> None:
     terms = replace(TERMS, over=1.0, clients=6, seed=7)
-    everyone = [event for event in seen(0, 1, 2, 3, 4, 5)]
     state = RoundState(present=dict.fromkeys(range(6), 0.0))
-    _, decisions = told(everyone[0], terms=terms, state=state)
+    _, decisions = told(*seen(0), terms=terms, state=state)
     assert decisions == [BeginRound(attempt=1, number=0, asked=tuple(selected(7, 0, 6, 3)))]
 
 
@@ -131,6 +130,7 @@ def test_at_the_deadline_enough_reports_close_the_round_and_too_few_abandon_it()
     state, decisions = told(report(0), late, state=begun(0, 1, 2, 3))
     assert isinstance(decisions[1], AbandonRound)
     assert (state.done, state.abandoned, state.phase) == (0, 1, RoundPhase.SELECTING)
+    assert state.present.keys() == {0}, "who was silent must come by first"
     _, decisions = told(TimePassed(at_s=10.1), *seen(0, 1, 2, 3, at_s=11.0), state=state)
     assert decisions[0] == BeginRound(attempt=2, number=0, asked=(0, 1, 2, 3))  # the same round again
 
@@ -178,6 +178,8 @@ def test_the_run_ends_with_its_last_round_or_when_nobody_comes() -> None:
     assert isinstance(decisions[0], EndRounds)
     assert not decisions[0].complete
     assert told(*seen(0, 1, 2, 3, at_s=101.0), state=state)[1] == []
+    state, decisions = told(ServerResumed(at_s=0.0), *seen(0, 1, 2, 3), state=state)
+    assert isinstance(decisions[0], BeginRound)  # somebody has started it again
 
 
 @pytest.mark.parametrize(

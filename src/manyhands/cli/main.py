@@ -91,6 +91,10 @@ COMMANDS = {
         settings={"ignore_unknown_options": True},
         trains=True,
     ),
+    "federated": Later(
+        home="manyhands.cli.federated:federated_app",
+        help="Federated rounds with real devices, over HTTPS.",
+    ),
     "role": Later(
         home="manyhands.cli.role:role_command",
         help="Be one role of a cluster specification: a worker, a server, or the chief that leads.",

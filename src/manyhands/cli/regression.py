@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,13 +164,24 @@ def predict_command(
     file_format: _Format = "auto",
     skip_bad: _SkipBad = False,
 ) -> None:
-    """Print for every example the probability of the larger label, one a line."""
+    """Print for every example the probability of the larger label, one a line.
+
+    Of a run, or a device, that trains a built-in task: the class of every row of a safetensors file.
+    """
     # Imported here so that help texts do not wait for numba.
     from manyhands.data.row_files import Reading
     from manyhands.draw.bars import Bars
-    from manyhands.errors import UserError
+    from manyhands.regression.export import is_logreg
     from manyhands.regression.model import LogregModel
+    from manyhands.store.rundir import RunDirectory
 
+    if RunDirectory.is_one(model) and not is_logreg(model):
+        from manyhands.exporting import predicted_classes
+
+        _write_lines(
+            lambda stream: stream.writelines(f"{one}\n" for one in predicted_classes(model, examples)), out
+        )
+        return
     trained = LogregModel.load(model)
     file = trained.file(examples, Reading(format=file_format, skip_bad=skip_bad, threads=_cores()))
 
@@ -180,6 +191,15 @@ def predict_command(
                 chances = trained.probabilities(rows)
                 stream.write("".join(f"{chance:.6g}\n" for chance in chances.tolist()))
                 phase.advance(len(rows))
+
+    _write_lines(write_to, out)
+    if file.bad_lines:
+        print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
+
+
+def _write_lines(write_to: Callable[[TextIO], None], out: Path | None) -> None:
+    """To a file, or to stdout, whose reader may leave; UserError for a disk that does not take it."""
+    from manyhands.errors import UserError
 
     try:
         if out is None:
@@ -192,8 +212,6 @@ def predict_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
-    if file.bad_lines:
-        print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
 
 
 def _train(asked: _TrainLogreg) -> None:

@@ -5,8 +5,8 @@
         └──────────── too few: abandoned ────────┘
 
 More clients are asked than are needed (`over`), since some will not answer; the first reports count, later ones are
-refused. What begins is an *attempt*, which has a number of its own for ever; only one that closes makes the round's number
-grow, so that no round counts twice, whatever is sent again and however often the server is started anew.
+refused. What begins is an *attempt*, which has a number of its own for ever; only one that closes makes the round's
+number grow, so that no round counts twice, whatever is sent again and however often the server is started anew.
 
 The state is a plain value. It goes on the same from `state_of(as_json(state))` as from itself, at every point.
 """
@@ -144,11 +144,11 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
     state = replace(
         state, now_s=event.at_s if isinstance(event, ServerResumed) else max(state.now_s, event.at_s)
     )
+    if isinstance(event, ServerResumed):
+        return _resume(terms, state)
     if state.is_over:
         return state, _too_late(event, "the run has ended")
     match event:
-        case ServerResumed():
-            return _resume(state)
         case ClientSeen():
             return _look(terms, _with_seen(state, event.client))
         case ClientGone():
@@ -167,9 +167,11 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
             return _look(terms, state)
 
 
-def _resume(state: RoundState) -> _Outcome:
-    """The clock is another one, nobody is known to be there, and what was summed is gone."""
+def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
+    """The clock is another one, nobody is known to be there, what was summed is gone; more rounds may be wanted."""
     fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
+    if state.is_over and state.done < terms.rounds:
+        return replace(fresh, phase=RoundPhase.SELECTING), ()
     if state.phase is RoundPhase.REPORTING:
         return _abandon(fresh, "the server was started again")
     return fresh, ()
@@ -224,6 +226,10 @@ def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
         if count >= terms.goal:
             return _close(terms, state)
         if not state.waits_for or _is_late(terms, state):
+            # who was silent is asked again only after it was heard of
+            silent = state.waits_for
+            present = {one: at_s for one, at_s in state.present.items() if one not in silent}
+            state = replace(state, present=present)
             if count >= terms.minimum:
                 return _close(terms, state)
             return _abandon(

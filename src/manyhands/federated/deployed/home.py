@@ -1,0 +1,129 @@
+"""What a device keeps: its key, its number, and a run directory with the current model.
+
+identity.key    the Ed25519 secret, in hexadecimal; mode 0600; it never leaves the device
+device.json     the server, the run, the client's number, and the public keys of other clients it has met
+config.json, checkpoints/ …    a run directory: `mh.load` reads the model there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.errors import DataError, UserError
+from manyhands.federated.secure.primitives import KEY_BYTES, ProtocolRefused
+from manyhands.store.atomic import make_directory, write_json
+from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
+from manyhands.store.fingerprint import fingerprint
+from manyhands.store.rundir import RunDirectory
+
+__all__ = ["DeviceHome"]
+
+_IDENTITY, _ABOUT = "identity.key", "device.json"
+_OWN = (_IDENTITY, _ABOUT, f".{_ABOUT}.writing")
+
+
+class DeviceHome:
+    """A device's folder."""
+
+    def __init__(self, path: Path) -> None:
+        """Make it, or open it; UserError where it cannot be."""
+        self.path = path
+        try:
+            make_directory(path)
+            self.secret = self._identity()
+        except OSError as error:
+            raise UserError(f"--out {path}: cannot be used: {error.strerror}") from error
+        self.about = self._read_about()
+        self._directory: RunDirectory | None = None
+
+    def _identity(self) -> bytes:
+        path = self.path / _IDENTITY
+        if not path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(os.urandom(KEY_BYTES).hex() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
+        try:
+            secret = bytes.fromhex(path.read_text("ascii").strip())
+        except (UnicodeDecodeError, ValueError):
+            secret = b""
+        if len(secret) != KEY_BYTES:
+            raise DataError(f"{path} is damaged; remove the folder and enrol anew")
+        return secret
+
+    def _read_about(self) -> dict[str, Any]:
+        path = self.path / _ABOUT
+        try:
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise DataError(f"{path} holds no JSON object")
+        return found
+
+    @property
+    def client(self) -> int | None:
+        """Its number, once it is enrolled."""
+        found = self.about.get("client")
+        return found if isinstance(found, int) else None
+
+    def remember(self, **facts: Any) -> None:
+        """Keep more about itself."""
+        self.about = {**self.about, **facts}
+        write_json(self.path / _ABOUT, self.about)
+
+    def require_known(self, roster: Mapping[int, bytes]) -> None:
+        """Remember who the others are; ProtocolRefused where the server has given a number to another key since."""
+        known = dict(self.about.get("known", {}))
+        for client, key in roster.items():
+            if known.setdefault(str(client), key.hex()) != key.hex():
+                raise ProtocolRefused(f"client {client} is said to have another key than before")
+        if known != self.about.get("known", {}):
+            self.remember(known=known)
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Start its run directory, or go on with it; UserError where another run, or another process, is there."""
+        if not RunDirectory.is_one(self.path):
+            self._directory = RunDirectory.create(
+                self.path, config, _OWN, "it is a device of another run; choose another --out"
+            )
+            return
+        self._directory = RunDirectory.open(self.path)
+        before, now = fingerprint(self._directory.config), fingerprint({**config, "samples": 0})
+        conflict = fingerprint({**self._directory.config, "samples": 0}).conflict(now)
+        if conflict is not None:
+            self.close()
+            raise UserError(f"--out {self.path}: is of another run of {before.task!r}: {conflict}")
+        self._directory.go_on_as(config)
+
+    def save(self, rounds: int, model: Mapping[str, Tensor]) -> None:
+        """The model after so many rounds: from here on it is the one that is loaded."""
+        assert self._directory is not None, "begin comes before save"
+        store = self._directory.checkpoints(keep=1)
+        store.remove_after(rounds)  # of a server that was set back
+        store.save(Snapshot(step=rounds, model=model, optimizer={}))
+
+    def load(self) -> Loaded | None:
+        """The newest model, None where there is none."""
+        assert self._directory is not None, "begin comes before load"
+        try:
+            return self._directory.checkpoints(keep=1).load()
+        except NoCheckpoint:
+            return None
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None

@@ -1,0 +1,174 @@
+"""A secure sum over requests that come when they come: the server's state machine, with a deadline for every stage.
+
+A device trains before it sends its first message, so that the first stage lasts as long as a round does, and each of
+the others only as long as messages take. What a device sends again, since it did not get the answer, is answered again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.errors import UserError
+from manyhands.federated.deployed.enrolment import from_hex
+from manyhands.federated.deployed.job import FederatedJob
+from manyhands.federated.deployed.letters import LetterRefused
+from manyhands.federated.secure.client import SecureStage
+from manyhands.federated.secure.fixedpoint import FixedPoint
+from manyhands.federated.secure.messages import SEALED_BYTES, SecureTerms, fewest_clients
+from manyhands.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
+from manyhands.federated.secure.server import SecureServer
+from manyhands.federated.secure.tally import hash_of
+from manyhands.federated.secure.vectors import LOSS_ITEMS, sum_of
+
+__all__ = ["SecureAttempt", "StagedSum", "terms_from"]
+
+_LEAST_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedSum:
+    """What the server learns of a round."""
+
+    flat: Tensor
+    weight: float
+    loss: float
+    clients: tuple[int, ...]
+    """Whose updates are in it."""
+
+    def split(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """The sums in the shapes of these tensors."""
+        pieces = torch.split(self.flat, [one.numel() for one in like])
+        return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
+
+
+class SecureAttempt:
+    """One attempt at a round, on the server."""
+
+    def __init__(
+        self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes, deadlines_s: tuple[float, float]
+    ) -> None:
+        """`deadlines_s`: when the first stage ends, and how long each of the others may take."""
+        self._terms, self._roster = terms, roster
+        self._server = SecureServer(terms, roster, model)
+        self._due_s, self._stage_s = deadlines_s
+        self._letters: dict[int, dict[int, bytes]] = {}
+        self._came: dict[tuple[int, int], bytes] = {}
+
+    @classmethod
+    def begin(
+        cls, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
+    ) -> SecureAttempt:
+        """With keys and an id that no other attempt has."""
+        fixed = job.strategy.fixed_point
+        terms = SecureTerms(
+            round_id=os.urandom(KEY_BYTES),
+            clients=len(roster),
+            threshold=fewest_clients(len(roster)),
+            length=sum(one.numel() for one in weights) + LOSS_ITEMS + 1,
+            fixed=fixed,
+        )
+        settings = job.settings
+        return cls(terms, roster, hash_of(weights), (at_s + settings.deadline_s, settings.stage_s))
+
+    @property
+    def stage(self) -> int:
+        """Which messages are waited for."""
+        return int(self._server.stage)
+
+    @property
+    def terms_as_json(self) -> dict[str, Any]:
+        """What a device must know to take part."""
+        terms, fixed = self._terms, self._terms.fixed
+        return {
+            "round_id": terms.round_id.hex(),
+            "threshold": terms.threshold,
+            "length": terms.length,
+            "clip": fixed.clip,
+            "bits": fixed.bits,
+            "max_weight": fixed.max_weight,
+            "ring": fixed.ring,
+            "roster": {str(client): key.hex() for client, key in self._roster.items()},
+        }
+
+    @property
+    def most_bytes(self) -> int:
+        """Of any message."""
+        words = self._terms.length * self._terms.fixed.dtype.itemsize
+        return max(_LEAST_BYTES, words, 16 + self._terms.clients * (4 + SEALED_BYTES))
+
+    def receive(self, client: int, stage: int, body: bytes) -> None:
+        """A client's message at a stage; ProtocolRefused where it is wrong, late, or another one than before."""
+        digest = digest_of(body)
+        before = self._came.get((client, stage))
+        if before is not None:
+            if before != digest:
+                raise ProtocolRefused(f"client {client} has sent something else at this stage before")
+            return
+        if stage != self._server.stage:
+            raise ProtocolRefused(
+                f"the round is at {self._server.stage.name}: the message is too late, or too early"
+            )
+        self._server.receive(client, body)
+        self._came[client, stage] = digest
+
+    def letter(self, client: int, stage: int) -> bytes | None:
+        """What the client is sent at a stage, None as long as that is not known; LetterRefused if it never will be."""
+        if stage in self._letters:
+            if client not in self._letters[stage]:
+                raise LetterRefused(409, f"client {client} came too late, and the round goes on without it")
+            return self._letters[stage][client]
+        if stage > SecureStage.UNMASK:
+            raise LetterRefused(404, f"there is no stage {stage}")
+        return None
+
+    def silent(self, at_s: float) -> frozenset[int]:
+        """Who has not answered though the time of the stage is up."""
+        return self._server.waits_for if at_s >= self._due_s else frozenset()
+
+    def advance(self, at_s: float) -> StagedSum | None:
+        """Go to the next stage if everybody has answered or the time is up; the sum, once there is one.
+
+        RoundAbandoned where too few are left; nothing is revealed then.
+        """
+        if self._server.waits_for and at_s < self._due_s:
+            return None
+        letters = self._server.advance()
+        self._due_s = at_s + self._stage_s
+        stage = self._server.stage
+        if stage is not SecureStage.DONE:
+            self._letters[int(stage)] = letters
+            return None
+        flat, loss, weight = sum_of(self._terms.fixed, self._server.result())
+        return StagedSum(flat=flat, weight=weight, loss=loss, clients=self._server.survivors)
+
+
+def terms_from(told: Any, items: int, most_weight: int) -> tuple[SecureTerms, dict[int, bytes]]:
+    """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe."""
+    try:
+        roster = {int(client): from_hex(key, KEY_BYTES) for client, key in told["roster"].items()}
+        fixed = FixedPoint(
+            clip=float(told["clip"]),
+            bits=int(told["bits"]),
+            max_weight=min(int(told["max_weight"]), most_weight),
+            ring=int(told["ring"]),
+        )
+        terms = SecureTerms(
+            round_id=from_hex(told["round_id"], KEY_BYTES),
+            clients=len(roster),
+            threshold=int(told["threshold"]),
+            length=int(told["length"]),
+            fixed=fixed,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, UserError, LetterRefused) as error:
+        raise ProtocolRefused(f"the terms of the secure sum make no sense: {error}") from error
+    if terms.length != items + LOSS_ITEMS + 1:
+        raise ProtocolRefused(f"the terms are for {terms.length} words, and the model has {items} numbers")
+    if len(set(roster.values())) < len(roster):
+        raise ProtocolRefused("an identity is on the roster twice")
+    return terms, roster

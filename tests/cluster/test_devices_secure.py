@@ -1,0 +1,307 @@
+"""Secure sums over requests: devices that leave at every stage, and a server that lies."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from devices import TOY, Served, job_for, make_device, serving, write_parts
+from manyhands.federated.deployed.asking import Reply
+from manyhands.federated.deployed.device import Device
+from manyhands.federated.deployed.home import DeviceHome
+from manyhands.federated.deployed.keeping import TOKENS
+from manyhands.federated.deployed.stages import terms_from
+from manyhands.federated.secure.client import SecureStage
+from manyhands.federated.secure.messages import SurvivorList, UnmaskRequest
+from manyhands.federated.secure.primitives import ProtocolRefused
+from manyhands.tasks import TASKS
+
+DEVICES = 5  # of which 4 must stay
+
+
+class Died(Exception):
+    """A device's process is gone."""
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "points", TOY)
+
+
+class Party:
+    """A server and devices, one of which asks by way of `meddle`."""
+
+    def __init__(self, served: Served, folder: Path) -> None:
+        self.served, self.folder = served, folder
+        self.over = threading.Event()
+        self.asked: list[tuple[int, str, str]] = []
+        self.devices: list[Device] = []
+
+    def start(self, meddle: Callable[[int, str, str, Reply | None], Reply | None]) -> None:
+        """`meddle` may change what device n is answered, or raise Died before it asks (then it is given None)."""
+        tokens = (self.folder / "run" / TOKENS).read_text().split()
+        for number in range(DEVICES):
+            self.devices.append(
+                make_device(self.served, self.folder, number, tokens[number], self.asker(number, meddle))
+            )
+        self.threads = [threading.Thread(target=self.run, args=(one,)) for one in self.devices]
+        for thread in self.threads:
+            thread.start()
+
+    def asker(self, number: int, meddle: Any) -> Any:
+        home = DeviceHome(self.folder / f"device-{number}")
+
+        def asking(method: str, target: str, body: bytes, model: str, most: int) -> Reply:
+            if self.over.is_set():
+                raise Died
+            self.asked.append((number, method, target))
+            meddle(number, method, target, None)
+            client = json.loads((home.path / "device.json").read_text())["client"]
+            reply = self.served.signed(client, home.secret, method, target, body, model)
+            return meddle(number, method, target, reply) or reply
+
+        return asking
+
+    def run(self, device: Device) -> None:
+        try:
+            device.run()
+        except Died:
+            pass
+
+    def end(self) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(30)
+        for device in self.devices:
+            device._home.close()
+
+    def until_told(self, word: str) -> None:
+        """Wait until the server has said something with this word."""
+        for _ in range(3000):
+            if any(word in sentence for sentence in self.served.told):
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError(f"it did not come: {self.served.told}")
+
+
+@pytest.fixture
+def party(tmp_path: Path) -> Iterator[Party]:
+    write_parts(tmp_path, DEVICES)
+    job = job_for(
+        f"clients={DEVICES} epochs=1 batch=8 secure=yes range=2",
+        rounds=1,
+        deadline_s=4.0,
+        stage_s=1.0,
+        hold_s=0.2,
+    )
+    with serving(job, tmp_path / "run") as served:
+        found = Party(served, tmp_path)
+        yield found
+        found.end()
+
+
+def mean_of(party: Party, counted: list[int], start: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the model must be: the start, and the mean of these devices' updates by their samples."""
+    updates = [party.devices[number]._made[1] for number in counted]  # type: ignore[index]
+    total = sum(one.samples for one in updates)
+    return [
+        begun + sum(one.change[place] * one.samples for one in updates) / total
+        for place, begun in enumerate(start)
+    ]
+
+
+@pytest.mark.parametrize("stage", [stage for stage in SecureStage if stage < SecureStage.DONE])
+def test_a_device_that_leaves_at_a_stage_does_not_hold_up_the_others(
+    party: Party, stage: SecureStage
+) -> None:
+    start = [one.clone() for one in party.served.server._weights]
+
+    def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
+        if number == 2 and method == "POST" and target == f"/secure/1/{int(stage)}" and reply is None:
+            raise Died
+
+    party.start(meddle)
+    party.until_told("have counted")
+    [row] = [row for row in party.served.server._files.directory.metrics.read() if "loss" in row]
+    expected = [0, 1, 2, 3, 4] if stage > SecureStage.MASK else [0, 1, 3, 4]
+    assert row["counted"] == expected
+    wanted = mean_of(party, expected, start)
+    for mine, theirs in zip(party.served.server._weights, wanted, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [SecureStage.ADVERTISE, SecureStage.MASK, SecureStage.UNMASK])
+def test_with_too_few_left_the_round_is_abandoned_and_the_model_stays(
+    party: Party, stage: SecureStage
+) -> None:
+    start = [one.clone() for one in party.served.server._weights]
+
+    def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
+        if number in (1, 2) and method == "POST" and target == f"/secure/1/{int(stage)}" and reply is None:
+            raise Died
+
+    party.start(meddle)
+    party.until_told("abandoned")
+    server = party.served.server
+    assert server.state.done == 0
+    assert any("abandoned" in sentence and "it takes 4" in sentence for sentence in party.served.told)
+    assert all(torch.equal(mine, begun) for mine, begun in zip(server._weights, start, strict=True))
+    assert server._sum.weight == 0
+
+
+def other_survivors(body: bytes) -> bytes:
+    """The request to unmask, with one of those whose inputs count said to be gone."""
+    request = UnmaskRequest.decode(body)
+    lists = SurvivorList(survivors=request.lists.survivors[1:], dropped=request.lists.survivors[:1])
+    return UnmaskRequest(lists=lists, signatures=request.signatures).encode()
+
+
+def test_a_device_asked_for_two_lists_of_survivors_answers_nothing_more(party: Party) -> None:
+    def meddle(number: int, method: str, target: str, reply: Reply | None) -> Reply | None:
+        if (
+            number == 4
+            and method == "GET"
+            and target == "/secure/1/4"
+            and reply is not None
+            and reply.status == 200
+        ):
+            return replace(reply, body=other_survivors(reply.body))
+        return None
+
+    party.start(meddle)
+    party.until_told("have counted")  # without its shares, by those of the others
+    assert (4, "POST", "/secure/1/3") in party.asked
+    assert (4, "POST", "/secure/1/4") not in party.asked
+
+
+def test_a_device_whose_own_signed_keys_are_changed_on_the_way_leaves(party: Party) -> None:
+    def meddle(number: int, method: str, target: str, reply: Reply | None) -> Reply | None:
+        if (
+            number == 4
+            and method == "GET"
+            and target == "/secure/1/1"
+            and reply is not None
+            and reply.status == 200
+        ):
+            return replace(reply, body=reply.body[:-1] + bytes([reply.body[-1] ^ 1]))
+        return None
+
+    party.start(meddle)
+    party.until_told("have counted")
+    assert (4, "POST", "/secure/1/1") not in party.asked
+
+
+def test_a_message_that_is_sent_again_counts_once_and_another_one_not_at_all(party: Party) -> None:
+    again: list[int] = []
+
+    def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
+        if number == 3 and method == "POST" and target == "/secure/1/0" and reply is not None:
+            client, secret = party.devices[3]._home.client, party.devices[3]._home.secret
+            for body in (b"x" * 228, b"x" * 9999):
+                again.append(party.served.signed(client, secret, "POST", target, body).status)
+
+    party.start(meddle)
+    party.until_told("have counted")
+    assert again == [409, 413]
+
+
+TOLD = {
+    "round_id": "ab" * 32,
+    "threshold": 3,
+    "length": 13,
+    "clip": 2.0,
+    "bits": 24,
+    "max_weight": 1000,
+    "ring": 64,
+    "roster": {str(number): f"{number + 1:02x}" * 32 for number in range(4)},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threshold": 2},
+        {"threshold": 5},
+        {"length": 14},
+        {"round_id": "ab"},
+        {"roster": {"0": "01" * 32}},
+        {"roster": {**TOLD["roster"], "3": "01" * 32}},  # type: ignore[dict-item]
+        {"roster": None},
+        {"bits": 99},
+        {"clip": "nan"},
+        {"ring": 7},
+    ],
+    ids=str,
+)
+def test_terms_under_which_a_device_would_not_be_hidden_are_refused(change: dict[str, Any]) -> None:
+    terms, roster = terms_from(TOLD, 10, 1 << 20)
+    assert (terms.clients, len(roster)) == (4, 4)
+    with pytest.raises(ProtocolRefused):
+        terms_from({**TOLD, **change}, 10, 1 << 20)
+
+
+def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path) -> None:
+    home = DeviceHome(tmp_path / "device")
+    home.require_known({0: bytes(32), 1: b"1" * 32})
+    home.require_known({1: b"1" * 32, 2: b"2" * 32})
+    again = DeviceHome(tmp_path / "device")
+    with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
+        again.require_known({1: b"3" * 32})
+
+
+def reachable(root: object) -> list[object]:
+    """Everything that an object holds, directly or not, apart from code."""
+    found: dict[int, object] = {}
+    waiting = [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found or isinstance(one, type | ModuleType | FunctionType | Thread | FrameType):
+            continue
+        found[id(one)] = one
+        waiting += gc.get_referents(one)
+    return list(found.values())
+
+
+def holds(root: object, update: torch.Tensor) -> bool:
+    """Whether a tensor, or bytes, of an update are in what an object holds."""
+    content = update.numpy().tobytes()
+    for one in reachable(root):
+        if (
+            isinstance(one, torch.Tensor)
+            and one.shape == update.shape
+            and torch.equal(one.to(update.dtype), update)
+        ):
+            return True
+        if isinstance(one, bytes | bytearray) and content in one:
+            return True
+    return False
+
+
+def test_a_server_that_sums_securely_never_holds_an_update(party: Party) -> None:
+    """Looked for after every message, in all that the server can reach."""
+    server, found = party.served.server, []
+
+    def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
+        if method == "POST" and reply is not None:
+            update = party.devices[number]._made[1].change[0]  # type: ignore[index]
+            found.append(holds([server._sum, server._secure, server.state, server.model_body], update))
+
+    party.start(meddle)
+    party.until_told("have counted")
+    assert len(found) >= 5 * DEVICES
+    assert not any(found)
+    server._sum.sums[0] += party.devices[0]._made[1].change[0]  # type: ignore[index]
+    assert holds(server._sum, party.devices[0]._made[1].change[0])  # type: ignore[index]
+    home = party.devices[0]._home
+    body = server.form.encode([torch.zeros(2, 4), torch.zeros(2)], {})
+    assert party.served.signed(home.client, home.secret, "POST", "/report/1", body).status == 409

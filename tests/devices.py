@@ -1,0 +1,185 @@
+"""A server of devices for tests: its application in a loop of its own, asked without sockets, and devices to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from manyhands.federated.deployed.app import DeviceApp
+from manyhands.federated.deployed.asking import Reply
+from manyhands.federated.deployed.device import Device, DevicePlan, enrol
+from manyhands.federated.deployed.home import DeviceHome
+from manyhands.federated.deployed.job import FederatedJob, RoundSettings
+from manyhands.federated.deployed.keeping import ServerFiles, new_run
+from manyhands.federated.deployed.letters import request_text
+from manyhands.federated.deployed.rounds_server import RoundServer, shapes_of
+from manyhands.federated.partition import Partition
+from manyhands.federated.secure.primitives import sign
+from manyhands.task import Task
+from manyhands.tasks.builtin import BuiltinTask
+
+__all__ = ["POINTS", "TOY", "Served", "job_for", "make_device", "points", "serving", "write_parts"]
+
+_STEP_S = 60.0
+POINTS = 96
+
+
+def points(_: Any = None) -> Task:
+    """Points on both sides of a line: trained in milliseconds."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(POINTS, 4, generator=generator)
+    labels = (inputs @ torch.tensor([1.0, -2.0, 0.5, 1.5]) > 0).long()
+    return Task(
+        name="points",
+        model=lambda: nn.Linear(4, 2),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        data=(inputs, labels),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        evaluation=(inputs, labels),
+        metrics={"accuracy": lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).float().mean()},
+    )
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    pass
+
+
+TOY: BuiltinTask[Any] = BuiltinTask(
+    name="points", help="points", options_type=_NoOptions, make=points, epochs=1
+)
+
+
+def job_for(strategy: str, *, rounds: int = 3, **settings: Any) -> FederatedJob:
+    """Points, by this strategy, with short waits."""
+    usual: dict[str, Any] = {"deadline_s": 20.0, "select_s": 20.0, "hold_s": 0.5, "stage_s": 10.0}
+    return FederatedJob.make(
+        TOY.build(),
+        f"federated {strategy}",
+        RoundSettings(rounds=rounds, **{**usual, **settings}),
+        schema="inputs=float32:4,labels=int64",
+    )
+
+
+def write_parts(
+    folder: Path, parts: int, task: Task | None = None, names: tuple[str, ...] = ("inputs", "labels")
+) -> None:
+    """The task's data as the simulation would split it, a file for each device."""
+    task = task or TOY.build()
+    for number, chosen in enumerate(Partition.parse("iid").split(task.data, task.samples, parts, 0)):
+        columns = {name: column[chosen].clone() for name, column in zip(names, task.data, strict=True)}
+        save_file(columns, folder / f"{number}.safetensors")
+
+
+@dataclass
+class Served:
+    """A server that is asked by calls."""
+
+    app: DeviceApp
+    loop: asyncio.AbstractEventLoop
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def server(self) -> RoundServer:
+        return self.app.server
+
+    def ask(
+        self, method: str, target: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> Reply:
+        """Any request."""
+        sent = {"content-length": str(len(body)), **(headers or {})}
+        return asyncio.run_coroutine_threadsafe(self._ask(method, target, body, sent), self.loop).result(
+            _STEP_S
+        )
+
+    async def _ask(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> Reply:
+        parts = urlsplit(target)
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": parts.path,
+            "raw_path": parts.path.encode(),
+            "query_string": parts.query.encode(),
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        answers: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            answers.append(message)
+
+        await self.app(scope, receive, send)
+        return Reply(answers[0]["status"], answers[1]["body"])
+
+    def signed(
+        self, client: int, secret: bytes, method: str, target: str, body: bytes = b"", model: str = ""
+    ) -> Reply:
+        """A client's request."""
+        text = request_text(self.server.plan["run"], client, method, target, model, body)
+        headers = {"x-client": str(client), "x-signature": sign(secret, text).hex(), "x-model": model}
+        return self.ask(method, target, body, headers)
+
+    def asker(self, home: DeviceHome) -> Any:
+        """What a device asks with."""
+
+        def asking(method: str, target: str, body: bytes, model: str, most_bytes: int) -> Reply:
+            if home.client is None:
+                return self.ask(method, target, body)
+            reply = self.signed(home.client, home.secret, method, target, body, model)
+            assert len(reply.body) <= most_bytes
+            return reply
+
+        return asking
+
+
+@contextmanager
+def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[Served]:
+    """The application, ticking, in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="server of devices", daemon=True)
+    thread.start()
+    told: list[str] = []
+    ends = threading.Event()
+    files = ServerFiles.begin(out, job.config(shapes_of(job), new_run()), resume=resume)
+    app = DeviceApp(lambda: RoundServer(job, files, 0.0, told.append), job.settings.hold_s, clock=loop.time)
+    served = Served(app, loop, told)
+
+    async def tick() -> None:
+        while not ends.is_set():
+            await app.tick()
+            await asyncio.sleep(0.01)
+
+    ticking = asyncio.run_coroutine_threadsafe(tick(), loop)
+    try:
+        yield served
+    finally:
+        ends.set()
+        ticking.result(10)
+        app.close()
+        files.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def make_device(served: Served, folder: Path, number: int, token: str | None, asker: Any = None) -> Device:
+    """A device with its part of the points."""
+    home = DeviceHome(folder / f"device-{number}")
+    ask = asker or served.asker(home)
+    enrol(served.asker(home), home, token, "https://test")
+    plan = DevicePlan.read(served.server.plan, folder / f"{number}.safetensors")
+    home.begin(plan.config)
+    return Device(ask, home, plan, sleep=lambda _: None)

@@ -1,0 +1,183 @@
+"""The parts of a deployment by themselves: schemas, files of devices, enrolment, pauses, addresses, folders."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from commands import run_command
+from devices import TOY
+from manyhands.errors import DataError, UserError
+from manyhands.federated.deployed.asking import BackOff, HttpsAsker
+from manyhands.federated.deployed.enrolment import Enrolment
+from manyhands.federated.deployed.home import DeviceHome
+from manyhands.federated.deployed.job import FederatedJob, RoundSettings
+from manyhands.federated.deployed.letters import LetterRefused, TensorForm
+from manyhands.federated.deployed.schema import DataSchema, read_columns
+
+SCHEMA = "inputs=float32:4,labels=int64"
+
+
+def test_a_schema_reads_back_as_it_prints() -> None:
+    for text in (SCHEMA, "a=uint8:1x8x8", "x=bfloat16:3,y=int64,z=bool:2x2"):
+        assert str(DataSchema.parse(text)) == text
+    assert str(DataSchema.of(TOY.build())) == "0=float32:4,1=int64"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a=", "=int64", "a=int65", "a=int64:0", "a=int64:2y", "a=int64,a=int8"]
+)
+def test_a_schema_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--data-schema"):
+        DataSchema.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"inputs": torch.zeros(3, 4)}, "no tensor 'labels'"),
+        ({"inputs": torch.zeros(3, 4), "labels": torch.zeros(2).long()}, "rows"),
+        ({"inputs": torch.zeros(0, 4), "labels": torch.zeros(0).long()}, "rows"),
+        ({"inputs": torch.zeros(3, 5), "labels": torch.zeros(3).long()}, "inputs=float32:5"),
+        ({"inputs": torch.zeros(3, 4).double(), "labels": torch.zeros(3).long()}, "inputs=float64:4"),
+        ({"inputs": torch.tensor(1.0), "labels": torch.tensor(1)}, "rows"),
+    ],
+)
+def test_a_devices_data_that_do_not_fit_are_refused(
+    tmp_path: Path, columns: dict[str, torch.Tensor], sentence: str
+) -> None:
+    save_file(columns, tmp_path / "mine.safetensors")
+    with pytest.raises(DataError, match=sentence):
+        read_columns(tmp_path / "mine.safetensors", DataSchema.parse(SCHEMA), TOY.build())
+
+
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.safetensors").write_bytes(b"\x80\x04N.")
+    with pytest.raises(DataError, match="is no safetensors file"):
+        read_columns(tmp_path / "mine.safetensors", DataSchema.parse(SCHEMA), TOY.build())
+
+
+def test_a_devices_data_take_the_place_of_the_tasks_own(tmp_path: Path) -> None:
+    save_file({"labels": torch.ones(3).long(), "inputs": torch.ones(3, 4)}, tmp_path / "mine.safetensors")
+    task = read_columns(tmp_path / "mine.safetensors", DataSchema.parse(SCHEMA), TOY.build())
+    assert task.samples == 3
+    assert torch.equal(task.data[0], torch.ones(3, 4))
+
+
+def test_places_are_kept_without_their_tokens() -> None:
+    grown, tokens = Enrolment().grown(3)
+    assert len(set(tokens)) == 3
+    assert not any(token in json.dumps(grown.as_json) for token in tokens)
+    assert Enrolment.of(json.loads(json.dumps(grown.as_json))) == grown
+    more, others = grown.grown(5)
+    assert more.places[:3] == grown.places
+    assert len(others) == 2
+    assert grown.grown(2) == (grown, [])
+    for damaged in (None, [{}], [{"token": "a", "key": "zz"}], 7):
+        with pytest.raises(DataError):
+            Enrolment.of(damaged)
+    for client in (-1, 0, 3):
+        with pytest.raises(LetterRefused, match="not enrolled"):
+            grown.key_of(client)
+
+
+def test_pauses_grow_up_to_a_bound_and_begin_anew() -> None:
+    pauses = BackOff(first_s=1.0, most_s=8.0, seed=1)
+    found = [pauses.next_s() for _ in range(60)]
+    for tries, pause in enumerate(found):
+        longest = min(8.0, 2.0**tries)
+        assert longest / 2 <= pause <= longest
+    pauses.reset()
+    assert pauses.next_s() <= 1.0
+    assert BackOff(seed=1).next_s() != BackOff(seed=2).next_s(), "devices do not all come at once"
+
+
+@pytest.mark.parametrize("address", ["http://host", "ftp://host", "https://", "https://host/path"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match="must be https://HOST:PORT"):
+        HttpsAsker(address, None)
+
+
+def test_an_authority_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):
+        with pytest.raises(UserError, match="--ca"):
+            HttpsAsker("https://127.0.0.1:1", path)
+
+
+def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
+    home = DeviceHome(tmp_path / "device")
+    key = tmp_path / "device" / "identity.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert DeviceHome(tmp_path / "device").secret == home.secret
+    key.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        DeviceHome(tmp_path / "device")
+    key.chmod(0o600)
+    key.write_text("abc")
+    with pytest.raises(DataError, match="damaged"):
+        DeviceHome(tmp_path / "device")
+
+
+def test_tensors_travel_unchanged_whatever_their_types() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(3, 2).double())
+            self.b = nn.Parameter(torch.randn(5).bfloat16())
+            self.empty = nn.Parameter(torch.randn(0, 4))
+            self.scalar = nn.Parameter(torch.tensor(2.5))
+            self.norm = nn.BatchNorm1d(2)
+
+    model = Mixed()
+    form = TensorForm.of(model)
+    assert [row[0] for row in form.rows][-2:] == ["norm.running_mean", "norm.running_var"]
+    tensors = [*(one.detach() for one in model.parameters()), model.norm.running_mean, model.norm.running_var]
+    found, about = form.decode(form.encode(tensors, {"samples": "3"}))
+    for mine, theirs in zip(found, tensors, strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+    assert about["samples"] == "3"
+
+
+def test_what_only_a_simulation_can_do_is_refused() -> None:
+    with pytest.raises(UserError, match="sent no code"):
+        FederatedJob.make(replace(TOY.build(), options=None), "federated", RoundSettings(rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["join", "ftp://x", "--data", "a"], "must be https://HOST:PORT"),
+        (["join", "https://127.0.0.1:1", "--data", "a", "--out", "d"], "--enrol"),
+        (["join", "https://127.0.0.1:1", "--data", "a", "--max-pause", "0"], "--max-pause 0"),
+        (["serve", "digits", "--rounds", "0"], "rounds=0"),
+        (["serve", "digits", "--rounds", "1", "--strategy", "local"], "federated"),
+        (["serve", "digits", "--rounds", "1", "--strategy", "federated clients=2 fraction=2"], "fraction=2"),
+        (["serve", "digits", "--rounds", "1", "--data-schema", "images=uint8"], "columns"),
+        (["serve", "digits", "--rounds", "1", "--data-schema", "a=uint8:9,b=int64"], "is wanted"),
+        (["serve", "digits", "--rounds", "1", "--resume"], "--resume needs --out"),
+        (["serve", "digits", "--rounds", "1", "--port", "70000"], "--port 70000"),
+        (["serve", "digits", "--rounds", "1", "--out", "x", "--tls", "nowhere"], "has no cert.pem"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, "federated", *words) == 2
+    said = capsys.readouterr().err.strip()
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "x").exists(), "what was refused leaves no run behind"
