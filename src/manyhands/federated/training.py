@@ -9,7 +9,9 @@ from torch import nn
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.errors import UserError
+from manyhands.federated.clients import held_names
 from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
+from manyhands.federated.layers import local_names
 from manyhands.federated.privacy.accountant import need_accountant
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.federated.strategy import Federated
@@ -43,7 +45,8 @@ class FederatedTraining(ExchangeTraining):
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()
-            strategy.check_round(len(found))
+        strategy.check_round(len(found))
+        local_names(held_names(model), strategy.keep)
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
@@ -52,9 +55,10 @@ class FederatedTraining(ExchangeTraining):
         return samples, besides | ({"privacy": finished[0]["privacy"]} if "privacy" in finished[0] else {})
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """What is promised to whom."""
-        sentence = finished[0].get("privacy", {}).get("sentence")
-        return (*super().said(finished), *([sentence] if sentence else []))
+        """How the clients were played, the same on every worker, and what is promised to them."""
+        played = dict.fromkeys(one["played"] for one in finished if one["played"])
+        promised = finished[0].get("privacy", {}).get("sentence")
+        return (*super().said(finished), *played, *([promised] if promised else []))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
