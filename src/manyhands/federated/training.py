@@ -63,6 +63,8 @@ class FederatedTraining(ExchangeTraining):
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
         """One worker's end: alone, or in the shared memory of one host."""
+        if strategy.noise:
+            need_accountant()  # here, for it takes a second to import and is no part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
 

@@ -7,6 +7,7 @@ are taken before the exchange, so that a straggler shows as itself and not as ev
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -221,7 +222,7 @@ class Trainer:
         rows, self._unsettled = self._unsettled, []
         if self._exchange.rank == 0 or self._exchange.may_lose_workers:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
-                self._reporter.add(**{**row, "loss": loss})
+                self._reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
 
     def _check(self, model: nn.Module, step: int) -> None:
         """Compare the workers' parameters, where there are several copies and somebody wants to know."""
