@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,8 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def loss(self) -> list[float]:
-        """The loss of each step."""
-        return [row["loss"] for row in self.steps]
+        """The loss of each step; not a number where a strategy does not tell it."""
+        return [math.nan if row["loss"] is None else row["loss"] for row in self.steps]
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...

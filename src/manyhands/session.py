@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -341,7 +342,8 @@ class _Session:
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request = self._request
-        final = {"loss": self.history.loss[-1]} if self.history.loss else {}
+        loss = self.history.loss[-1] if self.history.loss else math.nan
+        final = {} if math.isnan(loss) else {"loss": loss}
         if self.history.evaluations:
             final |= self.history.evaluations[-1]["metrics"]
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)

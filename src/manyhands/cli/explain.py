@@ -30,6 +30,7 @@ def explain_command(
     from manyhands.analyse.explain import explain
     from manyhands.analyse.layers import layers_sent
     from manyhands.analyse.narrate import paragraph
+    from manyhands.analyse.privacy import privacy_words
     from manyhands.record.plain import text
     from manyhands.record.recorded import read_run_events
     from manyhands.store.rundir import RunDirectory
@@ -44,7 +45,7 @@ def explain_command(
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found, str(strategy))
     summary = directory.read_summary() or {}
-    words = " ".join([words, *codec_words(summary)])
+    words = " ".join([words, *codec_words(summary), *privacy_words(summary)])
     layers = layers_sent(summary)
     _print(found, f"{text(str(directory.config.get('task')))} · {strategy}", words, layers)
     told = {"layers": [layer.to_dict() for layer in layers]} if layers else {}

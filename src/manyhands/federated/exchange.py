@@ -21,18 +21,22 @@ from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.clients import LocalWork, held, selected
 from manyhands.federated.partition import Partition
+<<<<<<< HEAD
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
+=======
+from manyhands.federated.privacy.rounds import PrivateRounds
+>>>>>>> feddp
 from manyhands.federated.states import gathered, restored
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.tally import tally_for
-from manyhands.federated.updates import ClientAssignment, ClientUpdate, RoundTally, TallySum
+from manyhands.federated.updates import ClientAssignment, ClientUpdate, RoundPlace, RoundTally, TallySum
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["FederatedExchange", "split_over"]
+__all__ = ["FederatedExchange", "private_rounds", "split_over"]
 
 _ROOM = 1 << 17  # items that travel at once
 
@@ -40,6 +44,15 @@ _ROOM = 1 << 17  # items that travel at once
 def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
     """Which samples each client has; UserError where the data cannot be split so."""
     return Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
+
+
+def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRounds | None:
+    """What bounds and noises the updates of so many clients, where the strategy asks for it."""
+    terms = strategy.privacy
+    if terms.rule is None:
+        return None
+    fixed = strategy.fixed_point if strategy.secure else None
+    return PrivateRounds(terms, clients, strategy.per_round(clients), fixed, seed)
 
 
 class FederatedExchange(Exchange):
@@ -62,6 +75,8 @@ class FederatedExchange(Exchange):
         self._playing: Playing | None = None
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
+        self._private: PrivateRounds | None = None
+        self._resumed_with: Mapping[str, Any] | None = None
         self._tally: RoundTally | None = None
         self._found: TallySum | None = None
         self._counted = 0
@@ -91,14 +106,20 @@ class FederatedExchange(Exchange):
         """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
+<<<<<<< HEAD
             self._samples_of = split_over(self._strategy, computer.task, self._seed)
             self._trainer, self._playing = players_for(
                 computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
             )
+=======
+            self._trainer = ClientTrainer(computer.task, model, self._algorithm, self._work, self._seed)
+            self._meet_clients(computer.task)
+>>>>>>> feddp
         begin = time.monotonic()
         assigned = self._assigned(step)
         clients = [one.client for one in assigned]
-        self._tally = tally_for(self._strategy, self._algorithm, self.total, clients, self._weights, step)
+        place = RoundPlace(number=step, clients=clients, rank=self.rank, total=self.total)
+        self._tally = tally_for(self._strategy, self._algorithm, place, self._weights, self._private)
         mine = self._mine(assigned)
         losses: list[float] = []
         samples = 0
@@ -109,7 +130,16 @@ class FederatedExchange(Exchange):
             self._add(update)
         computer.slow_down(step, time.monotonic() - begin)
         loss = sum(losses) / len(losses) if losses else 0.0
-        return Computed(loss=loss, share=len(mine) / len(assigned), samples=samples)
+        return Computed(loss=loss, share=len(mine) / max(1, len(assigned)), samples=samples)
+
+    def _meet_clients(self, task: Task) -> None:
+        """Learn who has which samples, and what is kept about them, once."""
+        if self._samples_of:
+            return
+        self._samples_of = split_over(self._strategy, task, self._seed)
+        self._private = private_rounds(self._strategy, len(self._samples_of), self._seed)
+        if self._private is not None and self._resumed_with is not None:
+            self._private.restore(self._resumed_with.get("privacy"))
 
     def _crowd(self) -> Crowd:
         """Whom this worker plays."""
@@ -119,11 +149,18 @@ class FederatedExchange(Exchange):
 
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
-        clients = len(self._samples_of)
+        if self._private is not None and self._private.draws_itself:
+            chosen = self._private.drawn(step, self.total, self.rank)
+        else:
+            chosen = self._selected(step)
         return [
             ClientAssignment(client=one, samples=self._samples_of[one], weights=self._weights, number=step)
-            for one in selected(self._seed, step, clients, self._strategy.per_round(clients))
+            for one in chosen
         ]
+
+    def _selected(self, step: int) -> list[int]:
+        clients = len(self._samples_of)
+        return selected(self._seed, step, clients, self._strategy.per_round(clients))
 
     def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
         """Which of them this worker plays: those whose state it has, or as many as any other."""
@@ -132,11 +169,12 @@ class FederatedExchange(Exchange):
         return assigned[self.rank :: self.world]
 
     def _add(self, update: ClientUpdate) -> None:
-        """One more report; what is not finite is not counted."""
+        """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
         assert self._tally is not None, "a round has begun"
         if not math.isfinite(update.loss) or not all(bool(one.isfinite().all()) for one in update.change):
             self._refused += 1
-            return
+            if self._private is None:
+                return
         self._tally.add(update, self._algorithm.weight(update))
         self._counted += update.samples
 
@@ -180,13 +218,28 @@ class FederatedExchange(Exchange):
         if like and self._samples_of:
             kept["clients"] = gathered(self._algorithm.states, len(self._samples_of), like, self.total)
         kept["algorithm"] = self._algorithm.memory()
+        kept["privacy"] = self._private.state() if self._private is not None else {}
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on with it."""
+        self._resumed_with = memory
         self._algorithm.recall(memory.get("algorithm", {}))
         device = next((one.device for one in self._weights), torch.device("cpu"))
         self._algorithm.states.update(restored(memory.get("clients", {}), self.rank, self.world, device))
+
+    def cannot_go_on(self, computer: Computer, step: int) -> str:
+        """A budget of privacy that does not allow the next round."""
+        if not self._strategy.epsilon:
+            return ""
+        self._meet_clients(computer.task)
+        assert self._private is not None, "a budget is one of noise, and noise needs a clip"
+        spending = self._private.spending
+        assert spending is not None, "a budget is one of noise"
+        if spending.affords(self._selected(step) if self._strategy.secure else ()):
+            return ""
+        self._private.ended = f"stopped after round {step}: {spending.why_over()}"
+        return self._private.ended
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
@@ -206,9 +259,15 @@ class FederatedExchange(Exchange):
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
+<<<<<<< HEAD
         """How many updates were not finite, and how clients were played."""
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
         return {"updates_refused": self._refused, "played": played}
+=======
+        """How many updates were not finite, and what was given away of the clients."""
+        told: dict[str, Any] = {"updates_refused": self._refused}
+        return told if self._private is None else {**told, "privacy": self._private.told()}
+>>>>>>> feddp
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -9,6 +9,7 @@ from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
 from manyhands.federated.algorithms import algorithm_named
 from manyhands.federated.partition import NATURAL, Partition
+from manyhands.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.federated.secure.fixedpoint import FixedPoint
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import setting, switch_setting, whole_number
@@ -40,6 +41,13 @@ def _read_fraction(text: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"{text!r} is not a number above 0 and up to 1") from None
+
+
+def _read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number") from None
 
 
 def _read_range(text: str) -> float:
@@ -83,6 +91,20 @@ class Federated(Strategy):
     """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
     bits: int = setting(_BITS, whole_number)
     """With secure=yes, how many an item is rounded to, its sign included."""
+    clip: str = setting("no", str)
+    """The most that the norm of an update may be: `1.0`, or `adaptive:0.5` for a quantile of the norms; `no`: any."""
+    noise: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """The deviation of the Gaussian noise of a round's sum, by the most that one client can change; needs a clip."""
+    noise_by: str = setting(SERVER, str)
+    """Who adds it: the `server`, or the `clients`, each its share, so that a server sees no sum without it."""
+    epsilon: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """The run ends before more than this is given away of a client; 0: it is counted, and no bound."""
+    delta: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """With noise, the chance for which epsilon need not hold: well below one by the number of clients."""
+    sampling: str = setting(FIXED, str)
+    """How a round's clients are drawn: a `fixed` number of them, or each by a draw of its own (`poisson`)."""
+    randomness: str = setting(SYSTEM, str)
+    """Where noise comes from: the operating `system`, or the run's `seed`, which is for tests and hides nothing."""
 
     def __post_init__(self) -> None:
         for name in ("clients", "epochs"):
@@ -101,6 +123,7 @@ class Federated(Strategy):
         algorithm_named(self.algorithm)
         Partition.parse(self.partition)
         self._check_secure()
+        self._check_privacy()
 
     def _check_secure(self) -> None:
         """UserError where a secure sum is not enough, hides nobody, or could overflow."""
@@ -118,6 +141,44 @@ class Federated(Strategy):
             self.fixed_point.require_room(3)  # how many there are, the data says
         else:
             self.check_round(self.clients)
+
+    def _check_privacy(self) -> None:
+        """UserError where the settings promise less than they seem to."""
+        if self.privacy.rule is None:
+            return
+        if not algorithm_named(self.algorithm).sums_only:
+            raise UserError(
+                f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its update in a "
+                "sum, which the clip does not bound; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
+            )
+        if self.partition != NATURAL:
+            self.check_clients(self.clients)
+
+    @property
+    def privacy(self) -> PrivacyTerms:
+        """What is promised; UserError where that makes no sense."""
+        try:
+            return PrivacyTerms(
+                clip=self.clip,
+                noise=self.noise,
+                noise_by=self.noise_by,
+                epsilon=self.epsilon,
+                delta=self.delta,
+                sampling=self.sampling,
+                randomness=self.randomness,
+                secure=self.secure,
+                fraction=self.fraction,
+            )
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+
+    def check_clients(self, clients: int) -> None:
+        """UserError where what is promised is void for so many clients."""
+        fixed = self.fixed_point if self.secure else None
+        try:
+            self.privacy.check_clients(clients, self.per_round(clients), fixed)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
 
     @property
     def fixed_point(self) -> FixedPoint:
@@ -139,6 +200,11 @@ class Federated(Strategy):
         super().check(workers, device, compiled=compiled)
         if self.secure and workers > 1:
             raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
+
+    @property
+    def saves_each_step(self) -> bool:
+        """With noise, or a run that broke would have given away what the resumed one does not count."""
+        return self.noise > 0
 
     @property
     def counts_rounds(self) -> bool:
@@ -167,11 +233,13 @@ class Federated(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """The model, a client's copy of it, and the sum of updates in double precision."""
         [worker] = super().needs(model, workers)
-        what = "a client's weights, and the sum of updates"
-        if not self.secure:
-            return [replace(worker, besides=3 * model.weights, what=what)]
-        words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
-        return [replace(worker, besides=3 * model.weights + words, what=f"{what}, and each client's words")]
+        what, besides = "a client's weights, and the sum of updates", 3 * model.weights
+        if self.privacy.rule is not None:
+            what, besides = f"{what}, and an update that is clipped", besides + 4 * model.weights
+        if self.secure:
+            words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
+            what, besides = f"{what}, and each client's words", besides + words
+        return [replace(worker, besides=besides, what=what)]
 
     @property
     def promises(self) -> Promises:

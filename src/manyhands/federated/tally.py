@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.privacy.rounds import PrivateRounds
+from manyhands.federated.privacy.tally import PrivateTally
 from manyhands.federated.secure.tally import SecureTally
 from manyhands.federated.strategy import Federated
-from manyhands.federated.updates import ClientUpdate, RoundTally, TallySum, WeighedUpdate
+from manyhands.federated.updates import ClientUpdate, RoundPlace, RoundTally, TallySum, WeighedUpdate
 from manyhands.training.exchange import Traffic
 
 __all__ = ["KeptTally", "PlainTally", "Total", "shaped", "tally_for"]
@@ -22,16 +24,21 @@ Total = Callable[[Tensor], Tensor]
 def tally_for(
     strategy: Federated,
     algorithm: FederatedAlgorithm,
-    total: Total,
-    clients: Sequence[int],
+    place: RoundPlace,
     weights: Sequence[Tensor],
-    number: int,
+    private: PrivateRounds | None = None,
 ) -> RoundTally:
-    """What collects the updates of round `number`, which these clients are asked for, each worker in the same order."""
+    """What collects the updates of a round, whose clients are asked in the same order on each worker."""
+
+    def summing(like: Sequence[Tensor]) -> RoundTally:
+        if strategy.secure:
+            return SecureTally(strategy.fixed_point, place.clients, weights, number=place.number, like=like)
+        if algorithm.single_updates:
+            return KeptTally(place.total, place.clients, like)
+        return PlainTally(place.total, like)
+
     like = algorithm.sent(weights)
-    if strategy.secure:
-        return SecureTally(strategy.fixed_point, clients, weights, number=number, like=like)
-    return KeptTally(total, clients, like) if algorithm.single_updates else PlainTally(total, like)
+    return summing(like) if private is None else PrivateTally(summing, private, like, place)
 
 
 def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,8 @@ from torch import nn
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.errors import UserError
-from manyhands.federated.exchange import FederatedExchange, split_over
+from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
+from manyhands.federated.privacy.accountant import need_accountant
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.federated.strategy import Federated
 from manyhands.task import Task
@@ -43,6 +44,17 @@ class FederatedTraining(ExchangeTraining):
         if strategy.secure:
             need_cryptography()
             strategy.check_round(len(found))
+        _check_privacy(strategy, model, len(found))
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """What was given away of the clients is in the summary."""
+        samples, besides = super().gather(finished)
+        return samples, besides | ({"privacy": finished[0]["privacy"]} if "privacy" in finished[0] else {})
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """What is promised to whom."""
+        sentence = finished[0].get("privacy", {}).get("sentence")
+        return (*super().said(finished), *([sentence] if sentence else []))
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """How the clients were played: the same on every worker."""
@@ -53,3 +65,28 @@ class FederatedTraining(ExchangeTraining):
         """One worker's end: alone, or in the shared memory of one host."""
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
+
+
+def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
+    """UserError where so many clients, or this model, cannot be given what the strategy promises."""
+    if strategy.privacy.rule is None:
+        return
+    strategy.check_clients(clients)
+    if not strategy.noise:
+        return
+    need_accountant()
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    if buffers:
+        raise UserError(
+            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, as statistics of "
+            "BatchNorm are, and noise would spoil it; use a model without, as with GroupNorm or LayerNorm"
+        )
+    rounds = private_rounds(strategy, clients, seed=0)
+    assert rounds is not None, "there is a clip"
+    assert rounds.spending is not None, "there is noise"
+    if rounds.spending.most_rounds == 0:
+        one = rounds.spending.epsilon_after(1)
+        raise UserError(
+            f"epsilon={strategy.epsilon:g}: one round with noise={strategy.noise:g} comes to {one:.3g} at "
+            f"delta={strategy.delta:g}; use more noise, a smaller fraction, or a larger epsilon"
+        )

@@ -8,7 +8,7 @@ A tally may wrap another: what is done to each update before it is added (coding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyhands.training.exchange import Traffic
 
-__all__ = ["ClientAssignment", "ClientUpdate", "RoundTally", "TallySum", "WeighedUpdate"]
+__all__ = ["ClientAssignment", "ClientUpdate", "RoundPlace", "RoundTally", "TallySum", "WeighedUpdate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,20 @@ class ClientAssignment:
     """Of the round in which it was given that, from 0: all that is random in its work follows from it."""
     staleness: int = 0
     """How many rounds ago that was, when its update is counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundPlace:
+    """Which round a worker is in, and with whom."""
+
+    number: int
+    """Of the round, from 0."""
+    clients: Sequence[int]
+    """Who was asked."""
+    rank: int
+    """Of this worker."""
+    total: Callable[[Tensor], Tensor]
+    """Collective: the sum over the workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

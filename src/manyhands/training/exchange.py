@@ -207,6 +207,14 @@ class Exchange(ABC):
         """Forward and backward of this worker's part of batch `step`."""
         return computer.compute(model, step, self.part, self.parts, self.backward, accumulate=self.accumulate)
 
+    def cannot_go_on(self, computer: Computer, step: int) -> str:
+        """Between steps, with `step` of them done: a sentence on why none may follow, the same on every worker.
+
+        Empty, as nearly always: the run goes on.
+        """
+        del computer, step
+        return ""
+
     def step_samples(self, computer: Computer, step: int) -> int:
         """How many samples all workers together have computed on in step `step`, which they have agreed on."""
         return computer.batch_samples(step)

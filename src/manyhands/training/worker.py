@@ -28,7 +28,7 @@ from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
-from manyhands.training.reporting import Reporter, Surroundings, is_due
+from manyhands.training.reporting import Reporter, Surroundings, WorkerNote, is_due
 
 __all__ = ["Trained", "Trainer"]
 
@@ -99,7 +99,7 @@ class Trainer:
         self._reporter.begin(first, extra, built.metric_scheduler)
         self._samples = (extra or {}).get("samples", 0)
         self._exchange.joined_by(self._for_newcomers)
-        step, settled, stopped = first, first, False
+        step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
             shared = self._exchange.whole(
                 partial(self._attempt, step, model, called, scheduler), steps_done=step, at_border=True
@@ -110,7 +110,7 @@ class Trainer:
                 return self._trained(model, step - 1, stopped=True)
             if not shared.settled:
                 continue  # what is done together waits until the workers are alike
-            stopped = shared.stop and step < self._plan.steps
+            stopped = (shared.stop and step < self._plan.steps) or self._is_over(step)
             last = stopped or step == self._plan.steps
             checks = last or is_due(settled, step, self._plan.check_every)
             settled = step
@@ -118,13 +118,20 @@ class Trainer:
             ends = self._exchange.whole(together, steps_done=step, at_border=False)
             stopped = stopped or (ends and not last)
             self._exchange.take_times()  # what was done together is no part of the next step
-        if first >= self._plan.steps:
+        if step == first:
             evaluate = partial(self._reporter.evaluate, step, called)
             self._exchange.whole(evaluate, steps_done=step, at_border=False)
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
         weights = self._exchange.model_state(model)
         return self._trained(model, step, stopped, weights)
+
+    def _is_over(self, step: int) -> bool:
+        """Whether the exchange takes no step after `step` of them, though there are more; worker 0 says why."""
+        why = self._exchange.cannot_go_on(self._computer, step) if step < self._plan.steps else ""
+        if why and self._exchange.rank == 0:
+            self._around.note(WorkerNote(remark=why))
+        return bool(why)
 
     def leave_owed(self, step: int, model: nn.Module) -> None:
         """Write the checkpoint of `step` that worker 0 was to write, if it was lost and this one is worker 0 now."""

@@ -36,6 +36,10 @@ class FederatedAlgorithm(ABC):
     single_updates: ClassVar[bool] = False
     """Whether the server must see each update by itself, and not only their sum."""
 
+    sums_only: ClassVar[bool] = False
+    """Whether all that the server and others ever learn of a client is its update in a sum, so that a bound on the
+    update's norm bounds that; False until somebody has looked."""
+
     trains_personal: ClassVar[bool] = False
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
     `correct_personal`; what it comes to is given to `keep_personal`."""

@@ -14,6 +14,7 @@ class FedAvg(FederatedAlgorithm):
 
     word: ClassVar[str] = "fedavg"
     about: ClassVar[str] = "the mean of what clients have trained, by their samples"
+    sums_only: ClassVar[bool] = True
 
 
 class FedSgd(FederatedAlgorithm):
@@ -22,3 +23,4 @@ class FedSgd(FederatedAlgorithm):
     word: ClassVar[str] = "fedsgd"
     about: ClassVar[str] = "one step of each client on all of its data"
     whole_batches: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True

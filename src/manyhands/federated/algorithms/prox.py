@@ -18,6 +18,7 @@ class FedProx(FederatedAlgorithm):
     word: ClassVar[str] = "fedprox"
     about: ClassVar[str] = "FedAvg whose clients are held near the weights they began with"
     corrects: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True
 
     def __init__(self, mu: float = 0.01) -> None:
         super().__init__()

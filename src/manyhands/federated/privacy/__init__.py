@@ -1,0 +1,1 @@
+"""Differential privacy of clients: bounded updates, noise, and a count of what was given away."""
