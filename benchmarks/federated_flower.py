@@ -3,10 +3,10 @@
     python benchmarks/federated_flower.py --flower PYTHON [--only softmax …] [--data DIR] [--rounds 12] [--fresh]
     python benchmarks/federated_flower.py --device cuda     # our side alone
 
-PYTHON is an interpreter that has torch, numpy and `flwr[simulation]`; it runs `federated_flower_peer.py`. Both sides get
-the same file with images, labels and which of them each client has, and take the same steps; Flower gets as many actors
-as there are cores, each with one, and no loader of batches but tensors in memory. A round's time is from model to model,
-without evaluation; the first rounds do not count. The two take turns, three each.
+PYTHON is an interpreter that has torch, numpy and `flwr[simulation]`; it runs `federated_flower_peer.py`. Both sides
+get the same file with images, labels and which of them each client has, and take the same steps; Flower gets as many
+actors as there are cores, each with one, and no loader of batches but tensors in memory. A round's time is from model to
+model, without evaluation; the first rounds do not count. The two take turns, three each.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def flowers(name: str, file: Path, rounds: int, python: str) -> dict[str, Any]:
     said = {**setting.__dict__, "model": name, "rounds": rounds, "file": str(file), "out": str(out)}
     peer = Path(__file__).parent / "federated_flower_peer.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
-    environment.pop("PYTHONPATH", None)
+    environment["PYTHONPATH"] = str(peer.parent)
     subprocess.run([python, str(peer), json.dumps(said)], check=True, env=environment, timeout=3600)
     found = json.loads(out.read_text())
     return {"seconds": found["seconds"][FIRST:], "accuracy": found["accuracy"], "flwr": found["flwr"]}

@@ -21,11 +21,9 @@ from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.clients import LocalWork, held, selected
 from manyhands.federated.partition import Partition
-<<<<<<< HEAD
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
-=======
 from manyhands.federated.privacy.rounds import PrivateRounds
->>>>>>> feddp
+from manyhands.federated.spread import measured, shown_clients
 from manyhands.federated.states import gathered, restored
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.tally import tally_for
@@ -73,6 +71,8 @@ class FederatedExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._trainer: Players | None = None
         self._playing: Playing | None = None
+        self._trained: tuple[Computer, nn.Module] | None = None
+        self._clients: list[int] = []
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
@@ -106,19 +106,15 @@ class FederatedExchange(Exchange):
         """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
-<<<<<<< HEAD
-            self._samples_of = split_over(self._strategy, computer.task, self._seed)
+            self._meet_clients(computer.task)
+            self._trained = (computer, model)
             self._trainer, self._playing = players_for(
                 computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
             )
-=======
-            self._trainer = ClientTrainer(computer.task, model, self._algorithm, self._work, self._seed)
-            self._meet_clients(computer.task)
->>>>>>> feddp
         begin = time.monotonic()
         assigned = self._assigned(step)
-        clients = [one.client for one in assigned]
-        place = RoundPlace(number=step, clients=clients, rank=self.rank, total=self.total)
+        self._clients = [one.client for one in assigned]
+        place = RoundPlace(number=step, clients=self._clients, rank=self.rank, total=self.total)
         self._tally = tally_for(self._strategy, self._algorithm, place, self._weights, self._private)
         mine = self._mine(assigned)
         losses: list[float] = []
@@ -254,20 +250,40 @@ class FederatedExchange(Exchange):
         del computer, step
         return self._counted * self._work.epochs
 
+    def row_facts(self) -> Mapping[str, Any]:
+        """Who took part; with noise, a secret on which its promise rests."""
+        return {} if self._strategy.noise else {"clients": list(self._clients)}
+
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
-<<<<<<< HEAD
-        """How many updates were not finite, and how clients were played."""
+        """How clients were played, how the model does for this worker's, and what was given away of them."""
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
-        return {"updates_refused": self._refused, "played": played}
-=======
-        """How many updates were not finite, and what was given away of the clients."""
-        told: dict[str, Any] = {"updates_refused": self._refused}
+        told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
         return told if self._private is None else {**told, "privacy": self._private.told()}
->>>>>>> feddp
+
+    def _measured(self) -> dict[str, Any]:
+        """The measures of this worker's clients, by their number; or why there are none."""
+        if self._trained is None:
+            return {}
+        if self._strategy.noise:
+            return {
+                "unmeasured": "with noise, nothing is measured on the parties' own samples: no promise holds for it"
+            }
+        computer, model = self._trained
+        mine = [one for one in shown_clients(len(self._samples_of)) if one % self.world == self.rank]
+        measures = computer.measures()
+        try:
+            found = measured(computer.task, measures, model, self._algorithm, self._samples_of, mine)
+        except (
+            Exception
+        ) as error:  # a metric of evaluation data need not know samples of training; the run is done
+            return {
+                "unmeasured": f"the parties' own samples were not measured: {type(error).__name__}: {error}"
+            }
+        return {"measured": {str(client): one for client, one in found.items()}}
 
     def close(self) -> None:
         """Let go of the memory."""
