@@ -13,7 +13,7 @@ from manyhands.analyse.parties import parties_view
 from manyhands.analyse.view import PartiesView
 from manyhands.draw.page import sections
 from manyhands.draw.parties import skew_lines, skew_picture
-from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.clients import held
 from manyhands.federated.spread import measured, shown_clients, skew_of, spread_of
 from views import run_view
 
@@ -63,8 +63,9 @@ def test_each_party_is_measured_on_its_own_samples_with_the_model_it_uses() -> N
     model = task.model()
     with torch.no_grad():
         model.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))  # everything is a 0
-    found = measured(task, task.metrics, model, algorithm_named("fedavg"), SPLIT, [0, 1])
-    assert found == {0: {"accuracy": 0.75}, 1: {"accuracy": 0.0}}
+    own = [model.weight.detach().clone(), torch.tensor([0.0, 0.0, 1.0])]  # everything is a 2, to party 1
+    found = measured(task, task.metrics, model, lambda client: own if client else held(model), SPLIT, [1, 0])
+    assert found == {0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}
 
 
 SUMMARY = {

@@ -48,7 +48,7 @@ def skew_lines(labels: Sequence[object], counts: Sequence[Sequence[int]]) -> lis
         cells = "".join(
             _SHADES[min(len(_SHADES) - 1, math.ceil(share * (len(_SHADES) - 1)))] for share in shares
         )
-        lines.append(f"{str(label):>{width}} {cells}")
+        lines.append(f"{label!s:>{width}} {cells}")
     return lines
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.samples import Samples
 from manyhands.federated.strategy import ALL
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
@@ -24,7 +25,7 @@ from manyhands.task import Task
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import require_loss
 
-__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "selected"]
+__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected"]
 
 _SELECTING, _SHUFFLING = 1, 2
 
@@ -63,14 +64,29 @@ def held(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def held_names(model: nn.Module) -> list[str]:
+    """Of what travels, in the same order."""
+    return [
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),
+    ]
+
+
 class ClientTrainer:
     """Plays clients one after another, on one copy of the model."""
 
     def __init__(
-        self, task: Task, model: nn.Module, algorithm: FederatedAlgorithm, work: LocalWork, seed: int
+        self,
+        task: Task,
+        model: nn.Module,
+        algorithm: FederatedAlgorithm,
+        work: LocalWork,
+        seed: int,
+        layers: LocalLayers | None = None,
     ) -> None:
         self._task = task
         self._algorithm = algorithm
+        self._layers = layers or LocalLayers()
         self._work = work
         self._seed = seed
         self._copy = copy.deepcopy(model)
@@ -96,7 +112,7 @@ class ClientTrainer:
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
-        start = algorithm.begin(one.client, one.weights)
+        start = self._layers.put(one.client, algorithm.begin(one.client, one.weights))
         seed_all(mix(self._seed, one.number, one.client))
         self._begin(start, like)
         correct = (
@@ -104,7 +120,8 @@ class ClientTrainer:
         )
         loss, steps = self._run(one, correct)
         with torch.no_grad():
-            change = algorithm.report(one.client, start, self._tensors, steps)
+            change = self._layers.shared(algorithm.report(one.client, start, self._tensors, steps))
+            self._layers.keep(one.client, self._tensors)
         if algorithm.trains_personal:
             self._begin(algorithm.personal(one.client, one.weights), like)
             self._run(one, lambda: algorithm.correct_personal(one.client, self._parameters, one.weights))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
-from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.federated.clients import LocalWork, held, selected
+from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.federated.clients import LocalWork, held, held_names, selected
+from manyhands.federated.coding import UpdateCoding
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.partition import Partition
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.spread import measured, shown_clients
-from manyhands.federated.states import gathered, restored
+from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.tally import tally_for
 from manyhands.federated.updates import ClientAssignment, ClientUpdate, RoundPlace, RoundTally, TallySum
@@ -53,6 +56,10 @@ def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRound
     return PrivateRounds(terms, clients, strategy.per_round(clients), fixed, seed)
 
 
+def _is_finite(update: ClientUpdate) -> bool:
+    return math.isfinite(update.loss) and all(bool(one.isfinite().all()) for one in update.change)
+
+
 class FederatedExchange(Exchange):
     """Plays clients, and is the server; over a collective where several workers share them."""
 
@@ -76,12 +83,14 @@ class FederatedExchange(Exchange):
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
-        self._resumed_with: Mapping[str, Any] | None = None
+        self._layers = LocalLayers()
+        self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
         self._tally: RoundTally | None = None
         self._found: TallySum | None = None
         self._counted = 0
         self._sent = Traffic()
         self._refused = 0
+        self._recalled: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
@@ -108,6 +117,9 @@ class FederatedExchange(Exchange):
         if self._trainer is None:
             self._meet_clients(computer.task)
             self._trained = (computer, model)
+            self._algorithm.attach(self._facts(model))
+            self._layers = LocalLayers(held_names(model), self._strategy.keep)
+            self._recall_clients()
             self._trainer, self._playing = players_for(
                 computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
             )
@@ -115,7 +127,9 @@ class FederatedExchange(Exchange):
         assigned = self._assigned(step)
         self._clients = [one.client for one in assigned]
         place = RoundPlace(number=step, clients=self._clients, rank=self.rank, total=self.total)
-        self._tally = tally_for(self._strategy, self._algorithm, place, self._weights, self._private)
+        self._tally = tally_for(
+            self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
+        )
         mine = self._mine(assigned)
         losses: list[float] = []
         samples = 0
@@ -123,7 +137,7 @@ class FederatedExchange(Exchange):
         for update in self._trainer.play(mine, self._optimizer):
             samples += update.samples * self._work.epochs
             losses.append(update.loss)
-            self._add(update)
+            self._add(update, step)
         computer.slow_down(step, time.monotonic() - begin)
         loss = sum(losses) / len(losses) if losses else 0.0
         return Computed(loss=loss, share=len(mine) / max(1, len(assigned)), samples=samples)
@@ -134,14 +148,25 @@ class FederatedExchange(Exchange):
             return
         self._samples_of = split_over(self._strategy, task, self._seed)
         self._private = private_rounds(self._strategy, len(self._samples_of), self._seed)
-        if self._private is not None and self._resumed_with is not None:
-            self._private.restore(self._resumed_with.get("privacy"))
+        if self._private is not None and self._recalled is not None:
+            self._private.restore(self._recalled.get("privacy"))
+
+    def _facts(self, model: nn.Module) -> FederatedFacts:
+        clients = len(self._samples_of)
+        return FederatedFacts(
+            names=held_names(model),
+            parameters=len(list(model.parameters())),
+            clients=clients,
+            per_round=self._strategy.per_round(clients),
+            weight=float(sum(min(len(one), self._strategy.max_samples) for one in self._samples_of)),
+            seed=self._seed,
+        )
 
     def _crowd(self) -> Crowd:
         """Whom this worker plays."""
         sizes = [len(samples) for samples in self._samples_of]
         each_round = math.ceil(self._strategy.per_round(len(sizes)) / self.world)
-        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
+        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together, layers=self._layers)
 
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
@@ -160,19 +185,37 @@ class FederatedExchange(Exchange):
 
     def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
         """Which of them this worker plays: those whose state it has, or as many as any other."""
-        if self._algorithm.kept(self._weights):
+        if self._shelves():
             return [one for one in assigned if one.client % self.world == self.rank]
         return assigned[self.rank :: self.world]
 
-    def _add(self, update: ClientUpdate) -> None:
+    def _sent_by_clients(self) -> Sequence[Tensor]:
+        """Tensors like those of an update."""
+        return self._layers.shared(self._algorithm.sent(self._weights))
+
+    def _shelves(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
+        """All that clients keep, by name, and what it is like."""
+        found = self._algorithm.shelves(self._weights)
+        shared = len(self._layers.shared(self._weights))
+        found["layers"] = (self._layers.states, self._layers.kept(self._weights))
+        found["codec"] = (self._coding.states, self._coding.kept(self._sent_by_clients(), shared))
+        return {name: (states, like) for name, (states, like) in found.items() if like}
+
+    def _add(self, update: ClientUpdate, step: int) -> None:
         """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
         assert self._tally is not None, "a round has begun"
-        if not math.isfinite(update.loss) or not all(bool(one.isfinite().all()) for one in update.change):
+        if _is_finite(update):  # or what is kept for the next time would not be
+            update = self._coding.carried(update, step, len(self._layers.shared(self._weights)))
+        if not _is_finite(update):
             self._refused += 1
             if self._private is None:
                 return
-        self._tally.add(update, self._algorithm.weight(update))
+        self._tally.add(update, self._algorithm.weight(self._bounded(update)))
         self._counted += update.samples
+
+    def _bounded(self, update: ClientUpdate) -> ClientUpdate:
+        """As it is weighed: a client that says it has more samples counts for so many."""
+        return replace(update, samples=min(update.samples, self._strategy.max_samples))
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: what all updates come to, and whether somebody wants to stop."""
@@ -197,10 +240,14 @@ class FederatedExchange(Exchange):
     def apply(self) -> None:
         """The server's step."""
         assert self._found is not None, "agree comes before apply"
-        found, self._found = self._found, None
         like = self._algorithm.sent(self._weights)
+        found, self._found = self._layers.whole(self._found, like), None
         mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
+
+    def personal(self, client: int) -> Sequence[Tensor]:
+        """The weights that a client uses itself, where this worker plays it."""
+        return self._layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """That of a client who begins."""
@@ -209,20 +256,27 @@ class FederatedExchange(Exchange):
 
     def memory(self) -> Mapping[str, Any]:
         """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
-        kept: dict[str, Any] = {}
-        like = self._algorithm.kept(self._weights)
-        if like and self._samples_of:
-            kept["clients"] = gathered(self._algorithm.states, len(self._samples_of), like, self.total)
-        kept["algorithm"] = self._algorithm.memory()
+        if self._trainer is None:
+            return (self._recalled or {}) if self.rank == 0 else {}  # no round was played since
+        clients = {
+            name: gathered(states, len(self._samples_of), like, self.total)
+            for name, (states, like) in self._shelves().items()
+        }
+        kept: dict[str, Any] = {"algorithm": self._algorithm.memory(), "clients": clients}
         kept["privacy"] = self._private.state() if self._private is not None else {}
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on with it."""
-        self._resumed_with = memory
+        self._recalled = memory
         self._algorithm.recall(memory.get("algorithm", {}))
+
+    def _recall_clients(self) -> None:
+        """What this worker's clients have kept, when it is known what that is like."""
         device = next((one.device for one in self._weights), torch.device("cpu"))
-        self._algorithm.states.update(restored(memory.get("clients", {}), self.rank, self.world, device))
+        for name, (states, _) in self._shelves().items():
+            kept = (self._recalled or {}).get("clients", {}).get(name, {})
+            states.update(restored(kept, self.rank, self.world, device))
 
     def cannot_go_on(self, computer: Computer, step: int) -> str:
         """A budget of privacy that does not allow the next round."""
@@ -266,23 +320,18 @@ class FederatedExchange(Exchange):
 
     def _measured(self) -> dict[str, Any]:
         """The measures of this worker's clients, by their number; or why there are none."""
-        if self._trained is None:
+        if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
             return {}
-        if self._strategy.noise:
-            return {
-                "unmeasured": "with noise, nothing is measured on the parties' own samples: no promise holds for it"
-            }
         computer, model = self._trained
         mine = [one for one in shown_clients(len(self._samples_of)) if one % self.world == self.rank]
         measures = computer.measures()
         try:
-            found = measured(computer.task, measures, model, self._algorithm, self._samples_of, mine)
+            found = measured(computer.task, measures, model, self.personal, self._samples_of, mine)
         except (
             Exception
-        ) as error:  # a metric of evaluation data need not know samples of training; the run is done
-            return {
-                "unmeasured": f"the parties' own samples were not measured: {type(error).__name__}: {error}"
-            }
+        ) as error:  # a metric of evaluation data need not know samples of training, and the run is done
+            why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            return {"unmeasured": f"the parties' own samples were not measured: {why}"}
         return {"measured": {str(client): one for client, one in found.items()}}
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import FederatedAlgorithm
 from manyhands.federated.clients import ClientTrainer, LocalWork, held
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.samples import Samples
 from manyhands.federated.stacked import ITEM_BY_ITEM, StackedGradients, StackedTrainer
 from manyhands.federated.strategy import ALL, AUTO
@@ -75,6 +76,8 @@ class Crowd:
     """How many of them one worker plays in a round, at most."""
     wanted: int
     """How many at once the user wants, or AUTO."""
+    layers: LocalLayers
+    """What of the model stays with each."""
 
 
 def players_for(
@@ -91,7 +94,7 @@ def players_for(
         return StackedTrainer(task, model, algorithm, work, seed, playing.together), playing
     if crowd.wanted > 1 and crowd.each_round > 1:
         raise UserError(f"federated together={crowd.wanted}: {playing.why}; use together=auto, or together=1")
-    return ClientTrainer(task, model, algorithm, work, seed), playing
+    return ClientTrainer(task, model, algorithm, work, seed, crowd.layers), playing
 
 
 def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Playing:
@@ -99,7 +102,7 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Play
         return Playing(1, "together=1 says so")
     if crowd.each_round == 1:
         return Playing(1, "a worker has one in a round")
-    cannot = _cannot(task, model)
+    cannot = "each keeps layers of its own" if crowd.layers.keeps else _cannot(task, model)
     if cannot:
         return Playing(1, cannot)
     if crowd.wanted != AUTO:

@@ -7,7 +7,7 @@ parties worse than others, not how well it does on new data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from manyhands.data.parties import Parties
 from manyhands.errors import UserError
-from manyhands.federated.algorithms import FederatedAlgorithm
 from manyhands.federated.clients import held
 from manyhands.federated.partition import labels_of
 from manyhands.federated.samples import Samples, columns_of
@@ -71,20 +70,19 @@ def measured(
     task: Task,
     measures: Mapping[str, Metric],
     model: nn.Module,
-    algorithm: FederatedAlgorithm,
+    personal: Callable[[int], Sequence[Tensor]],
     samples_of: Sequence[Indices],
     clients: Sequence[int],
 ) -> dict[int, dict[str, float]]:
-    """The means of all measures over some samples of each client, with the model that it uses."""
+    """The means of all measures over some samples of each client, with the weights that it uses itself."""
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     samples = Samples(task, device)
-    weights = held(model)
     own = copy.deepcopy(model).eval()
     most = min(_MOST, max(_FEWEST, _SAMPLES // max(1, len(shown_clients(len(samples_of))))))
     found = {}
     with torch.no_grad():
         for client in clients:
-            _put(own, algorithm.personal(client, weights))
+            _put(own, personal(client))
             indices = samples_of[client]
             chosen = indices[np.linspace(0, len(indices) - 1, min(len(indices), most)).round().astype(int)]
             batch = samples.fetch(np.unique(chosen))

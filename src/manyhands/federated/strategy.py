@@ -8,12 +8,14 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
 from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.layers import EVERYTHING_SHARED
 from manyhands.federated.partition import NATURAL, Partition
 from manyhands.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
-from manyhands.federated.secure.fixedpoint import FixedPoint
+from manyhands.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import setting, switch_setting, whole_number
 from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
 __all__ = ["ALL", "AUTO", "Federated"]
 
@@ -91,6 +93,14 @@ class Federated(Strategy):
     """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
     bits: int = setting(_BITS, whole_number)
     """With secure=yes, how many an item is rounded to, its sign included."""
+    keep: str = setting(EVERYTHING_SHARED, str)
+    """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
+    codec: str = codec_setting()
+    """How updates are made smaller on their way to the server: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether a client keeps what a codec leaves out, and adds it to its next update."""
+    max_samples: int = setting(MOST_WEIGHT, whole_number)
+    """For how many samples a client counts at most, whatever it says that it has."""
     clip: str = setting("no", str)
     """The most that the norm of an update may be: `1.0`, or `adaptive:0.5` for a quantile of the norms; `no`: any."""
     noise: float = setting(0.0, _read_number, lambda value: f"{value:g}")
@@ -107,7 +117,7 @@ class Federated(Strategy):
     """Where noise comes from: the operating `system`, or the run's `seed`, which is for tests and hides nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("clients", "epochs"):
+        for name in ("clients", "epochs", "max_samples"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise UserError(
                     f"federated {name}={getattr(self, name)}: must be a whole number of at least 1"
@@ -120,8 +130,15 @@ class Federated(Strategy):
             raise UserError(
                 f"federated together={self.together}: must be a whole number of at least 1, or auto"
             )
-        algorithm_named(self.algorithm)
-        Partition.parse(self.partition)
+        algorithm = algorithm_named(self.algorithm)
+        if Partition.parse(self.partition).word != NATURAL:
+            algorithm.check_round(self.per_round(self.clients))
+        check_codec(self.codec, link="", strategy=self.word, feedback=self.feedback)
+        if self.keep != EVERYTHING_SHARED and algorithm.cannot_keep_layers:
+            raise UserError(
+                f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "
+                "leave one of the two out"
+            )
         self._check_secure()
         self._check_privacy()
 
@@ -136,6 +153,11 @@ class Federated(Strategy):
             raise UserError(
                 f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
                 "shows none; use another algorithm"
+            )
+        if self.codec != RAW:
+            raise UserError(
+                f"federated secure=yes codec={self.codec}: words under a mask look random and cannot be made smaller; "
+                "use fewer bits= instead"
             )
         if self.partition == NATURAL:
             self.fixed_point.require_room(3)  # how many there are, the data says
@@ -183,11 +205,14 @@ class Federated(Strategy):
     @property
     def fixed_point(self) -> FixedPoint:
         """How updates become whole numbers, with secure=yes."""
-        return FixedPoint(clip=self.range, bits=self.bits)
+        return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
     def check_round(self, clients: int) -> None:
-        """UserError where a round of so many clients cannot be summed securely."""
+        """UserError where a round of so many clients is too small, or cannot be summed securely."""
         count = self.per_round(clients)
+        algorithm_named(self.algorithm).check_round(count)
+        if not self.secure:
+            return
         if count < 3:
             raise UserError(
                 f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 hides "
@@ -233,12 +258,24 @@ class Federated(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """The model, a client's copy of it, and the sum of updates in double precision."""
         [worker] = super().needs(model, workers)
-        what, besides = "a client's weights, and the sum of updates", 3 * model.weights
+        what = "a client's weights, and the sum of updates"
+        besides = 3 * model.weights
         if self.privacy.rule is not None:
-            what, besides = f"{what}, and an update that is clipped", besides + 4 * model.weights
+            besides += 4 * model.weights
+            what += ", and an update that is clipped"
+        algorithm = algorithm_named(self.algorithm)
+        own = algorithm.models_kept + int(self.feedback and self.codec != RAW and has_feedback(self.codec))
+        if own:
+            besides += own * model.weights * -(-self.clients // workers)
+            what += ", and what clients keep"
+        if algorithm.single_updates:
+            besides += (
+                self.per_round(self.clients) * 3 * model.weights
+            )  # as they are, and in double precision
+            what += ", and every update"
         if self.secure:
-            words = 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
-            what, besides = f"{what}, and each client's words", besides + words
+            besides += 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
+            what += ", and each client's words"
         return [replace(worker, besides=besides, what=what)]
 
     @property

@@ -26,9 +26,10 @@ def tally_for(
     algorithm: FederatedAlgorithm,
     place: RoundPlace,
     weights: Sequence[Tensor],
+    like: Sequence[Tensor],
     private: PrivateRounds | None = None,
 ) -> RoundTally:
-    """What collects the updates of a round, whose clients are asked in the same order on each worker."""
+    """What collects updates of tensors like these in a round, whose clients each worker asks in the same order."""
 
     def summing(like: Sequence[Tensor]) -> RoundTally:
         if strategy.secure:
@@ -37,7 +38,6 @@ def tally_for(
             return KeptTally(place.total, place.clients, like)
         return PlainTally(place.total, like)
 
-    like = algorithm.sent(weights)
     return summing(like) if private is None else PrivateTally(summing, private, like, place)
 
 
@@ -111,7 +111,14 @@ class KeptTally:
         for each in found:
             for total_of, change_of in zip(sums, each.change, strict=True):
                 total_of.add_(change_of, alpha=each.weight)
-        return TallySum(sums=sums, weight=weight, loss=loss, traffic=self._sent, updates=found)
+        return TallySum(
+            sums=sums,
+            weight=weight,
+            loss=loss,
+            traffic=self._sent,
+            updates=found,
+            missing=len(self._clients) - len(found),
+        )
 
     def _row(self, client: int, items: int) -> Tensor:
         if client not in self._mine:

@@ -9,7 +9,9 @@ from torch import nn
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.errors import UserError
+from manyhands.federated.clients import held_names
 from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
+from manyhands.federated.layers import local_names
 from manyhands.federated.privacy.accountant import need_accountant
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.federated.spread import skew_of, spread_of
@@ -44,7 +46,8 @@ class FederatedTraining(ExchangeTraining):
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()
-            strategy.check_round(len(found))
+        strategy.check_round(len(found))
+        local_names(held_names(model), strategy.keep)
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:

@@ -97,6 +97,8 @@ class TallySum:
     """What the clients sent that this worker played."""
     updates: Sequence[WeighedUpdate] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
+    missing: int = 0
+    """Of the clients whose updates would stand there, how many sent none that counts."""
 
 
 class RoundTally(Protocol):

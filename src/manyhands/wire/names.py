@@ -144,7 +144,7 @@ def _word(*allowed: str) -> Callable[[str], str]:
 _STEPS = _between(0, 10**9 - 1)
 _FEW = (CodecOption("fraction", 0.01, _fraction),)
 _NO_SUM = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
-_NO_CHANGES = "it keeps the momentum of gradients, and local sends changes of parameters; use topk"
+_NO_CHANGES = "it keeps the momentum of gradients, and {} sends changes of parameters; use topk"
 
 CODECS: Final[dict[str, Listed]] = {
     "fp32": Listed(number=3, home="fp32:Fp32", about="double precision as single", hops=True),
@@ -203,7 +203,7 @@ CODECS: Final[dict[str, Listed]] = {
         remembers=True,
         sparse=True,
         vectors=False,
-        refused={"local": _NO_CHANGES},
+        refused={word: _NO_CHANGES.format(word) for word in ("local", "federated")},
     ),
     "powersgd": Listed(
         number=12,
@@ -214,6 +214,7 @@ CODECS: Final[dict[str, Listed]] = {
         vectors=False,
         refused={
             "ps": _NO_SUM,
+            "federated": "factors are summed over workers, and a server weighs clients one by one; use topk",
             "local": "optimizers keep more than matrices of gradients; use allreduce link=tcp",
         },
     ),
@@ -346,8 +347,8 @@ def check_codec(
     for stage in stages:
         if strategy in CODECS[stage.word].refused:
             raise UserError(f"{strategy} codec={text}: {CODECS[stage.word].refused[strategy]}")
-    if strategy == "local" and votes(text):
-        raise UserError(f"local codec={text}: a vote says nothing of how far to go; write sign")
+    if strategy in ("local", "federated") and votes(text):
+        raise UserError(f"{strategy} codec={text}: a vote says nothing of how far to go; write sign")
     if not rounds_hops(text) and algorithm != "direct":
         raise UserError(
             f"codec={text}: it would lose something at every hop of algorithm={algorithm}, where it is sent once or "

@@ -7,17 +7,35 @@ from collections.abc import Callable
 from typing import Final
 
 from manyhands.errors import UserError, nearest
-from manyhands.federated.algorithms.base import ClientUpdate, FederatedAlgorithm
+from manyhands.federated.algorithms.base import ClientUpdate, FederatedAlgorithm, FederatedFacts
+from manyhands.federated.algorithms.ditto import Ditto
+from manyhands.federated.algorithms.nova import FedNova
 from manyhands.federated.algorithms.opt import FedAdagrad, FedAdam, FedYogi
 from manyhands.federated.algorithms.plain import FedAvg, FedSgd
 from manyhands.federated.algorithms.prox import FedProx
+from manyhands.federated.algorithms.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+from manyhands.federated.algorithms.scaffold import Scaffold
 
-__all__ = ["ALGORITHMS", "ClientUpdate", "FederatedAlgorithm", "algorithm_named"]
+__all__ = ["ALGORITHMS", "ClientUpdate", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 
-ALGORITHMS: Final[dict[str, Callable[..., FederatedAlgorithm]]] = {
-    kind.word: kind for kind in (FedAvg, FedSgd, FedProx, FedAdam, FedYogi, FedAdagrad)
+ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
+    kind.word: kind
+    for kind in (
+        FedAvg,
+        FedSgd,
+        FedProx,
+        FedAdam,
+        FedYogi,
+        FedAdagrad,
+        Scaffold,
+        FedNova,
+        CoordinateMedian,
+        TrimmedMean,
+        Krum,
+        MultiKrum,
+        Ditto,
+    )
 }
-_WITHOUT_NUMBER: Final = ("fedavg", "fedsgd")
 
 
 def algorithm_named(text: str) -> FederatedAlgorithm:
@@ -25,19 +43,15 @@ def algorithm_named(text: str) -> FederatedAlgorithm:
     word, colon, number = text.partition(":")
     if word not in ALGORITHMS:
         raise UserError(f"algorithm={text}: unknown; {nearest(word, ALGORITHMS)}")
+    kind: Callable[..., FederatedAlgorithm] = ALGORITHMS[word]
     if not colon:
-        return ALGORITHMS[word]()
+        return kind()
+    if not ALGORITHMS[word].number:
+        raise UserError(f"algorithm={text}: {word} takes no number")
     try:
         value = float(number)
     except ValueError:
         value = math.nan
-    if word in _WITHOUT_NUMBER or not 0 <= value < math.inf:
-        raise UserError(
-            f"algorithm={text}: "
-            + (
-                f"{word} takes no number"
-                if word in _WITHOUT_NUMBER
-                else f"{number!r} is no number of at least 0"
-            )
-        )
-    return ALGORITHMS[word](value)
+    if not 0 <= value < math.inf:
+        raise UserError(f"algorithm={text}: {number!r} is no number of at least 0")
+    return kind(value)

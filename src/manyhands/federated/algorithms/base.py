@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,7 +17,23 @@ from torch import Tensor
 from manyhands.federated.states import ClientStates
 from manyhands.federated.updates import ClientUpdate, TallySum
 
-__all__ = ["ClientUpdate", "FederatedAlgorithm"]
+__all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FederatedFacts:
+    """What an algorithm is told of the run before its first round."""
+
+    names: Sequence[str] = ()
+    """Of the model's tensors, in their order."""
+    parameters: int = 0
+    """How many of them are parameters; the others are buffers."""
+    clients: int = 0
+    per_round: int = 0
+    """How many clients take part in a round."""
+    weight: float = 0.0
+    """Of all clients together, whether they take part or not."""
+    seed: int = 0
 
 
 class FederatedAlgorithm(ABC):
@@ -27,6 +44,9 @@ class FederatedAlgorithm(ABC):
 
     word: ClassVar[str]
     about: ClassVar[str]
+    number: ClassVar[str] = ""
+    """What the number after the colon is, as `MU` of `fedprox:MU`; none: it takes no number."""
+
     whole_batches: ClassVar[bool] = False
     """Whether a client takes one step on all of its data, whatever `epochs` and `batch` say."""
 
@@ -44,9 +64,23 @@ class FederatedAlgorithm(ABC):
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
     `correct_personal`; what it comes to is given to `keep_personal`."""
 
+    models_kept: ClassVar[int] = 0
+    """How many tensors of a model's size each client keeps, for an estimate of memory."""
+
+    cannot_keep_layers: ClassVar[str] = ""
+    """Why layers cannot stay with the clients (`keep=`); none: they can."""
+
     def __init__(self) -> None:
         self.states: ClientStates = {}
         """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
+        self.facts = FederatedFacts()
+
+    def attach(self, facts: FederatedFacts) -> None:
+        """Before the first round."""
+        self.facts = facts
+
+    def check_round(self, clients: int) -> None:  # noqa: B027 - most take what comes
+        """UserError where a round of so many clients is too small for it."""
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors of the shapes and types of those in an update; more than the model's, where `report` adds some."""
@@ -57,8 +91,18 @@ class FederatedAlgorithm(ABC):
         del weights
         return ()
 
+    def shelves(self, weights: Sequence[Tensor]) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
+        """All that clients keep, by name, and what it is like; for a checkpoint."""
+        like = self.kept(weights)
+        return {"algorithm": (self.states, like)} if like else {}
+
+    def keep(self, client: int, tensors: Sequence[Tensor]) -> None:
+        """A copy of these is what a client keeps from now on; it keeps what it had where a number is not finite."""
+        if all(bool(one.isfinite().all()) for one in tensors):
+            self.states[client] = [one.detach().clone() for one in tensors]
+
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """On a client: what its training begins with."""
+        """On a client: what its training begins with. Others may begin before it reports; keep its own by its number."""
         del client
         return weights
 

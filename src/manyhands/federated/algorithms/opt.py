@@ -24,6 +24,7 @@ _BETA_1, _BETA_2, _TAU = 0.9, 0.99, 1e-3
 class _FedOpt(FederatedAlgorithm):
     """What the three share: momentum, and a second moment of each item's own."""
 
+    number: ClassVar[str] = "RATE"
     sums_only: ClassVar[bool] = True
     beta_1: ClassVar[float] = _BETA_1
 

@@ -17,6 +17,7 @@ class FedProx(FederatedAlgorithm):
 
     word: ClassVar[str] = "fedprox"
     about: ClassVar[str] = "FedAvg whose clients are held near the weights they began with"
+    number: ClassVar[str] = "MU"
     corrects: ClassVar[bool] = True
     sums_only: ClassVar[bool] = True
 

@@ -1,0 +1,87 @@
+"""Algorithms that keep something, over two workers and in two parts: one worker's run in one piece; and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import UserError
+
+RATE = 0.05
+TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
+
+
+def samples(count: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+    noise = 0.1 * torch.randn(count, 1, dtype=torch.float64, generator=generator)
+    return inputs, inputs @ (TRUE + shift) + noise
+
+
+PARTIES = {f"party {at}": samples(3 + 2 * at, at, 0.5 * at) for at in range(5)}
+
+
+def regression(data: object = None) -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Linear(3, 1, bias=False).double(),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        data=mh.Parties(PARTIES) if data is None else data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+        batch_size=24,
+    )
+
+
+def weight_of(run: mh.Run) -> NDArray[np.float64]:
+    return next(iter(run.model.parameters())).detach().numpy().flatten()
+
+
+STATEFUL = ["scaffold", "median", "ditto codec=topk:0.4 max_samples=9"]
+
+
+@pytest.mark.parametrize("algorithm", STATEFUL)
+def test_two_workers_and_a_run_in_two_parts_are_one(algorithm: str, tmp_path: Path) -> None:
+    """The second part is by one worker, the first by two: clients' states are dealt anew."""
+    words = f"federated clients=12 fraction=0.5 epochs=2 batch=4 partition=quantity:0.7 algorithm={algorithm}"
+    task = regression(samples(200, 4))
+    alone = mh.fit(task, words, rounds=6)
+    out = tmp_path / "parts"
+    both = mh.fit(task, words, workers=2, rounds=3, out=out)
+    np.testing.assert_allclose(weight_of(both), weight_of(mh.fit(task, words, rounds=3)), rtol=0, atol=1e-12)
+    again = mh.fit(task, words, rounds=6, out=out, resume=True)
+    np.testing.assert_allclose(weight_of(again), weight_of(alone), rtol=0, atol=1e-12)
+    assert again.summary["bytes_sent"] == alone.summary["bytes_sent"] - both.summary["bytes_sent"]
+
+
+def test_a_state_that_no_round_has_touched_is_in_the_next_checkpoint(tmp_path: Path) -> None:
+    words = "federated partition=natural batch=all algorithm=scaffold"
+    mh.fit(regression(), words, rounds=3, out=tmp_path)
+    mh.fit(regression(), words, rounds=3, out=tmp_path, resume=True)
+    again = mh.fit(regression(), words, rounds=5, out=tmp_path, resume=True)
+    np.testing.assert_array_equal(weight_of(again), weight_of(mh.fit(regression(), words, rounds=5)))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("federated algorithm=scaffold:1", "scaffold takes no number"),
+        ("federated algorithm=trimmed:0.5", "trimmed:0.5: .* below 0.5"),
+        ("federated clients=5 algorithm=trimmed:0.45", "of 5 clients a round nobody would stay"),
+        ("federated clients=6 algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 6"),
+        ("federated clients=20 fraction=0.3 algorithm=multikrum:2", "multikrum:2: takes 7"),
+        ("federated partition=natural algorithm=krum:2", "krum:2: takes 7 clients a round .* there are 5"),
+        ("federated algorithm=krum:1.5", "krum:1.5: .* a whole number"),
+        *(
+            (f"federated secure=yes algorithm={one}", "must see each client's update")
+            for one in ("median", "trimmed", "krum", "multikrum")
+        ),
+    ],
+)
+def test_what_an_algorithm_cannot_do_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        mh.fit(regression(), words, rounds=1)

@@ -1,0 +1,242 @@
+"""Models of clients' own, layers that stay with them, codecs on their updates, and what they weigh at most."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import UserError
+from manyhands.federated.coding import UpdateCoding
+from manyhands.federated.layers import local_names
+from manyhands.federated.updates import ClientUpdate
+from rounds import Played, play_rounds
+
+RATE, HOLD = 0.05, 0.7
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+    return inputs, inputs.sum(1, keepdim=True) * (1 + seed) + 0.1
+
+
+PARTIES = {f"party {at}": samples(4 + at, at) for at in range(4)}
+
+
+def task(data: object = None) -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double(),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        data=mh.Parties(PARTIES) if data is None else data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+        batch_size=8,
+    )
+
+
+def same(one: object, other: object, within: float = 1e-12) -> None:
+    torch.testing.assert_close(list(one), list(other), rtol=within, atol=within)  # type: ignore[call-overload]
+
+
+def weights_of(played: Played) -> list[Tensor]:
+    return [one.detach() for one in played.model.parameters()]
+
+
+def descend(
+    begin: list[Tensor], data: tuple[Tensor, Tensor], epochs: int, near: list[Tensor], hold: float
+) -> list[Tensor]:
+    """Full-batch gradient descent on a client's loss and its distance from `near`, by autograd on functions."""
+    now = [one.clone() for one in begin]
+    for _ in range(epochs):
+        leaves = [one.clone().requires_grad_() for one in now]
+        hidden = data[0] @ leaves[0].T + leaves[1]
+        loss = (hidden @ leaves[2].T + leaves[3] - data[1]).square().mean()
+        loss = loss + hold / 2 * sum((a - b).square().sum() for a, b in zip(leaves, near, strict=True))
+        now = [one - RATE * slope for one, slope in zip(now, torch.autograd.grad(loss, leaves), strict=True)]
+    return now
+
+
+def begun() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [one.detach().clone() for one in task().model().parameters()]
+
+
+def mean_of(models: list[list[Tensor]]) -> list[Tensor]:
+    sizes = [len(data[0]) for data in PARTIES.values()]
+    return [
+        sum(size / sum(sizes) * one for size, one in zip(sizes, column, strict=True))  # type: ignore[misc]
+        for column in zip(*models, strict=True)
+    ]
+
+
+def test_ditto_is_fedavg_and_each_clients_own_loop_beside_it() -> None:
+    words = "federated partition=natural batch=all epochs=3 algorithm="
+    common = begun()
+    own = [list(common) for _ in PARTIES]
+    for _ in range(3):
+        own = [descend(mine, data, 3, common, HOLD) for mine, data in zip(own, PARTIES.values(), strict=True)]
+        common = mean_of([descend(common, data, 3, common, 0.0) for data in PARTIES.values()])
+    ditto = play_rounds(task(), f"{words}ditto:{HOLD}", 3)
+    same(weights_of(ditto), common)
+    same(weights_of(ditto), weights_of(play_rounds(task(), f"{words}fedavg", 3)), within=0)
+    for client, mine in enumerate(own):
+        same(ditto.exchange.personal(client), mine)
+    assert ditto.traffic.bytes_sent == 3 * 4 * (6 + 2 + 2 + 1) * 8, "nothing of its own is sent"
+
+
+def test_layers_that_are_kept_are_each_clients_own() -> None:
+    """By hand: the second layer stays, the first is averaged."""
+    words = "federated partition=natural batch=all epochs=2 keep=1"
+    first = begun()
+    own = [list(first) for _ in PARTIES]
+    for _ in range(3):
+        found = [
+            descend([*first[:2], *mine[2:]], data, 2, first, 0.0)
+            for mine, data in zip(own, PARTIES.values(), strict=True)
+        ]
+        own, first = found, [*mean_of(found)[:2], *first[2:]]
+    kept = play_rounds(task(), words, 3)
+    same(weights_of(kept), first)
+    same(weights_of(kept)[2:], begun()[2:], within=0)
+    for client, mine in enumerate(own):
+        same(kept.exchange.personal(client), [*first[:2], *mine[2:]])
+    assert kept.traffic.bytes_sent == 3 * 4 * (6 + 2) * 8, "the second layer is not sent"
+
+
+@pytest.mark.parametrize("algorithm", ["fednova", "fedadam:0.1", "median", "multikrum:0", "fedprox:0.5"])
+def test_kept_layers_go_with_other_algorithms(algorithm: str) -> None:
+    """The server does not move them, and a fifth of the way is as in two pieces."""
+    words = f"federated partition=natural batch=2 keep=*.bias algorithm={algorithm}"
+    whole = play_rounds(task(), words, 4)
+    parts = play_rounds(task(), words, 2, after=play_rounds(task(), words, 2))
+    same(weights_of(whole), weights_of(parts), within=0)
+    for at in (1, 3):
+        assert torch.equal(weights_of(whole)[at], begun()[at])
+        assert not torch.allclose(weights_of(whole)[at - 1], begun()[at - 1])
+    for client in range(4):
+        same(whole.exchange.personal(client), parts.exchange.personal(client), within=0)
+    biases = {round(float(whole.exchange.personal(client)[3]), 9) for client in range(4)}
+    assert len(biases) == 4
+
+
+def test_names_are_found_by_tensor_and_by_module() -> None:
+    names = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]
+    assert local_names(names, "head") == {3, 4}
+    assert local_names(names, "body.*") == {0, 1, 2}
+    assert local_names(names, "*.bias,body.1") == {1, 2, 4}
+    assert local_names(names, "none") == frozenset()
+    with pytest.raises(
+        UserError, match=r"keep=tail: nothing of the model is called 'tail'; there are body.0"
+    ):
+        local_names(names, "tail")
+    with pytest.raises(UserError, match=r"keep=\*: that is the whole model"):
+        local_names(names, "*")
+
+
+@pytest.mark.parametrize("algorithm", ["ditto", "scaffold"])
+def test_a_resumed_run_has_every_clients_own(algorithm: str) -> None:
+    words = f"federated partition=natural batch=3 fraction=0.5 codec=topk:0.3 algorithm={algorithm}"
+    whole = play_rounds(task(), words, 6)
+    parts = play_rounds(task(), words, 3, after=play_rounds(task(), words, 3))
+    same(weights_of(whole), weights_of(parts), within=0)
+    for client in range(4):
+        same(whole.exchange.personal(client), parts.exchange.personal(client), within=0)
+
+
+def update(client: int, number: int) -> ClientUpdate:
+    generator = torch.Generator().manual_seed(100 * client + number)
+    shapes = ((40, 25), (25,), (40, 25), (25,), (1,))
+    change = [torch.randn(shape, generator=generator) for shape in shapes]
+    return ClientUpdate(client=client, change=change, samples=1, steps=1, loss=0.0)
+
+
+@pytest.mark.parametrize("codec", ["topk:0.05", "sign", "int8", "topk:0.05+int8", "fp8"])
+def test_what_is_sent_and_what_is_kept_is_all_there_was_client_by_client(codec: str) -> None:
+    """Two tensors of a model and two that an algorithm adds to them; the single number is exact."""
+    coding = UpdateCoding(codec)
+    given = {client: torch.zeros(2050) for client in (3, 7)}
+    sent = {client: torch.zeros(2050) for client in (3, 7)}
+    for number, client in enumerate((3, 7, 3, 3, 7)):
+        one = update(client, number)
+        carried = coding.carried(one, number, 2)
+        assert torch.equal(carried.change[4], one.change[4])
+        assert carried.num_bytes < one.num_bytes / 2
+        given[client] += torch.cat([part.flatten() for part in one.change[:4]])
+        sent[client] += torch.cat([part.flatten() for part in carried.change[:4]])
+    for client in (3, 7):
+        kept = torch.cat(list(coding.states[client]))
+        torch.testing.assert_close(sent[client] + kept, given[client], rtol=1e-5, atol=1e-5)
+        assert kept.abs().max() > 0
+    assert [one.shape for one in coding.kept(update(1, 1).change, 2)] == [(1025,), (1025,)]
+
+
+def test_codecs_that_leave_nothing_out_keep_nothing_and_raw_is_raw() -> None:
+    one = update(1, 1)
+    assert UpdateCoding().carried(one, 1, 2) is one
+    half = UpdateCoding("bf16").carried(one, 1, 2)
+    assert half.num_bytes == 2050 * 2 + 4
+    assert torch.equal(half.change[0], one.change[0].bfloat16().float())
+    lost = UpdateCoding("topk:0.05", feedback=False)
+    lost.carried(one, 1, 2)
+    assert not lost.states
+    assert not lost.kept(one.change, 2)
+
+
+def test_a_codec_reaches_the_same_place_with_fewer_bytes() -> None:
+    words = "federated partition=natural batch=all"
+    data = mh.Parties({name: samples(4 + at, 1) for at, name in enumerate(PARTIES)})
+    raw, coded = (play_rounds(task(data), f"{words} codec={one}", 250) for one in ("raw", "topk:0.3"))
+    assert raw.losses[-1] < 1e-4 > coded.losses[-1]
+    assert coded.traffic.bytes_sent < 0.6 * raw.traffic.bytes_sent
+    assert coded.traffic.messages_sent == raw.traffic.messages_sent
+
+
+def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
+    words = "federated partition=natural batch=all epochs=1"
+    common = begun()
+    trained = [descend(common, data, 1, common, 0.0) for data in PARTIES.values()]
+    weights = [min(len(data[0]), 5) for data in PARTIES.values()]
+    assert weights == [4, 5, 5, 5]
+    exact = [
+        sum(weight / 19 * one for weight, one in zip(weights, column, strict=True))
+        for column in zip(*trained, strict=True)
+    ]
+    same(weights_of(play_rounds(task(), f"{words} max_samples=5", 1)), exact)
+    unbounded = weights_of(play_rounds(task(), words, 1))
+    assert not torch.allclose(unbounded[0], exact[0], atol=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("federated max_samples=0", "max_samples=0: must be a whole number of at least 1"),
+        (
+            "federated keep=head algorithm=ditto",
+            "keep=head: not with algorithm=ditto: each client has a whole",
+        ),
+        ("federated keep=head algorithm=scaffold", "keep=head: not with algorithm=scaffold"),
+        ("federated codec=topkk", "topk"),
+        ("federated codec=dgc", "it keeps the momentum of gradients, and federated sends changes"),
+        ("federated codec=powersgd", "federated codec=powersgd: factors are summed"),
+        ("federated codec=sign:vote", "federated codec=sign:vote: a vote says nothing"),
+        ("federated codec=auto", "only allreduce measures and chooses"),
+        ("federated codec=bf16 feedback=no", "feedback=no: codec=bf16 keeps nothing"),
+        ("federated codec=bf16 secure=yes", "codec=bf16: words under a mask .* use fewer bits="),
+        ("federated algorithm=ditto:-1", "at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        play_rounds(task(), words, 1)
+
+
+def test_an_update_that_a_codec_makes_infinite_is_not_counted() -> None:
+    huge = (torch.full((4, 3), 1e4, dtype=torch.float64), torch.full((4, 1), 1e7, dtype=torch.float64))
+    words = "federated partition=natural batch=all codec=fp16"
+    both = play_rounds(task(mh.Parties({**PARTIES, "huge": huge})), words, 1)
+    same(weights_of(both), weights_of(play_rounds(task(), words, 1)))
+    assert both.exchange.told()["updates_refused"] == 1
+    assert math.isfinite(both.losses[0])
