@@ -26,6 +26,7 @@ from manyhands.federated.layers import LocalLayers
 from manyhands.federated.partition import Partition
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
+from manyhands.federated.spread import measured, shown_clients
 from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.tally import tally_for
@@ -77,6 +78,8 @@ class FederatedExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._trainer: Players | None = None
         self._playing: Playing | None = None
+        self._trained: tuple[Computer, nn.Module] | None = None
+        self._clients: list[int] = []
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
@@ -113,6 +116,7 @@ class FederatedExchange(Exchange):
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
             self._meet_clients(computer.task)
+            self._trained = (computer, model)
             self._algorithm.attach(self._facts(model))
             self._layers = LocalLayers(held_names(model), self._strategy.keep)
             self._recall_clients()
@@ -121,8 +125,8 @@ class FederatedExchange(Exchange):
             )
         begin = time.monotonic()
         assigned = self._assigned(step)
-        clients = [one.client for one in assigned]
-        place = RoundPlace(number=step, clients=clients, rank=self.rank, total=self.total)
+        self._clients = [one.client for one in assigned]
+        place = RoundPlace(number=step, clients=self._clients, rank=self.rank, total=self.total)
         self._tally = tally_for(
             self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
         )
@@ -300,15 +304,35 @@ class FederatedExchange(Exchange):
         del computer, step
         return self._counted * self._work.epochs
 
+    def row_facts(self) -> Mapping[str, Any]:
+        """Who took part; with noise, a secret on which its promise rests."""
+        return {} if self._strategy.noise else {"clients": list(self._clients)}
+
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
-        """How many updates were not finite, how clients were played, and what was given away of them."""
+        """How clients were played, how the model does for this worker's, and what was given away of them."""
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
-        told: dict[str, Any] = {"updates_refused": self._refused, "played": played}
+        told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
         return told if self._private is None else {**told, "privacy": self._private.told()}
+
+    def _measured(self) -> dict[str, Any]:
+        """The measures of this worker's clients, by their number; or why there are none."""
+        if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
+            return {}
+        computer, model = self._trained
+        mine = [one for one in shown_clients(len(self._samples_of)) if one % self.world == self.rank]
+        measures = computer.measures()
+        try:
+            found = measured(computer.task, measures, model, self.personal, self._samples_of, mine)
+        except (
+            Exception
+        ) as error:  # a metric of evaluation data need not know samples of training, and the run is done
+            why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            return {"unmeasured": f"the parties' own samples were not measured: {why}"}
+        return {"measured": {str(client): one for client, one in found.items()}}
 
     def close(self) -> None:
         """Let go of the memory."""

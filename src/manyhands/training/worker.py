@@ -73,7 +73,7 @@ class Trainer:
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
         self._sent = Traffic()  # up to the last exchange that was booked
-        self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet
+        self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
@@ -214,7 +214,10 @@ class Trainer:
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
         """The step's row of the history, once all have agreed on its loss."""
-        self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds})
+        facts = self._exchange.row_facts()
+        self._unsettled.append(
+            {"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds, **facts}
+        )
         if not shared.settled or shared.bad_workers:
             return
         self._reporter.loss = shared.loss
