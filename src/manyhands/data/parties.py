@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -53,6 +53,11 @@ class Parties:
         begin = self._ends[party - 1] if party else 0
         return self._data[party][index - begin]
 
+    def parts(self) -> Iterator[tuple[Any, NDArray[np.int64] | None]]:
+        """Each party's data set and which of its samples are the party's; None: all."""
+        for data in self._data:
+            yield (data.samples, data.indices) if isinstance(data, _Chosen) else (data, None)
+
     def split(self) -> list[NDArray[np.int64]]:
         """The numbers of each party's samples."""
         begins = [0, *self._ends[:-1]]
@@ -63,11 +68,11 @@ class _Chosen:
     """Some samples of a data set."""
 
     def __init__(self, samples: Any, indices: NDArray[np.int64]) -> None:
-        self._samples = samples
-        self._indices = indices
+        self.samples = samples
+        self.indices = indices
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
-        return self._samples[int(self._indices[index])]
+        return self.samples[int(self.indices[index])]

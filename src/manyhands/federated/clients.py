@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.data.batches import BatchSource
-from manyhands.device import moved
 from manyhands.federated.algorithms import FederatedAlgorithm
-from manyhands.federated.layers import LocalLayers
+from manyhands.federated.samples import Samples
 from manyhands.federated.strategy import ALL
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import mix, seed_all
@@ -83,20 +81,20 @@ class ClientTrainer:
         algorithm: FederatedAlgorithm,
         work: LocalWork,
         seed: int,
-        layers: LocalLayers | None = None,
     ) -> None:
         self._task = task
         self._algorithm = algorithm
-        self._layers = layers or LocalLayers()
         self._work = work
         self._seed = seed
-        self._source = BatchSource(task.data, task.collate)
         self._copy = copy.deepcopy(model)
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        if self._device.type == "cpu" and any(isinstance(one, nn.Conv2d) for one in self._copy.modules()):
+            self._copy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster there
+        self._samples = Samples(task, self._device)
         self._tensors = held(self._copy)
         self._parameters = list(self._copy.parameters())
         counts = (buffer for buffer in self._copy.buffers() if not buffer.is_floating_point())
         self._counts = [(buffer, buffer.clone()) for buffer in counts]  # of batches seen, by BatchNorm
-        self._device = next((one.device for one in self._parameters), torch.device("cpu"))
         self._optimizer = task.optimizer(self._copy.parameters())
 
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
@@ -104,9 +102,14 @@ class ClientTrainer:
         for one in assigned:
             yield self._train(one, like)
 
+    @property
+    def remark(self) -> str:
+        """What whoever reads of this should know: nothing."""
+        return ""
+
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
-        start = self._layers.put(one.client, algorithm.begin(one.client, one.weights))
+        start = algorithm.started(one.client, one.weights)
         seed_all(mix(self._seed, one.number, one.client))
         self._begin(start, like)
         correct = (
@@ -114,8 +117,7 @@ class ClientTrainer:
         )
         loss, steps = self._run(one, correct)
         with torch.no_grad():
-            change = self._layers.shared(algorithm.report(one.client, start, self._tensors, steps))
-            self._layers.keep(one.client, self._tensors)
+            change = algorithm.reported(one.client, start, self._tensors, steps)
         if algorithm.trains_personal:
             self._begin(algorithm.personal(one.client, one.weights), like)
             self._run(one, lambda: algorithm.correct_personal(one.client, self._parameters, one.weights))
@@ -123,7 +125,7 @@ class ClientTrainer:
                 algorithm.keep_personal(one.client, self._tensors)
         return ClientUpdate(
             client=one.client,
-            change=change,
+            change=[tensor.contiguous() for tensor in change],  # a copy's may lie in another order
             samples=len(one.samples),
             steps=steps,
             loss=loss,
@@ -132,11 +134,11 @@ class ClientTrainer:
 
     def _run(self, one: ClientAssignment, correct: Callable[[], None] | None) -> tuple[float, int]:
         """Steps over the client's samples; their mean loss, and how many."""
-        losses, steps = 0.0, 0
+        losses, steps = torch.zeros((), dtype=torch.float64, device=self._device), 0
         for chosen in batches(self._work, one.samples, self._seed, one.number, one.client):
             losses += self._step(chosen, correct)
             steps += 1
-        return losses / max(1, steps), steps
+        return float(losses) / max(1, steps), steps
 
     @torch.no_grad()
     def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
@@ -149,10 +151,8 @@ class ClientTrainer:
             group.update({name: value for name, value in set_as.items() if name != "params"})
         self._copy.train()
 
-    def _step(self, indices: NDArray[np.int64], correct: Callable[[], None] | None) -> float:
-        batch = self._source.fetch(indices)
-        if self._device.type != "cpu":
-            batch = moved(batch, self._device)
+    def _step(self, indices: NDArray[np.int64], correct: Callable[[], None] | None) -> Tensor:
+        batch = self._samples.fetch(indices)
         loss = self._task.loss(self._copy, batch)
         require_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -161,4 +161,4 @@ class ClientTrainer:
         clip_own(self._task, self._copy)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach().reshape(())

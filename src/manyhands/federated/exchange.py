@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
-from manyhands.federated.clients import ClientTrainer, LocalWork, held, held_names, selected
+from manyhands.federated.clients import LocalWork, held, held_names, selected
 from manyhands.federated.coding import UpdateCoding
 from manyhands.federated.layers import LocalLayers
 from manyhands.federated.partition import Partition
+from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.strategy import ALL, Federated
@@ -74,11 +75,11 @@ class FederatedExchange(Exchange):
         whole = self._algorithm.whole_batches
         self._work = LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
         self._optimizer: Optimizer | None = None
-        self._trainer: ClientTrainer | None = None
+        self._trainer: Players | None = None
+        self._playing: Playing | None = None
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
-        self._layers = LocalLayers()
         self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
         self._tally: RoundTally | None = None
         self._found: TallySum | None = None
@@ -107,15 +108,15 @@ class FederatedExchange(Exchange):
         raise AssertionError(f"a round has no common backward (loss {float(loss)}, share {share})")
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """This worker's share of the clients of round `step`, one after another."""
+        """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
             self._meet_clients(computer.task)
             self._algorithm.attach(self._facts(model))
-            self._layers = LocalLayers(held_names(model), self._strategy.keep)
+            self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
             self._recall_clients()
-            self._trainer = ClientTrainer(
-                computer.task, model, self._algorithm, self._work, self._seed, self._layers
+            self._trainer, self._playing = players_for(
+                computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
             )
         begin = time.monotonic()
         assigned = self._assigned(step)
@@ -156,6 +157,12 @@ class FederatedExchange(Exchange):
             seed=self._seed,
         )
 
+    def _crowd(self) -> Crowd:
+        """Whom this worker plays."""
+        sizes = [len(samples) for samples in self._samples_of]
+        each_round = math.ceil(self._strategy.per_round(len(sizes)) / self.world)
+        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
+
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
         if self._private is not None and self._private.draws_itself:
@@ -179,13 +186,13 @@ class FederatedExchange(Exchange):
 
     def _sent_by_clients(self) -> Sequence[Tensor]:
         """Tensors like those of an update."""
-        return self._layers.shared(self._algorithm.sent(self._weights))
+        return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
 
     def _shelves(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
         """All that clients keep, by name, and what it is like."""
         found = self._algorithm.shelves(self._weights)
-        shared = len(self._layers.shared(self._weights))
-        found["layers"] = (self._layers.states, self._layers.kept(self._weights))
+        shared = len(self._algorithm.layers.shared(self._weights))
+        found["layers"] = (self._algorithm.layers.states, self._algorithm.layers.kept(self._weights))
         found["codec"] = (self._coding.states, self._coding.kept(self._sent_by_clients(), shared))
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
@@ -193,7 +200,7 @@ class FederatedExchange(Exchange):
         """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
         assert self._tally is not None, "a round has begun"
         if _is_finite(update):  # or what is kept for the next time would not be
-            update = self._coding.carried(update, step, len(self._layers.shared(self._weights)))
+            update = self._coding.carried(update, step, len(self._algorithm.layers.shared(self._weights)))
         if not _is_finite(update):
             self._refused += 1
             if self._private is None:
@@ -229,13 +236,13 @@ class FederatedExchange(Exchange):
         """The server's step."""
         assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
-        found, self._found = self._layers.whole(self._found, like), None
+        found, self._found = self._algorithm.layers.whole(self._found, like), None
         mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
 
     def personal(self, client: int) -> Sequence[Tensor]:
         """The weights that a client uses itself, where this worker plays it."""
-        return self._layers.put(client, self._algorithm.personal(client, self._weights))
+        return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """That of a client who begins."""
@@ -296,8 +303,9 @@ class FederatedExchange(Exchange):
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
-        """How many updates were not finite, and what was given away of the clients."""
-        told: dict[str, Any] = {"updates_refused": self._refused}
+        """How many updates were not finite, how clients were played, and what was given away of them."""
+        played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
+        told: dict[str, Any] = {"updates_refused": self._refused, "played": played}
         return told if self._private is None else {**told, "privacy": self._private.told()}
 
     def close(self) -> None:

@@ -17,15 +17,25 @@ from manyhands.settings import setting, switch_setting, whole_number
 from manyhands.strategy import Strategy
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
-__all__ = ["ALL", "Federated"]
+__all__ = ["ALL", "AUTO", "Federated"]
 
 ALL = 0
 """The batch that is all of a client's samples."""
+AUTO = 0
+"""As many clients at once as is right."""
 _RANGE, _BITS = 8.0, 24
 
 
 def _read_batch(text: str) -> int:
     return ALL if text == "all" else whole_number(text)
+
+
+def _read_together(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    if text == "0":
+        raise UserError("'0' is not a number of at least 1, nor auto")
+    return whole_number(text)
 
 
 def _read_fraction(text: str) -> float:
@@ -75,6 +85,8 @@ class Federated(Strategy):
     """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
     partition: str = setting("iid", str)
     """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
+    together: int = setting(AUTO, _read_together, lambda value: "auto" if value == AUTO else str(value))
+    """How many clients a worker trains at once, as one stacked model; `auto`: as many as is right for the task."""
     secure: bool = switch_setting()
     """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
     range: float = setting(_RANGE, _read_range, lambda value: f"{value:g}")
@@ -114,6 +126,10 @@ class Federated(Strategy):
             raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
         if self.batch < 0:
             raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
+        if self.together < 0:
+            raise UserError(
+                f"federated together={self.together}: must be a whole number of at least 1, or auto"
+            )
         algorithm = algorithm_named(self.algorithm)
         if Partition.parse(self.partition).word != NATURAL:
             algorithm.check_round(self.per_round(self.clients))

@@ -55,9 +55,10 @@ class FederatedTraining(ExchangeTraining):
         return samples, besides | ({"privacy": finished[0]["privacy"]} if "privacy" in finished[0] else {})
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """What is promised to whom."""
+        """How the clients were played, the same on every worker; and what is promised to whom."""
+        played = dict.fromkeys(one["played"] for one in finished if one["played"])
         sentence = finished[0].get("privacy", {}).get("sentence")
-        return (*super().said(finished), *([sentence] if sentence else []))
+        return (*super().said(finished), *played, *([sentence] if sentence else []))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:

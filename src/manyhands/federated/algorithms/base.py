@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.states import ClientStates
 from manyhands.federated.updates import ClientUpdate, TallySum
 
@@ -74,6 +75,8 @@ class FederatedAlgorithm(ABC):
         self.states: ClientStates = {}
         """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
         self.facts = FederatedFacts()
+        self.layers = LocalLayers()
+        """Which of the model's tensors stay with each client, and those."""
 
     def attach(self, facts: FederatedFacts) -> None:
         """Before the first round."""
@@ -101,8 +104,20 @@ class FederatedAlgorithm(ABC):
         if all(bool(one.isfinite().all()) for one in tensors):
             self.states[client] = [one.detach().clone() for one in tensors]
 
+    def started(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """On a client: what its training begins with, its own layers in their places."""
+        return self.layers.put(client, self.begin(client, weights))
+
+    def reported(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """On a client, after its steps: what it sends, without what it keeps."""
+        change = self.layers.shared(self.report(client, start, trained, steps))
+        self.layers.keep(client, trained)
+        return change
+
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """On a client: what its training begins with."""
+        """On a client: what its training begins with. Several clients may be under way at once."""
         del client
         return weights
 
