@@ -170,8 +170,14 @@ class FederatedExchange(Exchange):
         else:
             chosen = self._selected(step)
         return [
-            ClientAssignment(client=one, samples=self._samples_of[one], weights=self._weights, number=step)
-            for one in chosen
+            ClientAssignment(
+                client=one.client,
+                samples=self._samples_of[one.client],
+                weights=one.weights,
+                number=one.number,
+                staleness=one.staleness,
+            )
+            for one in self._algorithm.given(step, chosen, self._weights)
         ]
 
     def _selected(self, step: int) -> list[int]:
@@ -306,6 +312,7 @@ class FederatedExchange(Exchange):
         """How many updates were not finite, how clients were played, and what was given away of them."""
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
         told: dict[str, Any] = {"updates_refused": self._refused, "played": played}
+        told["algorithm"] = dict(self._algorithm.told())
         return told if self._private is None else {**told, "privacy": self._private.told()}
 
     def close(self) -> None:

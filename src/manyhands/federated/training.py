@@ -50,8 +50,9 @@ class FederatedTraining(ExchangeTraining):
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """What was given away of the clients is in the summary."""
+        """What was given away of the clients, and what the algorithm tells, is in the summary."""
         samples, besides = super().gather(finished)
+        besides = besides | finished[0]["algorithm"]
         return samples, besides | ({"privacy": finished[0]["privacy"]} if "privacy" in finished[0] else {})
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manyhands.federated.layers import LocalLayers
 from manyhands.federated.states import ClientStates
-from manyhands.federated.updates import ClientUpdate, TallySum
+from manyhands.federated.updates import ClientUpdate, GivenModel, TallySum
 
 __all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
 
@@ -64,6 +64,9 @@ class FederatedAlgorithm(ABC):
     trains_personal: ClassVar[bool] = False
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
     `correct_personal`; what it comes to is given to `keep_personal`."""
+
+    cannot_sum_securely: ClassVar[str] = ""
+    """Why its updates cannot be summed securely; none: they can, unless it needs `single_updates`."""
 
     models_kept: ClassVar[int] = 0
     """How many tensors of a model's size each client keeps, for an estimate of memory."""
@@ -115,6 +118,14 @@ class FederatedAlgorithm(ABC):
         change = self.layers.shared(self.report(client, start, trained, steps))
         self.layers.keep(client, trained)
         return change
+
+    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+        """On the server: whose updates make round `number`, and what each began with; the same on every worker."""
+        return [GivenModel(client=client, weights=weights, number=number) for client in chosen]
+
+    def told(self) -> Mapping[str, Any]:
+        """What is worth a place in the summary of the run."""
+        return {}
 
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """On a client: what its training begins with. Several clients may be under way at once."""
