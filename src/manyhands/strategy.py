@@ -101,6 +101,11 @@ class Strategy(ABC):
         return True
 
     @property
+    def saves_each_step(self) -> bool:
+        """Whether a run that is kept saves a checkpoint after every step, since what one gave away must be counted."""
+        return False
+
+    @property
     def counts_rounds(self) -> bool:
         """Whether its runs are counted in rounds of many steps each, and not in global batches."""
         return False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.analyse.privacy import privacy_words
+from manyhands.draw.report import write_report
 from manyhands.errors import UserError
 from manyhands.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
 
@@ -57,8 +58,11 @@ def test_a_run_with_a_budget_ends_at_the_round_that_the_accountant_says(tmp_path
     assert any(
         note.startswith("privacy of each client, against everybody but") for note in run.summary["notes"]
     )
-    [words] = privacy_words(json.loads((out / "summary.json").read_text()))
-    assert words.endswith("of a budget of 8.")
+    promised, ended = privacy_words(json.loads((out / "summary.json").read_text()))
+    assert promised.endswith("of a budget of 8.")
+    assert ended == f"S{why[1:]}."
+    page = write_report(out).read_text()
+    assert f"stopped after round {allowed}: the privacy budget of epsilon=8" in page.lower()
 
     again = mh.fit(task(), f"{PRIVATE} epsilon=8", rounds=40, out=out, resume=True)
     assert again.summary["steps"] == allowed, "nothing is left"
@@ -85,6 +89,24 @@ def test_a_resumed_run_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     mh.fit(task(), "federated clients=20", rounds=2, out=plain)
     with pytest.raises(UserError, match="without noise, and no epsilon would hold"):
         mh.fit(task(), strategy, rounds=40, out=plain, resume=True)
+
+
+def test_rounds_before_a_failure_are_counted(tmp_path: Path) -> None:
+    """Every round is saved, whatever checkpoint_every says."""
+    calls = []
+
+    def breaks(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(1)
+        if len(calls) > 25:
+            raise RuntimeError("no more")
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    out, options = tmp_path / "run", mh.Options(checkpoint_every=100)
+    with pytest.raises(Exception, match="no more"):
+        mh.fit(task(loss=breaks), PRIVATE, rounds=50, out=out, options=options)
+    resumed = mh.fit(task(), PRIVATE, rounds=50, out=out, resume=True, options=options)
+    assert resumed.summary["resumed_from_step"] >= 2
+    assert resumed.summary["privacy"]["rounds"] == resumed.summary["steps"] == 50
 
 
 def test_two_workers_draw_and_noise_as_one() -> None:

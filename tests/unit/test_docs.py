@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LESSONS = sorted((ROOT / "docs" / "tour").glob("*.md"))
+"""`processes/test_tour.py` runs them."""
 SCRIPTS = ("accelerate.md", "hugging-face.md", "lightning.md")
 """Scripts of two workers: `processes/test_integrations.py` runs them."""
 
@@ -29,13 +31,13 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert text.startswith("# "), f"{page.name} needs a title"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + LESSONS, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + LESSONS, ids=lambda page: page.name)
 def test_figures_are_those_of_the_committed_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")  # where a script finds what lies beside it
     render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))["render"]

@@ -14,7 +14,7 @@ from manyhands.federated.privacy.accountant import RoundKind, epsilon_of, most_r
 from manyhands.federated.privacy.clipping import FIRST_BOUND, ClipRule, clipped, next_bound
 from manyhands.federated.privacy.draws import SeededDraws, SystemDraws, add_gaussian, discrete_gaussian
 from manyhands.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.federated.privacy.spending import Budget, Spending
+from manyhands.federated.privacy.spending import PrivacyBudget, Spending
 
 DRAWN = 100_000
 
@@ -190,7 +190,7 @@ def test_kinds_of_rounds_add_up() -> None:
 
 @pytest.mark.parametrize(("noise", "probability"), [(1.0, 0.1), (0.6, 0.02), (5.0, 1.0)])
 def test_a_budget_ends_at_the_last_round_that_it_allows(noise: float, probability: float) -> None:
-    kind, budget = RoundKind(noise=noise, probability=probability), Budget(epsilon=4.0, delta=1e-5)
+    kind, budget = RoundKind(noise=noise, probability=probability), PrivacyBudget(epsilon=4.0, delta=1e-5)
     spending = Spending(kind, budget)
     count = 0
     while spending.affords(()):
@@ -205,9 +205,15 @@ def test_a_budget_ends_at_the_last_round_that_it_allows(noise: float, probabilit
     )
 
 
+def test_noise_that_never_ends_a_budget_is_no_endless_search() -> None:
+    assert 10**10 < most_rounds(RoundKind(noise=1e6, probability=1.0), 1.0, 1e-5) < 10**11
+    assert most_rounds(RoundKind(noise=1e6, probability=1e-4), 1.0, 1e-5) > 10**11
+    assert most_rounds(RoundKind(noise=0.1, probability=1.0), 1.0, 1e-5) == 0
+
+
 def test_a_client_is_counted_by_its_own_rounds() -> None:
     kind = RoundKind(noise=6.0, probability=1.0)
-    spending = Spending(kind, Budget(epsilon=2.0, delta=1e-5), clients=4)
+    spending = Spending(kind, PrivacyBudget(epsilon=2.0, delta=1e-5), clients=4)
     most = spending.most_rounds
     assert most is not None
     for _ in range(most):
@@ -219,7 +225,7 @@ def test_a_client_is_counted_by_its_own_rounds() -> None:
 
 
 def test_what_was_spent_is_spent_after_a_resume() -> None:
-    kind, budget = RoundKind(noise=1.0, probability=0.1), Budget(epsilon=4.0, delta=1e-5)
+    kind, budget = RoundKind(noise=1.0, probability=0.1), PrivacyBudget(epsilon=4.0, delta=1e-5)
     whole, first = Spending(kind, budget), Spending(kind, budget)
     for spending in (whole, first):
         for _ in range(7):

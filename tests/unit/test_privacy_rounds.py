@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.analyse.privacy import privacy_words
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.federated.exchange import private_rounds
@@ -213,6 +214,9 @@ def test_what_is_kept_goes_on_where_it_was() -> None:
     _, resumed = rounds_of(text)
     resumed.restore(rounds.state())
     assert (resumed.bound, resumed.told()) == (rounds.bound, rounds.told())
+    assert privacy_words({"privacy": rounds.told()})[0].startswith("Privacy of each client, against")
+    for other in ({}, {"privacy": 3}, {"privacy": {"sentence": None}}):
+        assert privacy_words(other) == []
     assert rounds.told()["epsilon"] > 0
     with pytest.raises(UserError, match="without noise, and no epsilon would hold"):
         rounds_of(text)[1].restore(None)
@@ -224,8 +228,10 @@ def test_what_is_kept_goes_on_where_it_was() -> None:
     ("text", "words"),
     [
         ("noise=1 delta=1e-5", "noise=1: without clip= an update may be of any length"),
-        ("clip=1 noise=-1", "noise=-1: must be a number from 0 on"),
-        ("clip=1 noise=nan delta=1e-5", "noise=nan: must be a number from 0 on"),
+        ("clip=1 noise=-1", "noise=-1: must be 0, or a number from 0.001"),
+        ("clip=1 noise=nan delta=1e-5", "noise=nan: must be 0, or a number from 0.001"),
+        ("clip=1 noise=1e-9 delta=1e-5", "noise=1e-09: must be 0, or a number from 0.001"),
+        ("clip=1 noise=1e99 delta=1e-5", "noise=1e+99: must be 0, or a number from 0.001"),
         ("clip=1 noise=1", "delta=0: with noise it must be above 0"),
         ("clip=1 noise=1 delta=2", "delta=2: with noise it must be above 0 and below 1"),
         ("clip=1 noise=1 epsilon=3", "epsilon=3: says nothing without delta"),

@@ -16,6 +16,7 @@ import numpy as np
 
 from manyhands.analyse.curves import HistoryCurves, RateCurve
 from manyhands.analyse.members import Members, ServerPlace
+from manyhands.analyse.privacy import privacy_words
 from manyhands.analyse.recent import WINDOW_NS, Recent
 from manyhands.analyse.remarks import about_imbalance, about_quiet, about_workers
 from manyhands.analyse.seen import TOLD, Seen
@@ -206,6 +207,7 @@ class Gather:
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *self._odd()),
+            remarks=tuple(privacy_words(self._summary or {})),
         )
 
     def _odd(self) -> list[str]:

@@ -11,10 +11,10 @@ __all__ = ["privacy_words"]
 
 
 def privacy_words(summary: Mapping[str, Any]) -> list[str]:
-    """A sentence on what was promised and why the run ended, where a summary has one."""
+    """Sentences on what was promised, and on why the run ended where that was for its budget."""
     found = summary.get("privacy")
-    sentence = found.get("sentence") if isinstance(found, Mapping) else None
-    if not isinstance(sentence, str):
+    if not isinstance(found, Mapping):
         return []
-    words = text(sentence)
-    return [f"{words[:1].upper()}{words[1:]}."]
+    said = [found.get(name) for name in ("sentence", "ended")]
+    words = [text(one) for one in said if isinstance(one, str) and one]
+    return [f"{one[:1].upper()}{one[1:]}." for one in words]

@@ -174,3 +174,5 @@ class RunView:
     """What is wrong now, each in a plain sentence; none where all is well."""
     notes: tuple[str, ...]
     """What is missing from this view."""
+    remarks: tuple[str, ...] = ()
+    """What a run that has ended says besides its figures: what it promised, and why it ended."""

@@ -91,6 +91,10 @@ COMMANDS = {
         home="manyhands.cli.certificates:certificates_command",
         help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
     ),
+    "tour": Later(
+        home="manyhands.cli.tour:tour_command",
+        help="Nine short lessons, from one process to federated parties: list them, or run one step by step.",
+    ),
     "doctor": Later(
         home="manyhands.cli.doctor:doctor_command",
         help="What this machine has for training, what is missing, and how to get it.",

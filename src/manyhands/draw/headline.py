@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from manyhands.analyse.totals import TotalsSnapshot
 
 __all__ = ["clock", "headline", "in_order"]
@@ -12,9 +10,7 @@ __all__ = ["clock", "headline", "in_order"]
 def headline(snapshot: TotalsSnapshot, steps: int) -> list[str]:
     """What there is to say of a run of `steps` steps, the most important first."""
     words = [f"step {snapshot.step}/{steps}"]
-    words.append(
-        "loss -" if snapshot.loss is None or math.isnan(snapshot.loss) else f"loss {snapshot.loss:.4g}"
-    )
+    words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
     if snapshot.steps_per_s > 0:
         words.append(f"{clock((steps - snapshot.step) / snapshot.steps_per_s)} left")
         words.append(f"{snapshot.samples_per_s:,.0f} samples/s")

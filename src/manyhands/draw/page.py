@@ -116,7 +116,8 @@ def _now(view: RunView) -> tuple[str, str]:
     done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
     bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
     heading = "The whole run" if ended else "Now"
-    return "now", section("now", heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}', "wide")
+    said = _list(view.remarks) if view.remarks else ""
+    return "now", section("now", heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
 
 
 def _wrong(view: RunView) -> tuple[str, str]:

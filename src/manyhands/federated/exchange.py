@@ -289,7 +289,8 @@ class FederatedExchange(Exchange):
         assert spending is not None, "a budget is one of noise"
         if spending.affords(self._selected(step) if self._strategy.secure else ()):
             return ""
-        return f"stopped after round {step}: {spending.why_over()}"
+        self._private.ended = f"stopped after round {step}: {spending.why_over()}"
+        return self._private.ended
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""

@@ -7,6 +7,8 @@ of two copies must be the plain one. What it found is a sentence of the run's su
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -34,6 +36,8 @@ _PART_OF_MEMORY: Final = (
     0.02  # of a GPU's free memory, for stacked weights: gradients, moments and activations come on top
 )
 _LARGE_KERNEL: Final = 1 << 14  # items of a convolution's weights
+_WITHOUT_RULE: Final = "batching rule"  # in a warning of torch
+_OPERATION: Final = re.compile(r"aten::\w+")
 _TRIED: Final = 2  # samples in the batch of a trial
 
 
@@ -163,9 +167,15 @@ def _trial(task: Task, model: nn.Module) -> str:
         return "the model changes its buffers in training"
     stacked = [one.expand(len(indices), *one.shape).clone() for one in held(model)]
     try:
-        found, _ = StackedGradients(task, model)(stacked, batch)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found, _ = StackedGradients(task, model)(stacked, batch)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return f"torch.func.vmap cannot follow the loss ({_first_line(error)})"
+    for told in (str(one.message) for one in warned):
+        if _WITHOUT_RULE in told:
+            [operation] = _OPERATION.findall(told)[:1] or ["an operation"]
+            return f"torch.func.vmap has no rule for {operation}, and would take one client after another"
     for position, gradients in enumerate(plain):
         for gradient, stack in zip(gradients, found, strict=True):
             if not _close(gradient, stack[position]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,7 +87,9 @@ def columns_of(data: Any) -> Any:
     samples = as_dataset(data, "data")
     if isinstance(samples, np.ndarray):
         plain = samples.dtype.kind in "biufc" and samples.dtype.isnative
-        return torch.from_numpy(np.ascontiguousarray(samples)) if plain else None
+        with warnings.catch_warnings():  # of an array that must not be written to: nobody will
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(np.ascontiguousarray(samples)) if plain else None
     if isinstance(samples, Tensor):
         return samples if type(samples) is Tensor and samples.layout == torch.strided else None
     if type(samples) is TensorDataset:

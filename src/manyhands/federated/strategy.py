@@ -232,6 +232,11 @@ class Federated(Strategy):
             raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
 
     @property
+    def saves_each_step(self) -> bool:
+        """With noise, or a run that broke would have given away what the resumed one does not count."""
+        return self.noise > 0
+
+    @property
     def counts_rounds(self) -> bool:
         """A round is many steps of many clients."""
         return True
@@ -260,6 +265,9 @@ class Federated(Strategy):
         [worker] = super().needs(model, workers)
         what = "a client's weights, and the sum of updates"
         besides = 3 * model.weights
+        if self.privacy.rule is not None:
+            besides += 4 * model.weights
+            what += ", and an update that is clipped"
         algorithm = algorithm_named(self.algorithm)
         own = algorithm.models_kept + int(self.feedback and self.codec != RAW and has_feedback(self.codec))
         if own:

@@ -117,7 +117,9 @@ class Request:
             steps=steps,
             seed=seed,
             evaluate_every=options.evaluate_every or per_epoch,
-            checkpoint_every=options.checkpoint_every or task.checkpoint_every(steps),
+            checkpoint_every=1
+            if strategy.saves_each_step
+            else options.checkpoint_every or task.checkpoint_every(steps),
             stopping=options.early_stopping,
             slow=options.slow,
             device=device,

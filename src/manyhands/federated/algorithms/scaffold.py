@@ -35,7 +35,8 @@ class Scaffold(FederatedAlgorithm):
     def __init__(self) -> None:
         super().__init__()
         self._server: list[Tensor] = []  # c
-        self._met: dict[int, list[Tensor]] = {}  # of each client that trains, the sum of its gradients
+        self._before: dict[int, Sequence[Tensor]] = {}  # by client that trains: c_i
+        self._met: dict[int, list[Tensor]] = {}  # and the sum of its gradients
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The model's, and a control variate's change for each parameter."""
@@ -46,22 +47,18 @@ class Scaffold(FederatedAlgorithm):
         return weights[: self.facts.parameters]
 
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Nothing is met yet."""
+        """Take the client's control variate out; zero before its first round."""
         like = self.kept(weights)
         self._begin_server(like)
+        self._before[client] = self.states.get(client) or [torch.zeros_like(one) for one in like]
         self._met[client] = [torch.zeros_like(one) for one in like]
         return weights
-
-    def _own(self, client: int) -> Sequence[Tensor]:
-        """c_i; zero before its first round."""
-        return self.states.get(client) or [torch.zeros_like(one) for one in self._server]
 
     def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
         """Note the gradient, then add c - c_i."""
         del start
-        for parameter, met, mine, common in zip(
-            parameters, self._met[client], self._own(client), self._server, strict=True
-        ):
+        noted, before = self._met[client], self._before[client]
+        for parameter, met, mine, common in zip(parameters, noted, before, self._server, strict=True):
             if parameter.grad is not None:
                 met.add_(parameter.grad)
                 parameter.grad.add_(common).sub_(mine)
@@ -71,8 +68,8 @@ class Scaffold(FederatedAlgorithm):
     ) -> Sequence[Tensor]:
         """How far weights and control variate came; the new one is kept."""
         change = super().report(client, start, trained, steps)
-        before = self._own(client)
         after = [met / steps for met in self._met.pop(client)]
+        before = self._before.pop(client)
         if all(bool(one.isfinite().all()) for one in change):  # or it is not counted, and c would not follow
             self.keep(client, after)
         return [*change, *(new - old for new, old in zip(after, before, strict=True))]

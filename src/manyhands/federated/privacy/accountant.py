@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from manyhands.errors import UserError
 
 __all__ = ["RoundKind", "epsilon_of", "most_rounds", "need_accountant"]
+
+_ENDLESS: Final = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,10 @@ def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
 def most_rounds(
     kind: RoundKind, epsilon: float, delta: float, before: Mapping[RoundKind, int] | None = None
 ) -> int:
-    """How many rounds of a kind there may be, after those `before` them, until epsilon would be above this."""
+    """How many rounds of a kind there may be, after those `before` them, until epsilon would be above this.
+
+    With so much noise that they would never end it is a number that no run comes to.
+    """
 
     def is_within(rounds: int) -> bool:
         played = dict(before or {})
@@ -94,7 +99,7 @@ def most_rounds(
     if not is_within(1):
         return 0
     low, high = 1, 2
-    while is_within(high):
+    while high < _ENDLESS and is_within(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from manyhands.randomness import mix
 
-__all__ = ["Draws", "SeededDraws", "SystemDraws", "add_gaussian", "discrete_gaussian"]
+__all__ = ["SeededDraws", "SystemDraws", "UniformDraws", "add_gaussian", "discrete_gaussian"]
 
 _GRID: Final = 2.0**-24
 """What the continuous Gaussian is rounded to, in deviations."""
@@ -29,7 +29,7 @@ _AT_ONCE: Final = 1 << 18
 """Items drawn at once, so that the temporaries stay small."""
 
 
-class Draws(Protocol):
+class UniformDraws(Protocol):
     """Independent random numbers."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
@@ -57,7 +57,7 @@ class SeededDraws:
         return 1.0 - self._random.random(count)
 
 
-def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: Draws) -> None:
+def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: UniformDraws) -> None:
     """Add noise of this deviation to each item in place, and round to the grid."""
     step = deviation * _GRID
     for begin in range(0, len(sums), _AT_ONCE):
@@ -67,7 +67,7 @@ def add_gaussian(sums: NDArray[np.float64], deviation: float, draws: Draws) -> N
         part *= step
 
 
-def discrete_gaussian(count: int, deviation: float, draws: Draws) -> NDArray[np.int64]:
+def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
     """Whole numbers, each k with a probability in proportion to exp(-k² / (2 deviation²)); deviation at least 1."""
     if not 1 <= deviation < 2.0**40:
         raise ValueError(f"a discrete Gaussian of deviation {deviation:g}: from 1 to 2^40 is provided for")
@@ -82,7 +82,7 @@ def discrete_gaussian(count: int, deviation: float, draws: Draws) -> NDArray[np.
     return found
 
 
-def _normal(count: int, draws: Draws) -> NDArray[np.float64]:
+def _normal(count: int, draws: UniformDraws) -> NDArray[np.float64]:
     """Box and Muller's, two from two."""
     half = (count + 1) // 2
     radius = np.sqrt(-2.0 * np.log(draws.uniform(half)))
@@ -90,7 +90,7 @@ def _normal(count: int, draws: Draws) -> NDArray[np.float64]:
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
 
-def _accepted(count: int, deviation: float, draws: Draws) -> NDArray[np.int64]:
+def _accepted(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
     """Those of so many draws from a discrete Laplace that are kept."""
     scale = math.floor(deviation) + 1
     size = np.floor(-scale * np.log(draws.uniform(count)))

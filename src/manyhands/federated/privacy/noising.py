@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.federated.privacy.draws import Draws, add_gaussian, discrete_gaussian
+from manyhands.federated.privacy.draws import UniformDraws, add_gaussian, discrete_gaussian
 
 __all__ = ["LEAST_STEPS", "TAIL", "NoiseShare", "RoundNoise"]
 
@@ -84,7 +84,9 @@ class RoundNoise:
         bit = (0.5 if within else -0.5) * self.bit_scale
         return torch.cat([update, torch.tensor([bit], dtype=torch.float64)])
 
-    def in_steps(self, vector: Tensor, step: float, clients: int, draws: Draws | None) -> NDArray[np.int64]:
+    def in_steps(
+        self, vector: Tensor, step: float, clients: int, draws: UniformDraws | None
+    ) -> NDArray[np.int64]:
         """A client's vector in whole steps, cut towards nought, with its share of the noise if it adds one.
 
         `clients` is the fewest whose sum is shown.
@@ -94,7 +96,7 @@ class RoundNoise:
             whole += discrete_gaussian(len(whole), self.deviation / step / math.sqrt(clients), draws)
         return whole
 
-    def add(self, sums: Tensor, draws: Draws) -> None:
+    def add(self, sums: Tensor, draws: UniformDraws) -> None:
         """The server's noise, in place."""
         if self.deviation:
             add_gaussian(sums.numpy(), self.deviation, draws)

@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.federated.privacy.accountant import RoundKind
 from manyhands.federated.privacy.clipping import next_bound
-from manyhands.federated.privacy.draws import Draws, SeededDraws, SystemDraws
+from manyhands.federated.privacy.draws import SeededDraws, SystemDraws, UniformDraws
 from manyhands.federated.privacy.noising import RoundNoise
 from manyhands.federated.privacy.spending import Spending
 from manyhands.federated.privacy.terms import CLIENTS, POISSON, SEED, PrivacyTerms
@@ -37,6 +37,8 @@ class PrivateRounds:
         self._quantile = rule.quantile
         self._least, self._most = terms.limits(per_round, fixed)
         self._bound = self._allowed(rule.bound)
+        self.ended = ""
+        """Why no round may follow, once that is known."""
         self.cohort: Final = terms.cohort(clients, per_round)
         self.fewest: Final = fewest_clients(per_round)
         probability = terms.fraction if terms.sampling == POISSON else 1.0
@@ -78,17 +80,17 @@ class PrivateRounds:
             taken += torch.from_numpy((drawn <= self._terms.fraction).astype(float))
         return [int(one) for one in total(taken).nonzero().flatten()]
 
-    def server_draws(self, number: int) -> Draws | None:
+    def server_draws(self, number: int) -> UniformDraws | None:
         """Where the server's noise comes from; None where it adds none."""
         is_server = self._terms.noise > 0 and self._terms.noise_by != CLIENTS
         return self._draws(number, _SERVER) if is_server else None
 
-    def client_draws(self, number: int, client: int) -> Draws | None:
+    def client_draws(self, number: int, client: int) -> UniformDraws | None:
         """Where a client's noise comes from; None where it adds none."""
         is_client = self._terms.noise > 0 and self._terms.noise_by == CLIENTS
         return self._draws(number, _CLIENT, client) if is_client else None
 
-    def _draws(self, *numbers: int) -> Draws:
+    def _draws(self, *numbers: int) -> UniformDraws:
         return SeededDraws(self._seed, *numbers) if self._terms.randomness == SEED else SystemDraws()
 
     def take(self, clients: Sequence[int]) -> None:
@@ -133,6 +135,7 @@ class PrivateRounds:
             "budget": self._terms.epsilon,
             "rounds": self.spending.rounds,
             "sentence": self._promise(self.spending),
+            "ended": self.ended,
         }
 
     def _promise(self, spending: Spending) -> str:

@@ -16,11 +16,11 @@ import numpy as np
 
 from manyhands.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
 
-__all__ = ["Budget", "Spending"]
+__all__ = ["PrivacyBudget", "Spending"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class PrivacyBudget:
     """What is promised: the most epsilon, 0 for any, at this delta."""
 
     epsilon: float
@@ -33,7 +33,7 @@ class Spending:
     `clients` of them are told apart, or none.
     """
 
-    def __init__(self, kind: RoundKind, budget: Budget, clients: int = 0) -> None:
+    def __init__(self, kind: RoundKind, budget: PrivacyBudget, clients: int = 0) -> None:
         self._kind = kind
         self._budget = budget
         self._apart = clients > 0

@@ -9,13 +9,15 @@ from typing import Final
 from manyhands.errors import UserError
 from manyhands.federated.privacy.clipping import ClipRule
 from manyhands.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.federated.privacy.spending import Budget
+from manyhands.federated.privacy.spending import PrivacyBudget
 from manyhands.federated.secure.fixedpoint import FixedPoint
 from manyhands.federated.secure.messages import fewest_clients
 from manyhands.settings import check_choice
 
 __all__ = ["CLIENTS", "FIXED", "POISSON", "SEED", "SERVER", "SYSTEM", "PrivacyTerms"]
 
+_LEAST_NOISE: Final = 1e-3
+_MOST_NOISE: Final = 1e6
 SERVER: Final = "server"
 CLIENTS: Final = "clients"
 FIXED: Final = "fixed"
@@ -42,8 +44,11 @@ class PrivacyTerms:
         check_choice("noise_by", self.noise_by, (SERVER, CLIENTS))
         check_choice("sampling", self.sampling, (FIXED, POISSON))
         check_choice("randomness", self.randomness, (SYSTEM, SEED))
-        if not 0 <= self.noise < math.inf:
-            raise UserError(f"noise={self.noise:g}: must be a number from 0 on, the noise by the clip")
+        if self.noise != 0 and not _LEAST_NOISE <= self.noise <= _MOST_NOISE:
+            raise UserError(
+                f"noise={self.noise:g}: must be 0, or a number from {_LEAST_NOISE:g} to {_MOST_NOISE:g}: the noise by "
+                "what one client can change"
+            )
         rule = ClipRule.parse(self.clip)
         if self.noise == 0:
             self._check_quiet()
@@ -105,9 +110,9 @@ class PrivacyTerms:
         return ClipRule.parse(self.clip)
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> PrivacyBudget:
         """The most epsilon."""
-        return Budget(epsilon=self.epsilon, delta=self.delta)
+        return PrivacyBudget(epsilon=self.epsilon, delta=self.delta)
 
     def cohort(self, clients: int, per_round: int) -> float:
         """How many of so many clients take part in a round, on average; sums are divided by it."""

@@ -307,8 +307,12 @@ def state_of(value: Any) -> RoundState:
     try:
         return RoundState(
             phase=RoundPhase(value["phase"]),
-            **{name: int(value[name]) for name in ("done", "attempt", "abandoned")},
-            **{name: float(value[name]) for name in ("now_s", "since_s", "counted_s")},
+            done=int(value["done"]),
+            attempt=int(value["attempt"]),
+            abandoned=int(value["abandoned"]),
+            now_s=float(value["now_s"]),
+            since_s=float(value["since_s"]),
+            counted_s=float(value["counted_s"]),
             present={int(client): float(at_s) for client, at_s in value["present"]},
             asked=tuple(int(client) for client in value["asked"]),
             gone=tuple(int(client) for client in value["gone"]),

@@ -1,0 +1,1 @@
+"""The guided tour: lessons as pages of text, and what is in them."""

@@ -1,0 +1,100 @@
+"""The guided tour: every command of every lesson runs, and every exercise fails until it is solved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import run_command
+from manyhands.tour.lesson import Command, Lesson, lessons, read_lesson
+
+LESSONS = lessons()
+
+
+def run_file(text: str, name: str) -> None:
+    exec(compile(text, name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda one: one.title)
+@pytest.mark.timeout(240)
+def test_the_commands_of_a_lesson_run(
+    lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = [step for step in lesson.steps if isinstance(step, Command)]
+    assert commands, "there is something to type"
+    for command in commands:
+        status = run_command(monkeypatch, *command.arguments)
+        assert status == 0, f"{command}: {capfd.readouterr().err}"
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda one: one.title)
+@pytest.mark.timeout(240)
+def test_an_exercise_fails_until_it_is_solved(
+    lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=r"\w"):
+        run_file(lesson.exercise, "exercise.py")
+    run_file(lesson.solution, "solution.py")
+
+
+def test_there_are_nine_in_a_row_and_each_is_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [lesson.number for lesson in LESSONS] == list(range(1, 10))
+    assert run_command(monkeypatch, "tour") == 0
+    listed = capsys.readouterr().out
+    assert all(f"{lesson.number}  {lesson.title}" in listed for lesson in LESSONS)
+
+
+def test_an_exercise_is_written_once_and_its_solution_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.py"
+    assert run_command(monkeypatch, "tour", "6", "--exercise", mine) == 0
+    assert mine.read_text() == LESSONS[5].exercise
+    assert run_command(monkeypatch, "tour", "6", "--exercise", mine) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run_command(monkeypatch, "tour", "6", "--solution") == 0
+    assert "+ microbatches = 28" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tour", "10"], "there are lessons 1 to 9"),
+        (["tour", "--solution"], "say which lesson"),
+        (["tour", "1", "--exercise", "/nowhere/mine.py"], "cannot be written"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, *arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_lesson_is_walked_step_by_step(capfd: pytest.CaptureFixture[str]) -> None:
+    from manyhands.cli.tour import tour_command
+
+    tour_command(2, yes=True)
+    shown = capfd.readouterr().out
+    assert "$ manyhands schedule ring --workers 4" in shown
+    assert "Exercise: Four workers exchange gradients" in shown
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("no title", "begins with its number"),
+        ("# 1. A\n\ntext\n", "needs the parts"),
+        ("# 1. A\n\n## Exercise\n\n## Solution\n", "one block of python"),
+        ("# 1. A\n\n## Exercise\n```python\nx\n```\n\n## Solution\n", "one block of diff"),
+        ("# 1. A\n\n## Exercise\n```python\nx\n```\n\n## Solution\n```diff\n+x\n-y\n```\n", "pairs of lines"),
+    ],
+)
+def test_a_page_that_lacks_something_is_refused(page: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read_lesson(page)
