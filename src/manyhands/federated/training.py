@@ -51,8 +51,9 @@ class FederatedTraining(ExchangeTraining):
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Who the clients are, how the model does for each, and what was given away of them."""
+        """Who the clients are and how the model does for each; what the algorithm tells, and what was given away."""
         samples, besides = super().gather(finished)
+        besides |= finished[0]["algorithm"]
         if "privacy" in finished[0]:
             besides["privacy"] = finished[0]["privacy"]
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
