@@ -52,15 +52,17 @@ class Export:
 def load(path: str | Path, task: Task | None = None) -> nn.Module:
     """The module of a run with its newest weights, or of a file of `manyhands export`; in evaluation mode, on the CPU.
 
-    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed.
+    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed, and the
+    data that it was trained on need not be there.
     """
     place = Path(path)
     if place.is_dir():
-        config, built = _task_of(place, task)
+        config, built = _task_of(place, task, with_data=False)
         return _filled(built, _newest(place, config, built)[1])
     exported = read_exported(place)
     about = exported.about
-    built = task or _builtin(about.get("task", ""), _options(about.get("options", "{}"), place), place)
+    options = _options(about.get("options", "{}"), place)
+    built = task or _builtin(about.get("task", ""), options, place, with_data=False)
     return _filled(built, exported.weights)
 
 
@@ -97,7 +99,7 @@ def export_run(
     )
 
 
-def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:
+def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple[Mapping[str, Any], Task]:
     if not (place / "config.json").is_file():
         raise UserError(
             f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
@@ -105,7 +107,8 @@ def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:
     directory = RunDirectory.open(place, lock=False)
     config = directory.config
     directory.close()
-    return config, task or _builtin(str(config["task"]), config.get("task_options", {}), place)
+    options = config.get("task_options") or {}
+    return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
 
 
 def _options(text: str, place: Path) -> Mapping[str, Any]:
@@ -122,13 +125,14 @@ def _options(text: str, place: Path) -> Mapping[str, Any]:
     return options
 
 
-def _builtin(name: str, options: Mapping[str, Any], place: Path) -> Task:
+def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: bool) -> Task:
     if name not in TASKS:
         raise UserError(
             f"{place} is of the task {name!r}, which is not built in; give the task that it was trained with: "
             "mh.load(path, task=...)"
         )
-    return TASKS[name].build(**options)
+    entry = TASKS[name]
+    return entry.build(**options) if with_data else entry.without_data(**options)
 
 
 def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:

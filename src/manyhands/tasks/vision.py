@@ -44,7 +44,7 @@ class ImageClassifier(nn.Module):
         depth: int = LEAST_DEPTH,
     ) -> None:
         super().__init__()
-        self.white = white
+        self.side, self.white = side, white
         self.features = nn.Sequential(
             *_stage(1, width, kernel=2 * stride + 1, stride=stride),
             *_stage(width, 2 * width),
