@@ -24,7 +24,27 @@ from manyhands.tasks import TASKS
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.kept import last_kept
 
-__all__ = ["Export", "export_run", "load"]
+__all__ = [
+    "Export",
+    "ExportAsked",
+    "export_run",
+    "export_weights",
+    "load",
+    "recorded_options",
+    "trained_steps",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportAsked:
+    """What `manyhands export` asks a workload for."""
+
+    run: Path
+    out: Path | None = None
+    """The file to write; None: one in the run's directory."""
+    precision: str = "fp32"
+    test: Path | None = None
+    """Examples to measure on, for a workload that has no evaluation data of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +68,9 @@ class Export:
     after: dict[str, float] = field(default_factory=dict)
     """The same with the weights of the file."""
 
+    largest_difference: float | None = None
+    """Between what the file's program computes and what the module does, where it is one that was compared."""
+
 
 def load(path: str | Path, task: Task | None = None) -> nn.Module:
     """The module of a run with its newest weights, or of a file of `manyhands export`; in evaluation mode, on the CPU.
@@ -64,6 +87,35 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
     options = _options(about.get("options", "{}"), place)
     built = task or _builtin(about.get("task", ""), options, place, with_data=False)
     return _filled(built, exported.weights)
+
+
+def recorded_options(path: str | Path) -> Mapping[str, Any]:
+    """Of the task that a run, or a file of `manyhands export`, is of."""
+    place = Path(path)
+    if not place.is_dir():
+        return _options(read_exported(place).about.get("options", "{}"), place)
+    directory = RunDirectory.open(place, lock=False)
+    try:
+        return directory.config.get("task_options") or {}
+    finally:
+        directory.close()
+
+
+def trained_steps(path: str | Path) -> int:
+    """How many steps the newest weights of a run, or those of a file of `manyhands export`, have seen."""
+    place = Path(path)
+    if place.is_dir():
+        config, built = _task_of(place, None, with_data=False)
+        return _newest(place, config, built)[0]
+    told = read_exported(place).about.get("steps", "")
+    return int(told) if told.isdecimal() and len(told) < 19 else 0
+
+
+def export_weights(asked: ExportAsked) -> Export:
+    """`export_run` for a task with evaluation data of its own."""
+    if asked.test is not None:
+        raise UserError("--test: this task is measured on its evaluation data; leave it out for this run")
+    return export_run(asked.run, asked.out, asked.precision)
 
 
 def export_run(

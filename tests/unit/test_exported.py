@@ -15,7 +15,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.cli.export import export_command
-from manyhands.cli.regression import predict_command
+from manyhands.cli.predict import predict_command
 from manyhands.errors import UserError
 from manyhands.exporting import export_run
 from manyhands.regression.labels import Labels
