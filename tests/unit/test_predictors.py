@@ -30,8 +30,8 @@ from manyhands.tasks.digits import read_digits
 from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.vision import ImageClassifier
-from manyhands.words.vectors import Vectors
 from manyhands.uses import USES, found_at
+from manyhands.words.vectors import Vectors
 
 SHAPE = ImageShape(8, 16)
 
@@ -88,7 +88,7 @@ def test_without_pillow_pictures_are_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     (tmp_path / "one.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(UserError, match="pip install .manyhands.images"):
+    with pytest.raises(UserError, match=r"pip install .manyhands\[images\]"):
         read_images(str(tmp_path / "one.png"), SHAPE)
 
 

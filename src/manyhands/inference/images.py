@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.export import Dim
 
 from manyhands.data.images import IMAGE_FORMATS, ImageShape, read_images
 from manyhands.errors import UserError
@@ -97,6 +96,8 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any]]:
         """Any number of images."""
+        from torch.export import Dim  # which takes a while, and only exporting needs it
+
         return ({0: Dim("batch")},)
 
 

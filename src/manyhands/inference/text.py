@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 from manyhands.data.text import VOCABULARY, decode, encode
 from manyhands.errors import UserError, nearest
@@ -136,6 +135,8 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any]]:
         """Any number of texts; each is as long as the context."""
+        from torch.export import Dim  # which takes a while, and only exporting needs it
+
         return ({0: Dim("batch")},)
 
 
