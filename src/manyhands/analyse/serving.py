@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,10 +84,11 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 class ServingTally:
-    """Counts; `begun` is the time that others are told from."""
+    """Counts, in one thread, while others look; `begun` is the time that others are told from."""
 
     def __init__(self, begun: float) -> None:
         self._begun = begun
+        self._lock = threading.Lock()
         self._recent: deque[Answered] = deque(maxlen=RECENT)
         self._seconds: dict[int, int] = {}
         self._by_status: Counter[int] = Counter()
@@ -97,40 +99,47 @@ class ServingTally:
 
     def answered(self, answer: Answered) -> None:
         """A request has an answer."""
-        self.requests += 1
-        self.inputs += answer.inputs if answer.status == 200 else 0
-        self._by_status[answer.status] += 1
-        self._recent.append(answer)
-        second = int(answer.at - self._begun)
-        self._seconds[second] = self._seconds.get(second, 0) + 1
-        for old in [one for one in self._seconds if one < second - _CURVE_S]:
-            del self._seconds[old]
+        with self._lock:
+            self.requests += 1
+            self.inputs += answer.inputs if answer.status == 200 else 0
+            self._by_status[answer.status] += 1
+            self._recent.append(answer)
+            second = int(answer.at - self._begun)
+            self._seconds[second] = self._seconds.get(second, 0) + 1
+            self._seconds.pop(second - _CURVE_S - 1, None)
 
     def batch(self, inputs: int) -> None:
         """A worker was sent a batch."""
-        self._batches += 1
-        self._batched += inputs
+        with self._lock:
+            self._batches += 1
+            self._batched += inputs
 
     def note(self, now: float, sentence: str, *, death: bool = False) -> None:
         """Something happened to a worker."""
-        self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
-        self.deaths += death
+        with self._lock:
+            self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
+            self.deaths += death
 
     def figures(self, now: float) -> dict[str, object]:
         """The fields of a view that follow from what was counted."""
-        good = sorted(one.latency_s * 1e3 for one in self._recent if one.status == 200)
+        with self._lock:
+            recent, seconds, notes = list(self._recent), dict(self._seconds), tuple(self._notes)
+            by_status = tuple(sorted(self._by_status.items()))
+            batch_mean = self._batched / self._batches if self._batches else 0.0
+            requests, inputs, deaths = self.requests, self.inputs, self.deaths
+        good = sorted(one.latency_s * 1e3 for one in recent if one.status == 200)
         since = max(self._begun, now - _RATE_S)
-        lately = [one for one in self._recent if one.at >= since]
+        lately = [one for one in recent if one.at >= since]
         span = max(now - since, 1e-3)
         if len(lately) == RECENT:  # those before them are forgotten
             span = max(now - lately[0].at, 1e-3)
         last = int(now - self._begun)
-        first = max(0, min(self._seconds, default=last), last - _CURVE_S)
+        first = max(0, min(seconds, default=last), last - _CURVE_S)
         return {
             "seconds": now - self._begun,
-            "requests": self.requests,
-            "inputs": self.inputs,
-            "by_status": tuple(sorted(self._by_status.items())),
+            "requests": requests,
+            "inputs": inputs,
+            "by_status": by_status,
             "requests_per_s": len(lately) / span,
             "inputs_per_s": sum(one.inputs for one in lately if one.status == 200) / span,
             "p50_ms": percentile(good, 50),
@@ -138,8 +147,8 @@ class ServingTally:
             "p99_ms": percentile(good, 99),
             "latencies_ms": tuple(sorted(Counter(int(one) for one in good).items())),
             # the second that is not over yet would show as a fall
-            "curve": tuple((float(one), float(self._seconds.get(one, 0))) for one in range(first, last)),
-            "batch_mean": self._batched / self._batches if self._batches else 0.0,
-            "deaths": self.deaths,
-            "notes": tuple(self._notes),
+            "curve": tuple((float(one), float(seconds.get(one, 0))) for one in range(first, last)),
+            "batch_mean": batch_mean,
+            "deaths": deaths,
+            "notes": notes,
         }

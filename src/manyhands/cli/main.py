@@ -77,6 +77,11 @@ COMMANDS = {
         home="manyhands.cli.predict:generate_command",
         help="Let a trained language model write on after a prompt.",
     ),
+    "serve": Later(
+        home="manyhands.cli.serve:serve_command",
+        help="Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
+        trains=True,
+    ),
     "launch": Later(
         home="manyhands.cli.launch:launch_command",
         help="Run your own training script on several workers; see `mh.join()`.",
