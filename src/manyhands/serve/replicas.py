@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.cluster.job import pack
 from manyhands.cluster.supervisor import Ended, Role, Said, Silent, Supervisor
+from manyhands.cluster.template import warm
 from manyhands.errors import ManyhandsError
 from manyhands.inference.predictor import Predictor
 from manyhands.serve.replica import replica
@@ -75,6 +76,7 @@ class Replicas:
     def start(self) -> None:
         """Begin, and wait until a worker answers; the failure of the first ones is raised."""
         self._wanted.set()
+        warm()  # here: what workers are forked from would otherwise end with the thread that asked for it first
         self._thread.start()
         deadline = time.monotonic() + START_S
         while not self._answers.wait(_POLL_S):
