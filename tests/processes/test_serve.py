@@ -160,9 +160,12 @@ class Unloadable(ImagePredictor):
 
 def test_a_model_that_no_worker_can_serve_is_an_error() -> None:
     broken = Unloadable(ImageClassifier(side=8, white=16, width=4))
-    with pytest.raises(ManyhandsError, match=r"no worker could serve the model.*this model is broken"):
-        with ModelServer(broken, "broken", ServeOptions(workers=1)):
-            pass
+    server = ModelServer(broken, "broken", ServeOptions(workers=1))
+    with (
+        pytest.raises(ManyhandsError, match=r"no worker could serve the model.*this model is broken"),
+        server,
+    ):
+        pass
 
 
 def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path) -> None:

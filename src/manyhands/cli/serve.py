@@ -23,6 +23,12 @@ def serve_command(
     deadline: Annotated[
         float, typer.Option(help="Seconds within which a request has its answer, or a 503.")
     ] = 30.0,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="Compute in fp32, bf16 or int8; `manyhands bench inference` says what is fastest here."
+        ),
+    ] = "fp32",
     host: Annotated[
         str,
         typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, who need the token, too."),
@@ -50,6 +56,8 @@ def serve_command(
         batches=BatchLimits(batch=batch, wait_s=wait / 1e3, deadline_s=deadline),
     )
     predictor = open_predictor(run)
+    predictor.check_precision(precision)
+    predictor.precision = precision
     server = ModelServer(predictor, str(run), options)
     try:
         with ending(), server:

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor, nn
 
 from manyhands.errors import UserError, nearest
+from manyhands.inference.precision import in_precision
+from manyhands.store.exported import check_precision
 
 __all__ = ["ModulePredictor", "Predictor", "ReadAs"]
 
@@ -46,6 +48,9 @@ class Predictor(ABC, Generic[Inputs]):
 
     task: str = ""
     """The name of its task."""
+
+    precision: str = "fp32"
+    """What it computes in from `prepare` on."""
 
     left_out: int = 0
     """Lines of the last file that were wrong and skipped."""
@@ -75,6 +80,14 @@ class Predictor(ABC, Generic[Inputs]):
         """What `predict` prints for them, a line each."""
         return (json.dumps(answer, ensure_ascii=False) for answer in self.answers(inputs))
 
+    def prepare(self) -> None:
+        """Called once in the process that computes, before its first answer."""
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse what it cannot compute in."""
+        if precision != "fp32":
+            raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
+
     def check_read_as(self, read_as: ReadAs) -> None:
         """Refuse what makes no sense for these files."""
         if read_as.format not in self.formats:
@@ -86,6 +99,14 @@ class ModulePredictor(Predictor[Inputs]):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
+
+    def prepare(self) -> None:
+        """Take on the precision that was asked for."""
+        self.model = in_precision(self.model, self.precision)
+
+    def check_precision(self, precision: str) -> None:
+        """Any that a module can."""
+        check_precision(precision)
 
     @abstractmethod
     def example_batch(self, count: int, seed: int = 0) -> Tensor:

@@ -33,6 +33,7 @@ def replica(context: RoleContext) -> None:
     import torch
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
+    predictor.prepare()
     with socket.socket(fileno=context.descriptor("requests")) as connection, torch.inference_mode():
         predictor.answers(predictor.inputs([predictor.example]))  # what is done once, no request waits for
         connection.sendall(frame({"ready": os.getpid()}))

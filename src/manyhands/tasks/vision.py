@@ -62,7 +62,7 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores, (batch, classes)."""
-        scaled = _scaled(images, self.head.weight, self.white)
+        scaled = _scaled(images, next(self.parameters()), self.white)  # a quantised head has no such weight
         scores: Tensor = self.head(self.features(scaled).flatten(1))
         return scores
 
