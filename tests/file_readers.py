@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import struct
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -99,6 +100,30 @@ def _read_idx(folder: Path) -> object:
     from manyhands.data.idx import read_idx
 
     return read_idx(folder / "sample", limit_bytes=1 << 26)
+
+
+def _images(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        pixels = (np.arange(128) % 17).reshape(2, 8, 8)
+        if name.endswith("npy"):
+            np.save(folder / name, pixels)
+        elif name.endswith("json"):
+            (folder / name).write_text(json.dumps(pixels.tolist()))
+        else:
+            from PIL import Image
+
+            Image.fromarray(pixels[0].astype(np.uint8)).save(folder / name)
+
+    return make
+
+
+def _read_images(name: str) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        from manyhands.data.images import ImageShape, read_images
+
+        return read_images(str(folder / name), ImageShape(8, 16))
+
+    return read
 
 
 def _read_text(folder: Path) -> object:
@@ -473,6 +498,10 @@ READERS = {
     for reader in (
         Reader(name="idx", make=_idx, read=_read_idx),
         Reader(name="idx-gzip", make=_idx_gzip, read=_read_idx),
+        Reader(name="images-npy", make=_images("sample.npy"), read=_read_images("sample.npy"), files=("sample.npy",)),
+        Reader(name="images-json", make=_images("sample.json"), read=_read_images("sample.json"),
+               files=("sample.json",)),
+        Reader(name="images-png", make=_images("sample.png"), read=_read_images("sample.png"), files=("sample.png",)),
         Reader(name="text", make=_write(_TEXT), read=_read_text),
         Reader(name="libsvm", make=_write(_LIBSVM), read=_rows(format="libsvm")),
         Reader(name="libsvm-hashed", make=_write(_LIBSVM), read=_rows(format="libsvm", bits=10, skip_bad=True)),
