@@ -71,7 +71,7 @@ COMMANDS = {
     ),
     "predict": Later(
         home="manyhands.cli.regression:predict_command",
-        help="Print for every example the probability of the larger label, one a line.",
+        help="Print for every example, one a line, the chance of its larger label; of `train svd`, its coordinates.",
     ),
     "launch": Later(
         home="manyhands.cli.launch:launch_command",

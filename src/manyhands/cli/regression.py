@@ -35,6 +35,7 @@ from manyhands.cli.runs import (
     live_page,
     live_tensorboard,
 )
+from manyhands.cli.svd import project_command
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
@@ -164,8 +165,13 @@ def predict_command(
     file_format: _Format = "auto",
     skip_bad: _SkipBad = False,
 ) -> None:
-    """Print for every example the probability of the larger label, one a line."""
+    """Print for every example, one a line, the chance of its larger label; of `train svd`, its coordinates."""
     # Imported here so that help texts do not wait for numba.
+    from manyhands.svd.model import is_svd
+
+    if is_svd(model):
+        project_command(model, examples, out)
+        return
     from manyhands.data.row_files import Reading
     from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
