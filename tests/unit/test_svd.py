@@ -18,7 +18,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.svd import options as options_module
 from manyhands.svd.direct import truncated_svd
 from manyhands.svd.export import write_lines, write_npy
-from manyhands.svd.krylov import POWER, Space, Totals, advance, begin, components_of, numbers_of
+from manyhands.svd.krylov import POWER, KrylovSpace, PassTotals, advance, begin, components_of, numbers_of
 from manyhands.svd.model import SvdModel
 from manyhands.svd.options import Shape, SvdOptions, sizes_of
 
@@ -141,12 +141,12 @@ def test_the_best_so_far_is_there_before_the_end() -> None:
     sizes = sizes_of(shape, options, 1)
     object.__setattr__(sizes, "is_gram", False)
     object.__setattr__(sizes, "most", 60)
-    space = Space.on(np.zeros(numbers_of(sizes)), sizes)
+    space = KrylovSpace.on(np.zeros(numbers_of(sizes)), sizes)
     begin(space, sizes, options, np.zeros(90))
     found = []
     for _ in range(3):
         product = (matrix.T @ (matrix @ space.block.T)).T
-        advance(space, sizes, options, Totals(product=product, sums=np.zeros(90), energy=1.0))
+        advance(space, sizes, options, PassTotals(product=product, sums=np.zeros(90), energy=1.0))
         assert space.kind == POWER
         found.append(float(components_of(space, 5)[0].sum()))
     assert found == sorted(found)

@@ -10,7 +10,7 @@ import numpy as np
 from manyhands.data.matrix import MatrixBlock
 from manyhands.data.rows import Rows
 from manyhands.errors import UserError
-from manyhands.svd.krylov import DONE, Space, advance, begin, numbers_of
+from manyhands.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
 from manyhands.svd.model import SvdModel
 from manyhands.svd.options import Shape, SvdOptions, sizes_of
 from manyhands.svd.products import PassSums, RowPass
@@ -28,7 +28,7 @@ def truncated_svd(matrix: Any, options: SvdOptions | None = None) -> SvdModel:
     options = options or SvdOptions()
     blocks = _Blocks(matrix)
     sizes = sizes_of(blocks.shape, options, 1)
-    space = Space.on(np.zeros(numbers_of(sizes)), sizes)
+    space = KrylovSpace.on(np.zeros(numbers_of(sizes)), sizes)
     begin(space, sizes, options, blocks.guess() if options.center else np.zeros(sizes.shape.columns))
     sums = PassSums(np.zeros(PassSums.count(sizes)), sizes)
     while space.kind != DONE:

@@ -5,7 +5,7 @@ Q; all blocks together span the space in which singular vectors are looked for. 
 its eigenvalues are squares of singular values, and what AᵀA makes of an eigenvector beyond the space is its residual.
 One pass gains what two or more of plain subspace iteration do. Where the space is full, its best directions stay.
 
-What follows a pass is decided here and kept in a `Space` of plain arrays, which is all that a run needs to go on:
+What follows a pass is decided here and kept in a `KrylovSpace` of plain arrays, which is all that a run needs to go on:
 
     GRAM    few columns: all products of two columns at once, after which everything is known
     POWER   the newest block is multiplied
@@ -21,15 +21,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.svd.options import Sizes, SvdOptions
+from manyhands.svd.options import SvdOptions, SvdSizes
 
 __all__ = [
     "DONE",
     "GRAM",
     "POLISH",
     "POWER",
-    "Space",
-    "Totals",
+    "KrylovSpace",
+    "PassTotals",
     "advance",
     "begin",
     "components_of",
@@ -45,14 +45,14 @@ _NOISE: Final = 8 * np.finfo(np.float64).eps  # of a squared value, beside the l
 _LOST: Final = 1e-13  # a direction as short as this, beside the largest square, is rounding
 
 
-def numbers_of(sizes: Sizes) -> int:
-    """Numbers of a `Space`."""
+def numbers_of(sizes: SvdSizes) -> int:
+    """Numbers of a `KrylovSpace`."""
     columns, most = sizes.shape.columns, sizes.most
     return _NUMBERS + most + columns + most * most + most * columns
 
 
 @dataclass(slots=True, eq=False)
-class Space:
+class KrylovSpace:
     """What is known after some passes; the arrays are views of one block of memory."""
 
     numbers: Array
@@ -66,7 +66,7 @@ class Space:
     """Orthonormal, one a row; those of the last block are not multiplied yet."""
 
     @classmethod
-    def on(cls, memory: Array, sizes: Sizes) -> Space:
+    def on(cls, memory: Array, sizes: SvdSizes) -> KrylovSpace:
         """Views of `memory`, which has `numbers_of(sizes)` numbers."""
         columns, most = sizes.shape.columns, sizes.most
         ends = np.cumsum([_NUMBERS, most, columns, most * most, most * columns])
@@ -101,7 +101,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Totals:
+class PassTotals:
     """Sums over all rows that a pass gave. B is A with the space's mean subtracted where that is wanted."""
 
     product: Array
@@ -116,7 +116,7 @@ class Totals:
     """What `product` was made of was as large as this, where that is more than it is itself."""
 
 
-def begin(space: Space, sizes: Sizes, options: SvdOptions, guess: Array) -> None:
+def begin(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, guess: Array) -> None:
     """Before the first pass; `guess` is about the mean where that will be subtracted, else 0."""
     space.numbers[:] = 0
     space.values[:] = 0
@@ -131,7 +131,7 @@ def begin(space: Space, sizes: Sizes, options: SvdOptions, guess: Array) -> None
     space.numbers[[_KIND, _USED, _FRESH]] = POWER, sizes.width, sizes.width
 
 
-def advance(space: Space, sizes: Sizes, options: SvdOptions, totals: Totals) -> None:
+def advance(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, totals: PassTotals) -> None:
     """Take what a pass gave, and decide what the next does."""
     product, noise, rows = totals.product, totals.noise, sizes.shape.rows
     if not space.passes:
@@ -151,19 +151,19 @@ def advance(space: Space, sizes: Sizes, options: SvdOptions, totals: Totals) -> 
         _take_triangle(space, sizes, totals.triangle)
 
 
-def _centred(product: Array, off: Array, space: Space, rows: int) -> Array:
+def _centred(product: Array, off: Array, space: KrylovSpace, rows: int) -> Array:
     """What BᵀBQ would have been with the mean itself in the place of a guess that was `off`."""
     return product - rows * np.outer(space.block @ off if space.kind == POWER else off, off)
 
 
-def _take_gram(space: Space, sizes: Sizes, options: SvdOptions, gram: Array, noise: float) -> None:
+def _take_gram(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, gram: Array, noise: float) -> None:
     squares, vectors = _eigenvectors(gram)
     space.vectors[: sizes.width] = vectors[:, : sizes.width].T
     space.numbers[_ERROR] = 0.0
     _end(space, sizes, squares[: sizes.width], _NOISE * max(noise, float(squares[0])), options)
 
 
-def _take_block(space: Space, sizes: Sizes, options: SvdOptions, product: Array) -> None:
+def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, product: Array) -> None:
     """Arnoldi's step with full orthogonalisation, twice; then the eigenvalues of what the space sees of AᵀA."""
     used, fresh = int(space.numbers[_USED]), int(space.numbers[_FRESH])
     basis, new = space.vectors[:used], slice(used - fresh, used)
@@ -226,7 +226,7 @@ def _directions(beyond: Array, basis: Array, largest: float) -> tuple[Array, Arr
     return directions, triangle
 
 
-def _end(space: Space, sizes: Sizes, squares: Array, floor: float, options: SvdOptions) -> None:
+def _end(space: KrylovSpace, sizes: SvdSizes, squares: Array, floor: float, options: SvdOptions) -> None:
     """Everything is known, but for what squares lost in the `floor` of rounding: that takes another pass."""
     count, smallest = len(squares), float(squares[sizes.rank - 1])
     space.values[:] = 0
@@ -237,7 +237,7 @@ def _end(space: Space, sizes: Sizes, squares: Array, floor: float, options: SvdO
     space.numbers[_KIND] = POLISH if noise > options.tolerance / 10 else DONE
 
 
-def _take_triangle(space: Space, sizes: Sizes, triangle: Array) -> None:
+def _take_triangle(space: KrylovSpace, sizes: SvdSizes, triangle: Array) -> None:
     """The singular values of BQ, as of its triangle, are as exact as those of B in the space of Q.
 
     What the space lacks of a vector costs its value the square of that.
@@ -252,7 +252,7 @@ def _take_triangle(space: Space, sizes: Sizes, triangle: Array) -> None:
     space.numbers[_KIND] = DONE
 
 
-def components_of(space: Space, rank: int) -> tuple[Array, Array]:
+def components_of(space: KrylovSpace, rank: int) -> tuple[Array, Array]:
     """Singular values and, one a row, right singular vectors, of which the largest entry is positive.
 
     Where the iteration is not done, they are the best so far, after at least one pass.

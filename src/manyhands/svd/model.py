@@ -18,8 +18,8 @@ from manyhands.data.matrix import MatrixBlock, MatrixFile
 from manyhands.errors import DataError, UserError
 from manyhands.store.atomic import write_atomically
 from manyhands.store.tensorfile import encode_tensors
-from manyhands.svd.krylov import DONE, Array, Space, components_of
-from manyhands.svd.options import Sizes, SvdOptions
+from manyhands.svd.krylov import DONE, Array, KrylovSpace, components_of
+from manyhands.svd.options import SvdOptions, SvdSizes
 from manyhands.svd.products import projections
 
 __all__ = ["SVD_FILE", "SvdModel", "is_svd"]
@@ -50,7 +50,7 @@ class SvdModel:
     """Whether the tolerance was reached."""
 
     @classmethod
-    def of(cls, space: Space, sizes: Sizes, options: SvdOptions) -> SvdModel:
+    def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
         """What is known, at the end or before it."""
         values, components = components_of(space, sizes.rank)
         return cls(

@@ -7,7 +7,7 @@ from typing import Final
 
 from manyhands.errors import UserError, format_bytes
 
-__all__ = ["OVERSAMPLING", "Shape", "Sizes", "SvdOptions", "sizes_of"]
+__all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
 
 OVERSAMPLING: Final = 10
 """Vectors of a block beyond the rank: the last ones wanted are found the sooner (Halko, Martinsson, Tropp, 2011)."""
@@ -60,7 +60,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class SvdSizes:
     """How large everything is."""
 
     shape: Shape
@@ -77,8 +77,8 @@ class Sizes:
     """Whether the matrix may stay in memory from pass to pass."""
 
 
-def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> Sizes:
-    """Sizes that fit into the memory; UserError says how much is needed where none do, and which rank there is."""
+def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
+    """SvdSizes that fit into the memory; UserError says how much is needed where none do, and which rank there is."""
     least = min(shape.rows, shape.columns)
     if options.rank > least:
         raise UserError(
@@ -94,7 +94,7 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> Sizes:
             block_bytes = min(_USUAL_BLOCK, (options.memory_bytes - needed) // (4 * workers))
             if block_bytes >= _least_block(shape):
                 held = needed + 4 * workers * block_bytes
-                return Sizes(
+                return SvdSizes(
                     shape=shape,
                     rank=options.rank,
                     width=width,

@@ -11,19 +11,19 @@ from manyhands.data.matrix import MatrixBlock
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError
 from manyhands.svd.kernels import TILE, gram_rows, multiply_rows, project_rows
-from manyhands.svd.krylov import GRAM, POLISH, Array, Space, Totals
-from manyhands.svd.options import Sizes
+from manyhands.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals
+from manyhands.svd.options import SvdSizes
 
 __all__ = ["PassSums", "RowPass", "combined_triangle", "padded_vectors", "projections"]
 
 
 class PassSums:
-    """Sums of a pass on one flat memory, so that all workers' are added up at once: see `Totals`.
+    """Sums of a pass on one flat memory, so that all workers' are added up at once: see `PassTotals`.
 
     `product` has a column's numbers together where rows are sparse, else a vector's.
     """
 
-    def __init__(self, memory: Array, sizes: Sizes) -> None:
+    def __init__(self, memory: Array, sizes: SvdSizes) -> None:
         columns, most = sizes.shape.columns, _padded(sizes.width)
         self.memory = memory
         room = self.count(sizes) - columns - most - 2
@@ -31,7 +31,7 @@ class PassSums:
         self._sizes = sizes
 
     @staticmethod
-    def count(sizes: Sizes) -> int:
+    def count(sizes: SvdSizes) -> int:
         """Numbers of the memory."""
         columns = sizes.shape.columns
         room = columns * max(_padded(sizes.width), columns if sizes.is_gram else 0)
@@ -41,7 +41,7 @@ class PassSums:
         """Before a pass."""
         self.memory[:] = 0
 
-    def totals(self, space: Space, *, center: bool, triangle: Array | None) -> Totals:
+    def totals(self, space: KrylovSpace, *, center: bool, triangle: Array | None) -> PassTotals:
         """Once all rows are in."""
         sizes, columns, rows = self._sizes, self._sizes.shape.columns, self._sizes.shape.rows
         energy, noise, sums = float(self.energy[0]), 0.0, self.sums.copy()
@@ -64,13 +64,15 @@ class PassSums:
         if is_shifted:
             energy += float(rows * (space.mean @ space.mean) - 2 * (space.mean @ sums))
             sums = sums - rows * space.mean
-        return Totals(product=product, sums=sums, energy=energy, triangle=triangle, noise=noise)
+        return PassTotals(product=product, sums=sums, energy=energy, triangle=triangle, noise=noise)
 
 
 class RowPass:
     """One pass over a worker's rows: `add` block after block to `sums`, or to `triangle` where values are polished."""
 
-    def __init__(self, space: Space, sizes: Sizes, sums: PassSums, triangle: Array, *, center: bool) -> None:
+    def __init__(
+        self, space: KrylovSpace, sizes: SvdSizes, sums: PassSums, triangle: Array, *, center: bool
+    ) -> None:
         self._space, self._sizes, self._sums, self._center = space, sizes, sums, center
         self.triangle = triangle
         """R of this worker's rows so far, for POLISH."""

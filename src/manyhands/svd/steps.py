@@ -20,7 +20,7 @@ from manyhands.svd.krylov import DONE, Array, advance, begin
 from manyhands.svd.products import PassSums, RowPass, combined_triangle
 from manyhands.svd.work import SvdMemory, SvdWork
 
-__all__ = ["AloneStep", "TogetherStep"]
+__all__ = ["AllRowsStep", "SharedRowsStep"]
 
 _SAMPLES, _SAMPLE_ROWS = 16, 64
 
@@ -118,7 +118,7 @@ class _RowStep(KernelStep):
         return np.where(np.isfinite(guess), guess, 0.0)  # what is wrong with a row, the pass will say
 
 
-class AloneStep(_RowStep):
+class AllRowsStep(_RowStep):
     """All rows in one thread; the sums are those of the model."""
 
     def __init__(self, work: SvdWork, model: SvdMemory) -> None:
@@ -139,7 +139,7 @@ class AloneStep(_RowStep):
         self._pass = None
 
 
-class TogetherStep(_RowStep):
+class SharedRowsStep(_RowStep):
     """A part of each portion; products are added up once a pass, and worker 0 extends the space for all."""
 
     def __init__(self, work: SvdWork, group: SharedGroup, control_bytes: int) -> None:

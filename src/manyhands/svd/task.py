@@ -24,7 +24,7 @@ from manyhands.kernel import AnyTask, KernelStep, KernelTask
 from manyhands.memory.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.svd.kernels import warm
-from manyhands.svd.steps import AloneStep, TogetherStep
+from manyhands.svd.steps import AllRowsStep, SharedRowsStep
 from manyhands.svd.work import SvdMemory, SvdWork
 
 __all__ = ["SvdTask", "check_strategy"]
@@ -97,11 +97,11 @@ class SvdTask(SvdWork, KernelTask):
         """All rows of each portion."""
         del turn
         assert isinstance(model, SvdMemory), "a model of this task"
-        return AloneStep(self, model)
+        return AllRowsStep(self, model)
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
         """A part of each portion."""
-        return TogetherStep(self, group, control_bytes)
+        return SharedRowsStep(self, group, control_bytes)
 
     def warm(self) -> None:
         """Compile what goes through sparse rows."""

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.data.stored_matrix import StoredMatrix
-from manyhands.svd.krylov import Array, Space, numbers_of
-from manyhands.svd.options import Shape, Sizes, SvdOptions, sizes_of
+from manyhands.svd.krylov import Array, KrylovSpace, numbers_of
+from manyhands.svd.options import Shape, SvdOptions, SvdSizes, sizes_of
 from manyhands.svd.products import PassSums
 
 __all__ = ["SvdMemory", "SvdWork"]
@@ -20,17 +20,17 @@ __all__ = ["SvdMemory", "SvdWork"]
 class SvdMemory(nn.Module):
     """The space, and of a pass that is under way the sums so far, where a run is kept in the middle of one."""
 
-    def __init__(self, memory: NDArray[Any], sizes: Sizes) -> None:
+    def __init__(self, memory: NDArray[Any], sizes: SvdSizes) -> None:
         super().__init__()
         count = numbers_of(sizes)
-        self.space = Space.on(memory[:count], sizes)
+        self.space = KrylovSpace.on(memory[:count], sizes)
         self.krylov = nn.Parameter(torch.from_numpy(memory[:count]), requires_grad=False)
         self.sums = nn.Parameter(torch.from_numpy(memory[count:]), requires_grad=False)
         self.under_way: Array = memory[count:]
         """Sums of all workers, and then the triangle."""
 
     @staticmethod
-    def count(sizes: Sizes) -> int:
+    def count(sizes: SvdSizes) -> int:
         """Numbers of the memory."""
         return numbers_of(sizes) + PassSums.count(sizes) + sizes.width**2
 
@@ -47,7 +47,7 @@ class SvdWork:
         self.sizes  # noqa: B018 - before anything is started
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> SvdSizes:
         """As they fit into the memory."""
         matrix = self.matrix
         shape = Shape(
