@@ -33,6 +33,7 @@ USES: dict[str, Use] = {
     "language": Use(predictor="inference.text:open_text"),
     "recurrent": Use(predictor="inference.text:open_text"),
     "logreg": Use(predictor="regression.predicting:open_logreg", exporter="regression.export:export_logreg"),
+    "svd": Use(predictor="svd.predicting:open_svd", exporter="svd.predicting:export_svd"),
     "glove": Use(predictor="words.predicting:open_vectors", exporter="words.predicting:export_vectors"),
 }
 

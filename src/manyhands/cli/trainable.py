@@ -6,6 +6,7 @@ from manyhands.cli.compare import compare_app
 from manyhands.cli.density import add_sparse
 from manyhands.cli.glove import add_glove
 from manyhands.cli.regression import add_logreg
+from manyhands.cli.svd import add_svd
 from manyhands.cli.train import train_app
 
 __all__ = ["compare_app", "train_app"]
@@ -13,3 +14,4 @@ __all__ = ["compare_app", "train_app"]
 add_glove(train_app, compare_app)
 add_logreg(train_app, compare_app)
 add_sparse(compare_app)
+add_svd(train_app, compare_app)
