@@ -17,7 +17,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["Later", "add_later", "forks_workers", "group_of"]
 
-_COMPILED = ("glove", "logreg")
+_COMPILED = ("glove", "logreg", "gbdt")
 
 _PLAIN: dict[str, Any] = {
     "add_completion": False,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -164,15 +165,20 @@ def predict_command(
     file_format: _Format = "auto",
     skip_bad: _SkipBad = False,
 ) -> None:
-    """Print for every example the probability of the larger label, one a line."""
+    """Print for every example the probability of the larger label, or the number of a regression, one a line."""
     # Imported here so that help texts do not wait for numba.
+    from manyhands.boosting.text_format import is_gbdt
+    from manyhands.cli.boosting import predict_gbdt
     from manyhands.data.row_files import Reading
     from manyhands.draw.bars import Bars
-    from manyhands.errors import UserError
     from manyhands.regression.model import LogregModel
 
+    reading = Reading(format=file_format, skip_bad=skip_bad, threads=_cores())
+    if is_gbdt(model):
+        _to_stream(out, partial(predict_gbdt, model, examples, reading=reading))
+        return
     trained = LogregModel.load(model)
-    file = trained.file(examples, Reading(format=file_format, skip_bad=skip_bad, threads=_cores()))
+    file = trained.file(examples, reading)
 
     def write_to(stream: TextIO) -> None:
         with Bars() as bars, bars.phase("predicting", None, "examples") as phase:
@@ -180,6 +186,15 @@ def predict_command(
                 chances = trained.probabilities(rows)
                 stream.write("".join(f"{chance:.6g}\n" for chance in chances.tolist()))
                 phase.advance(len(rows))
+
+    _to_stream(out, write_to)
+    if file.bad_lines:
+        print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
+
+
+def _to_stream(out: Path | None, write_to: Callable[[TextIO], None]) -> None:
+    """Have predictions written to a file, or to stdout as far as somebody reads them."""
+    from manyhands.errors import UserError
 
     try:
         if out is None:
@@ -192,8 +207,6 @@ def predict_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
-    if file.bad_lines:
-        print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
 
 
 def _train(asked: _TrainLogreg) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.cli.boosting import add_gbdt
 from manyhands.cli.compare import compare_app
 from manyhands.cli.glove import add_glove
 from manyhands.cli.regression import add_logreg
@@ -11,3 +12,4 @@ __all__ = ["compare_app", "train_app"]
 
 add_glove(train_app, compare_app)
 add_logreg(train_app, compare_app)
+add_gbdt(train_app, compare_app)
