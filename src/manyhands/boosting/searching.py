@@ -169,10 +169,7 @@ class VotingSearch(SplitSearch):
         return first, second
 
     def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Sequence[Words]) -> list[Words]:
-        meeting = self._meeting
-        votes = np.concatenate([self._votes(local, leaf) for leaf in leaves])
-        told = meeting.tell(votes).reshape(meeting.world, len(leaves), -1)
-        elected = [_winners(told[:, number], 2 * self._options.top_k) for number in range(len(leaves))]
+        meeting, elected = self._meeting, self._election(local, leaves)
         at, spans = 0, []
         for leaf, features in zip(leaves, elected, strict=True):
             whole, begin = self._pool[self._places[leaf]], at
@@ -188,6 +185,15 @@ class VotingSearch(SplitSearch):
                 for features, span, sums in zip(elected, spans, totals, strict=True)
             ]
         )
+
+    def _election(self, local: LocalRows, leaves: Sequence[int]) -> list[Words]:
+        """Collective: the features of each leaf whose histograms are summed."""
+        most, world = 2 * self._options.top_k, self._meeting.world
+        if len(self._kinds) <= most:
+            return [np.arange(len(self._kinds)) for _ in leaves]
+        votes = np.concatenate([self._votes(local, leaf) for leaf in leaves])
+        told = self._meeting.tell(votes).reshape(world, len(leaves), -1)
+        return [_winners(told[:, number], most) for number in range(len(leaves))]
 
     def _votes(self, local: LocalRows, leaf: int) -> Words:
         """The features that gain most on the rows that are here; -1 for a vote that is not cast."""

@@ -210,7 +210,9 @@ def best_split(
                 best = gained
                 found[FEATURE] = feature
                 record[:] = found
-                if not found[FLAGS] & CATEGORICAL:
+                if found[FLAGS] & CATEGORICAL:  # what it has no use for may be of the feature before
+                    record[THRESHOLD] = 0
+                else:
                     record[BITS:] = 0
     gain[GAIN] = best
 
