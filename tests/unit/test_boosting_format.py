@@ -11,7 +11,14 @@ import pytest
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.sources import ArraySource, RowBlock
-from manyhands.boosting.text_format import MODEL_TEXT, is_gbdt, parse_model, read_model, render_model, write_model
+from manyhands.boosting.text_format import (
+    MODEL_TEXT,
+    is_gbdt,
+    parse_model,
+    read_model,
+    render_model,
+    write_model,
+)
 from manyhands.boosting.training import TableChoice, train_gbdt
 from manyhands.errors import DataError, UserError
 
@@ -97,7 +104,10 @@ def test_models_of_lightgbm_are_read_and_predict_the_same(parameters: dict[str, 
     read = read_model(tmp_path / "lightgbm.txt")
     rows = odd_rows()
     assert np.allclose(predicted(read, rows), booster.predict(rows), rtol=1e-13, atol=1e-13)
-    assert parse_model(render_model(read).encode(), "again").trees[3].gain.tolist() == read.trees[3].gain.tolist()
+    assert (
+        parse_model(render_model(read).encode(), "again").trees[3].gain.tolist()
+        == read.trees[3].gain.tolist()
+    )
 
 
 def text() -> str:

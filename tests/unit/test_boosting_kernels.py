@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.boosting import histogram_kernels, split_kernels
 from manyhands.boosting.binning import BinTable, bins_of_categories, bins_of_numbers
-from manyhands.boosting.fixed_point import units_for
+from manyhands.boosting.units import units_for
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.split_kernels import FEATURE, GAIN, LEFT, RECORD_WORDS, THRESHOLD
 from manyhands.data.rows import Rows
@@ -66,7 +66,13 @@ def test_categories_are_binned_by_how_often_they_come() -> None:
     assert bins.categories is not None
     assert bins.categories.tolist() == [3, 4], "of equal ones the first; there is room for two"
     table = BinTable([bins], 1)
-    assert table.of_dense(np.array([[3.0], [4.0], [7.0], [-1.0], [math.nan]]))[:, 0].tolist() == [1, 2, 0, 0, 0]
+    assert table.of_dense(np.array([[3.0], [4.0], [7.0], [-1.0], [math.nan]]))[:, 0].tolist() == [
+        1,
+        2,
+        0,
+        0,
+        0,
+    ]
     with pytest.raises(DataError, match="category 1048576"):
         bins_of_categories(2, *counted([float(1 << 20)]), 255, "t")
 
@@ -136,9 +142,13 @@ def rule(**changed: float) -> np.ndarray:
     return np.array([usual[name] for name in names])
 
 
-def searched(gradients: list[float], hessians: list[float], counts: list[int], kind: int, **changed: float) -> np.ndarray:
+def searched(
+    gradients: list[float], hessians: list[float], counts: list[int], kind: int, **changed: float
+) -> np.ndarray:
     """The best split of one feature whose bins have these sums, in quarters."""
-    words = [(round(4 * g), (round(4 * h) << 8) + n) for g, h, n in zip(gradients, hessians, counts, strict=True)]
+    words = [
+        (round(4 * g), (round(4 * h) << 8) + n) for g, h, n in zip(gradients, hessians, counts, strict=True)
+    ]
     hist = np.array(words, np.int64)
     record = np.zeros(RECORD_WORDS, np.int64)
     split_kernels.best_split(

@@ -13,7 +13,7 @@ import pytest
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
-from manyhands.boosting.meeting import Meeting
+from manyhands.boosting.tally import HistogramMeeting
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.searching import area_words, told_words
@@ -71,12 +71,17 @@ def test_one_split_is_the_one_found_by_hand() -> None:
 def by_threads(task: GbdtTask, world: int, trees: int) -> list[TreeMemory]:
     """The trees of every worker, where workers are threads."""
     areas = np.zeros((world, area_words(task.gbdt, task.bins.offsets)), np.int64)
-    told, barrier = np.zeros((2, world, told_words(task.gbdt)), np.int64), threading.Barrier(world, timeout=60)
+    told, barrier = (
+        np.zeros((2, world, told_words(task.gbdt)), np.int64),
+        threading.Barrier(world, timeout=60),
+    )
     memories, failed = [task.model() for _ in range(world)], []
 
     def work(rank: int) -> None:
         try:
-            step = GbdtStep(task, memories[rank], Meeting(rank, areas, told, lambda: barrier.wait() and None))
+            step = GbdtStep(
+                task, memories[rank], HistogramMeeting(rank, areas, told, lambda: barrier.wait() and None)
+            )
             step.fill()
             for number in range(trees):
                 step.take(task.portion(number))
@@ -125,9 +130,13 @@ def test_voting_is_the_same_where_all_features_are_elected_and_cheaper_where_not
     table = choice(values, labels, categorical=("4",))
     with gbdt_task(table, GbdtOptions(trees=4, num_leaves=7), shared=False) as task:
         (alone,) = by_threads(task, 1, 4)
-    with gbdt_task(table, GbdtOptions(trees=4, num_leaves=7, parallel="voting", top_k=6), shared=False) as task:
+    with gbdt_task(
+        table, GbdtOptions(trees=4, num_leaves=7, parallel="voting", top_k=6), shared=False
+    ) as task:
         assert_same(by_threads(task, 3, 4), alone)
-    with gbdt_task(table, GbdtOptions(trees=4, num_leaves=7, parallel="voting", top_k=1), shared=False) as task:
+    with gbdt_task(
+        table, GbdtOptions(trees=4, num_leaves=7, parallel="voting", top_k=1), shared=False
+    ) as task:
         first, *others = by_threads(task, 3, 4)
         assert_same(others, first)
         assert not np.array_equal(first.get_buffer("gain").numpy(), alone.get_buffer("gain").numpy())
@@ -251,7 +260,11 @@ def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.Monke
 BAD = {
     "labels that are no numbers": (lambda v, y: (v, np.where(y > 0, np.nan, y)), {}, "row .* has no label"),
     "nothing to split": (lambda v, y: (np.ones_like(v), y), {}, "no feature has two values"),
-    "three labels": (lambda v, y: (v, y + (np.arange(len(y)) % 3)), {"objective": "binary"}, "labels 0, 1, 2"),
+    "three labels": (
+        lambda v, y: (v, y + (np.arange(len(y)) % 3)),
+        {"objective": "binary"},
+        "labels 0, 1, 2",
+    ),
     "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "has labels 1;"),
     "lengths that differ": (lambda v, y: (v, y[:-1]), {}, "has 700 rows, but its labels have shape"),
     "no table": (lambda v, y: (v[:, 0], y), {}, r"has shape \(700,\)"),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.boosting import histogram_kernels, split_kernels
-from manyhands.boosting.meeting import Meeting
+from manyhands.boosting.tally import HistogramMeeting
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.split_kernels import FEATURE, GAIN, RECORD_WORDS
 
@@ -59,7 +59,7 @@ def told_words(options: GbdtOptions) -> int:
 class SplitSearch(ABC):
     """Finds splits of leaves, whose histograms it keeps by the leaf's number."""
 
-    def __init__(self, meeting: Meeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
+    def __init__(self, meeting: HistogramMeeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
         self._meeting, self._offsets, self._kinds, self._options = meeting, offsets, kinds, options
 
     @abstractmethod
@@ -98,7 +98,7 @@ class SplitSearch(ABC):
 class DataSearch(SplitSearch):
     """Every worker has the whole sums of some features."""
 
-    def __init__(self, meeting: Meeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
+    def __init__(self, meeting: HistogramMeeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
         super().__init__(meeting, offsets, kinds, options)
         begin, end = _share_of_features(offsets, meeting.rank, meeting.world)
         self._features = np.arange(begin, end)
@@ -147,7 +147,7 @@ class DataSearch(SplitSearch):
 class VotingSearch(SplitSearch):
     """Every worker has the histograms of its own rows; those of features that were elected are summed."""
 
-    def __init__(self, meeting: Meeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
+    def __init__(self, meeting: HistogramMeeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
         super().__init__(meeting, offsets, kinds, options)
         self._pool = np.zeros((options.num_leaves, 2 * (int(offsets[-1]) + 1)), np.int64)
         self._places = list(range(options.num_leaves))

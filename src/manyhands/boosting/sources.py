@@ -129,6 +129,8 @@ class ArraySource(RowSource):
                 values = np.delete(values, self._label_column, axis=1)
             if values.dtype not in (np.float32, np.float64):
                 values = values.astype(np.float64)
+            elif not values.flags.writeable:  # compiled code is made for arrays that are
+                values = values.copy()
             if on_rows is not None:
                 on_rows(len(values))
             weights = None if self._weights is None else np.asarray(self._weights[span], np.float64)

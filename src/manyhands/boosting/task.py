@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from manyhands.boosting import bin_kernels, histogram_kernels, predict_kernels, split_kernels
 from manyhands.boosting.binning import BinTable
-from manyhands.boosting.fixed_point import units_for
+from manyhands.boosting.units import units_for
 from manyhands.boosting.growing import DividedRows, grow, node_directions
-from manyhands.boosting.meeting import Meeting, alone, meeting_bytes, shared_meeting
+from manyhands.boosting.tally import HistogramMeeting, alone, meeting_bytes, shared_meeting
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.searching import SEARCHES, LocalRows, area_words, told_words
 from manyhands.boosting.table import BinnedRows
@@ -141,7 +141,7 @@ class GbdtStep(KernelStep):
 
     shares_memory = False
 
-    def __init__(self, task: GbdtTask, model: TreeMemory, meeting: Meeting) -> None:
+    def __init__(self, task: GbdtTask, model: TreeMemory, meeting: HistogramMeeting) -> None:
         super().__init__(model)
         self._task, self._options, self._meeting, self._memory = task, task.gbdt, meeting, model
         rank, world = meeting.rank, meeting.world

@@ -165,7 +165,7 @@ def predict_command(
     file_format: _Format = "auto",
     skip_bad: _SkipBad = False,
 ) -> None:
-    """Print for every example the probability of the larger label, or the number of a regression, one a line."""
+    """Print for every example the probability of the larger label, one a line."""
     # Imported here so that help texts do not wait for numba.
     from manyhands.boosting.text_format import is_gbdt
     from manyhands.cli.boosting import predict_gbdt

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from manyhands.group.shared import SharedGroup
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 
-__all__ = ["Meeting", "alone", "meeting_bytes", "shared_meeting"]
+__all__ = ["HistogramMeeting", "alone", "meeting_bytes", "shared_meeting"]
 
 
-class Meeting:
-    """One worker's side; `areas` are those of all workers, a row each."""
+class HistogramMeeting:
+    """One worker's side; `areas` are those of all workers, a row each, of whole cache lines."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Meeting:
         return int(self.tell(np.array([value], np.int64)).sum())
 
 
-def alone(area_words: int, told_words: int) -> Meeting:
+def alone(area_words: int, told_words: int) -> HistogramMeeting:
     """One worker that meets nobody."""
-    areas, told = np.zeros((1, area_words), np.int64), np.zeros((2, 1, told_words), np.int64)
-    return Meeting(0, areas, told, lambda: None)
+    areas, told = np.zeros((1, _lines(area_words)), np.int64), np.zeros((2, 1, told_words), np.int64)
+    return HistogramMeeting(0, areas, told, lambda: None)
 
 
 def _lines(words: int) -> int:
@@ -80,9 +80,9 @@ def meeting_bytes(world: int, area_words: int, told_words: int) -> int:
 
 def shared_meeting(
     group: SharedGroup, segment: Segment, offset: int, area_words: int, told_words: int
-) -> Meeting:
+) -> HistogramMeeting:
     """The meeting of a group, in memory of `segment` that is zero and begins at `offset`, a whole cache line."""
     wide, narrow = _lines(area_words), _lines(told_words)
-    areas = segment.array(offset, group.world * wide, np.int64).reshape(group.world, wide)[:, :area_words]
+    areas = segment.array(offset, group.world * wide, np.int64).reshape(group.world, wide)
     told = segment.array(offset + 8 * group.world * wide, 2 * group.world * narrow, np.int64)
-    return Meeting(group.rank, areas, told.reshape(2, group.world, narrow), group.barrier)
+    return HistogramMeeting(group.rank, areas, told.reshape(2, group.world, narrow), group.barrier)

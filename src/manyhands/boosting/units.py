@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["FixedPoint", "units_for"]
+__all__ = ["WordUnits", "units_for"]
 
 _WORD_BITS = 62
 
 
 @dataclass(frozen=True, slots=True)
-class FixedPoint:
+class WordUnits:
     """How many units make 1, for gradients and hessians, and the bits in which rows are counted."""
 
     gradient: float
@@ -24,10 +24,10 @@ class FixedPoint:
     count_bits: int
 
 
-def units_for(rows: int, largest_gradient: float, largest_hessian: float) -> FixedPoint:
+def units_for(rows: int, largest_gradient: float, largest_hessian: float) -> WordUnits:
     """Units in which no sum over `rows` rows overflows; numbers that are not finite or all 0 get any."""
     count_bits = rows.bit_length()
-    return FixedPoint(
+    return WordUnits(
         gradient=_unit(rows, largest_gradient, _WORD_BITS),
         hessian=_unit(rows, largest_hessian, _WORD_BITS - count_bits),
         count_bits=count_bits,
