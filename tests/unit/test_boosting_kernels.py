@@ -9,9 +9,9 @@ import pytest
 
 from manyhands.boosting import histogram_kernels, split_kernels
 from manyhands.boosting.binning import BinTable, bins_of_categories, bins_of_numbers
-from manyhands.boosting.units import units_for
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.split_kernels import FEATURE, GAIN, LEFT, RECORD_WORDS, THRESHOLD
+from manyhands.boosting.units import units_for
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError
 
@@ -137,7 +137,20 @@ def test_rows_are_divided_in_their_order() -> None:
 
 
 def rule(**changed: float) -> np.ndarray:
-    names = "bits least hessian l2 unit_g unit_h cat_l2 smooth most group onehot gain".split()
+    names = [
+        "bits",
+        "least",
+        "hessian",
+        "l2",
+        "unit_g",
+        "unit_h",
+        "cat_l2",
+        "smooth",
+        "most",
+        "group",
+        "onehot",
+        "gain",
+    ]
     usual = dict(zip(names, (8, 1, 0.0, 0.0, 4.0, 4.0, 10.0, 10.0, 32, 1, 4, 0.0), strict=True)) | changed
     return np.array([usual[name] for name in names])
 

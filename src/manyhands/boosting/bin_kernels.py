@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import uint64
 
-from manyhands.compiled.decorators import inlined, njit
+from manyhands.compiled.decorators import helper, inlined, njit
 
 __all__ = ["bin_dense", "bin_sparse", "cut", "warm"]
+
+_ROWS = 512  # at a time: a feature's bounds and these rows stay in the nearest cache
 
 
 @inlined()
@@ -53,55 +56,44 @@ def cut(values: Any, counts: Any, most: int, least_rows: int, bounds: Any) -> in
     return bins + 1
 
 
-@inlined()
-def _number_in(value: float, bounds: Any, begin: int, end: int) -> Any:
-    """The bin whose bound is the first not below `value`; NaN has none."""
-    low, high = begin, end - 1
-    while low < high:
-        middle = (low + high) >> 1
-        if value <= bounds[middle]:
-            high = middle
-        else:
-            low = middle + 1
-    return low - begin
-
-
-@inlined()
-def _category_in(value: float, bounds: Any, places: Any, begin: int, end: int) -> Any:
-    """The bin of a category, which `bounds` holds in ascending order and `places` gives; 0 for others."""
-    if not 0 <= value < 2147483648.0:
-        return 0
-    wanted = np.floor(value)
-    low, high = begin, end
-    while low < high:
-        middle = (low + high) >> 1
-        if bounds[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    if low < end and bounds[low] == wanted:
-        return places[low]
-    return 0
-
-
-@inlined()
-def _bin_of(value: float, kind: int, bounds: Any, places: Any, begin: int, end: int) -> Any:
+@helper(error_model="numpy")
+def _bin_of(value: float, kind: int, bounds: Any, places: Any) -> Any:
     """`kind` is 2 for categories, 1 where missing values have the bin after the last, else 0: they count as zero."""
     if kind == 2:
-        return _category_in(value, bounds, places, begin, end)
+        if not 0 <= value < 2147483648.0:
+            return 0
+        at = np.searchsorted(bounds, np.floor(value))
+        return places[at] if at < bounds.size and bounds[at] == np.floor(value) else 0
     if np.isnan(value):
-        return end - begin if kind == 1 else _number_in(0.0, bounds, begin, end)
-    return _number_in(value, bounds, begin, end)
+        if kind == 1:
+            return bounds.size
+        value = 0.0
+    return np.searchsorted(bounds, value)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bin_dense(values: Any, columns: Any, kinds: Any, bounds: Any, places: Any, starts: Any, out: Any) -> None:
     """The bin of every row's value in each of `columns`."""
-    for row in range(values.shape[0]):
+    for first in range(0, values.shape[0], _ROWS):
+        last = min(first + _ROWS, values.shape[0])
         for f in range(columns.size):
-            out[row, f] = _bin_of(
-                np.float64(values[row, columns[f]]), kinds[f], bounds, places, starts[f], starts[f + 1]
-            )
+            own, own_places = bounds[starts[f] : starts[f + 1]], places[starts[f] : starts[f + 1]]
+            column, kind, cuts = columns[f], kinds[f], own.size - 1
+            if kind == 2:
+                for row in range(first, last):
+                    out[row, f] = _bin_of(np.float64(values[row, column]), kind, own, own_places)
+                continue
+            missing = cuts + 1 if kind == 1 else np.searchsorted(own, 0.0)
+            for row in range(first, last):
+                value = np.float64(values[row, column])
+                place, left = uint64(0), uint64(cuts)
+                while left > uint64(1):  # without branches, which no processor could foresee
+                    half = left >> uint64(1)
+                    place = place + half if own[place + half - uint64(1)] < value else place
+                    left -= half
+                if left == uint64(1) and own[place] < value:
+                    place += uint64(1)
+                out[row, f] = missing if np.isnan(value) else place
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -110,16 +102,16 @@ def bin_sparse(rows: Any, slots: Any, kinds: Any, bounds: Any, places: Any, star
     begins, indices, values = rows
     zeros = np.empty(kinds.size, np.uint8)
     for f in range(kinds.size):
-        zeros[f] = _bin_of(0.0, kinds[f], bounds, places, starts[f], starts[f + 1])
+        own, own_places = bounds[starts[f] : starts[f + 1]], places[starts[f] : starts[f + 1]]
+        zeros[f] = _bin_of(0.0, kinds[f], own, own_places)
     for row in range(out.shape[0]):
         for f in range(kinds.size):
             out[row, f] = zeros[f]
         for j in range(begins[row], begins[row + 1]):
             if indices[j] < slots.size and slots[indices[j]] >= 0:
                 f = slots[indices[j]]
-                out[row, f] = _bin_of(
-                    np.float64(values[j]), kinds[f], bounds, places, starts[f], starts[f + 1]
-                )
+                own, own_places = bounds[starts[f] : starts[f + 1]], places[starts[f] : starts[f + 1]]
+                out[row, f] = _bin_of(np.float64(values[j]), kinds[f], own, own_places)
 
 
 def warm() -> None:

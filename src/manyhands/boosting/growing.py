@@ -69,11 +69,11 @@ class _Leaf:
     l2: float = 0.0
     node: int = -1
     """The node that it hangs on, and on which side."""
-    is_left: bool = field(default=True)
+    is_left: bool = True
+    gain: float = field(init=False)
 
-    @property
-    def gain(self) -> float:
-        return float(self.split.view(np.float64)[GAIN])
+    def __post_init__(self) -> None:
+        self.gain = float(self.split.view(np.float64)[GAIN])
 
 
 def grow(

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.boosting import histogram_kernels, split_kernels
-from manyhands.boosting.tally import HistogramMeeting
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.split_kernels import FEATURE, GAIN, RECORD_WORDS
+from manyhands.boosting.tally import HistogramMeeting
 
 __all__ = ["SEARCHES", "LocalRows", "SplitSearch", "area_words", "told_words"]
 

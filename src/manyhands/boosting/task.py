@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from manyhands.boosting import bin_kernels, histogram_kernels, predict_kernels, split_kernels
 from manyhands.boosting.binning import BinTable
-from manyhands.boosting.units import units_for
 from manyhands.boosting.growing import DividedRows, grow, node_directions
-from manyhands.boosting.tally import HistogramMeeting, alone, meeting_bytes, shared_meeting
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.searching import SEARCHES, LocalRows, area_words, told_words
 from manyhands.boosting.table import BinnedRows
+from manyhands.boosting.tally import HistogramMeeting, alone, meeting_bytes, shared_meeting
 from manyhands.boosting.trees import GrownTree, TreeMemory
+from manyhands.boosting.units import units_for
 from manyhands.data.plan import split
 from manyhands.errors import UserError
 from manyhands.facts import Split, Truth
