@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from manyhands.boosting.sources import ArraySource, RowBlock, open_source
 from manyhands.boosting.table import Holdout
 from manyhands.boosting.tally import HistogramMeeting
 from manyhands.boosting.task import GbdtStep, GbdtTask
-from manyhands.boosting.text_format import render_model
+from manyhands.boosting.text_format import parse_model, render_model
 from manyhands.boosting.training import GbdtResult, TableChoice, gbdt_task, train_gbdt
 from manyhands.boosting.trees import TreeMemory
 from manyhands.errors import UserError
@@ -151,13 +152,14 @@ def test_trees_predict_what_training_had_as_scores() -> None:
         step = task.step(memory, None)  # type: ignore[arg-type]
         step.fill()
         losses = [step.take(task.portion(number)) for number in range(8)]
+        bias = float(task.train.opened()[3][0])
         assert isinstance(step, GbdtStep)
         model = GbdtModel.of(
             dict(memory.named_buffers()),
             8,
             task.bins,
             objective="binary",
-            bias=task.bias,
+            bias=bias,
             rate=0.1,
             names=None,
             parameters={},
@@ -165,7 +167,8 @@ def test_trees_predict_what_training_had_as_scores() -> None:
         scores = model.scores(RowBlock(labels=None, dense=values))
         assert np.allclose(scores, step._train.scores, rtol=0, atol=1e-12)
         assert [one.loss for one in losses] == sorted((one.loss for one in losses), reverse=True)
-        chance = 1 / (1 + np.exp(-task.bias))
+        chance = 1 / (1 + np.exp(-bias))
+        assert chance == pytest.approx(labels.mean())
         entropy = -(chance * np.log(chance) + (1 - chance) * np.log(1 - chance))
         assert losses[0].loss / losses[0].weight == pytest.approx(entropy)
 
@@ -183,6 +186,22 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_pa
     assert resumed.valid_losses == whole.valid_losses
     with pytest.raises(UserError, match="num_leaves is 5, but the run was started with 31"):
         train_gbdt(table, GbdtOptions(num_leaves=5), keep=Keeping(out=tmp_path / "run", resume=True))
+
+
+def test_training_goes_on_with_a_model_as_if_it_had_grown_it() -> None:
+    values, labels = drawn_table()
+    table = choice(values, labels, categorical=("4",), valid_fraction=0.2)
+    whole = trained(table, trees=8)
+    first = parse_model(render_model(trained(table, trees=3).model).encode(), "first")
+    rest = trained(replace(table, start=first), trees=5)
+    assert rest.valid_losses == whole.valid_losses[3:]
+    assert rest.model.trees[:3] == first.trees
+    ours, theirs = (render_model(one.model).partition("parameters:")[0] for one in (rest, whole))
+    assert ours == theirs
+    with pytest.raises(UserError, match="the model has 6 columns, and the table 5"):
+        trained(replace(choice(values[:, :5], labels), start=first))
+    with pytest.raises(UserError, match="the objective of the model is 'binary sigmoid:1', and regression"):
+        trained(replace(table, start=first), objective="regression")
 
 
 def test_early_stopping_keeps_the_trees_up_to_the_best() -> None:

@@ -39,15 +39,23 @@ class BinnedRows:
     folder: str = ""
     arrays: tuple[NDArray[Any], ...] = ()
 
-    def opened(self) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.float64]]:
-        """Tiles, targets and weights."""
-        tiles, targets, weights = self.arrays or tuple(
+    def opened(
+        self,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Tiles, targets, weights, and the scores that training begins with."""
+        tiles, *others = self.arrays or tuple(
             np.memmap(Path(self.folder, name), kind, mode="c") for name, kind in _KINDS.items()
         )
-        return np.asarray(tiles).reshape(-1, self.rows, TILE), np.asarray(targets), np.asarray(weights)
+        targets, weights, scores = map(np.asarray, others)
+        return np.asarray(tiles).reshape(-1, self.rows, TILE), targets, weights, scores
 
 
-_KINDS: dict[str, Any] = {"tiles": np.uint8, "targets": np.float64, "weights": np.float64}
+_KINDS: dict[str, Any] = {
+    "tiles": np.uint8,
+    "targets": np.float64,
+    "weights": np.float64,
+    "scores": np.float64,
+}
 
 
 def hashed(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
@@ -193,8 +201,12 @@ def bin_rows(
     targets: NDArray[np.float64],
     weights: NDArray[np.float64],
     folder: str,
+    score: Callable[[RowBlock], NDArray[np.float64] | float],
 ) -> BinnedRows:
-    """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full."""
+    """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
+
+    `score` gives the scores that training begins with.
+    """
     rows, features = len(targets), len(bins.features)
     shape = (-(-features // TILE), rows, TILE)
     needed, room = int(np.prod(shape)), available_bytes()
@@ -209,8 +221,9 @@ def bin_rows(
             if folder
             else np.zeros(shape, np.uint8)
         )
-        first = 0
+        first, scores = 0, np.zeros(rows)
         for block in blocks:
+            scores[first : first + len(block)] = score(block)
             found = bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
             for tile in range(shape[0]):
                 part = found[:, tile * TILE : (tile + 1) * TILE]
@@ -221,9 +234,10 @@ def bin_rows(
                 f"the file has {first} rows now, and had {rows} before; do not change it meanwhile"
             )
         if not folder:
-            return BinnedRows(rows=rows, features=features, arrays=(tiles, targets, weights))
+            return BinnedRows(rows=rows, features=features, arrays=(tiles, targets, weights, scores))
         targets.tofile(Path(folder, "targets"))
         weights.tofile(Path(folder, "weights"))
+        scores.tofile(Path(folder, "scores"))
     except OSError as error:
         hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
         raise ManyhandsError(f"bins could not be kept in {folder}: {error.strerror}{hint}") from error

@@ -50,8 +50,8 @@ class GbdtTask(KernelTask):
     train: BinnedRows
     valid: BinnedRows | None = None
     bins: BinTable
-    bias: float
-    """What every score begins with: the mean, or the logarithm of the odds."""
+    start_trees: int = 0
+    """Of a model that training goes on with: the scores of rows begin with its."""
     largest_weight: float = 1.0
     gbdt: GbdtOptions
 
@@ -78,6 +78,7 @@ class GbdtTask(KernelTask):
         return kept | {
             "features": len(self.bins.features),
             "valid_rows": self.valid.rows if self.valid else 0,
+            "start_trees": self.start_trees,
         }
 
     @property
@@ -164,9 +165,9 @@ class GbdtStep(KernelStep):
         self._is_binary = task.gbdt.objective == "binary"
 
     def fill(self) -> None:
-        """Scores begin with the bias."""
+        """Scores begin with the best constant, or with those of a model."""
         for rows in self._tables():
-            rows.scores[:] = self._task.bias
+            rows.scores[:] = rows.start
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """The trees so far, and the scores that they give: each is added as it was when it was grown."""
@@ -269,10 +270,10 @@ class _Rows:
     def __init__(self, table: BinnedRows, rank: int, world: int, most_leaves: int) -> None:
         blocks = split(-(-table.rows // _BLOCK), rank, world)
         self.span = range(min(blocks.start * _BLOCK, table.rows), min(blocks.stop * _BLOCK, table.rows))
-        self.tiles, targets, weights = table.opened()
+        self.tiles, targets, weights, start = table.opened()
         mine = slice(self.span.start, self.span.stop)
         self.targets, self.weights = np.array(targets[mine]), np.array(weights[mine])
-        self.scores = np.zeros(len(self.span))
+        self.start, self.scores = np.array(start[mine]), np.zeros(len(self.span))
         self.divided = DividedRows(self.tiles, self.span, most_leaves)
 
 

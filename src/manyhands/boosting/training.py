@@ -44,6 +44,8 @@ class TableChoice:
     """The share of the rows of `train` that is held out, where there is no `valid`."""
     categorical: tuple[str, ...] = ()
     """Columns whose values are categories: names, or numbers from 0."""
+    start: GbdtModel | None = None
+    """A model to go on with: its trees come first, and new ones are grown on what it leaves."""
 
     def __post_init__(self) -> None:
         if self.valid is not None and self.valid_fraction:
@@ -60,7 +62,9 @@ class GbdtResult:
     rows: int
     valid_rows: int
     trees_grown: int
-    """More than the model has, where early stopping looked further than the best."""
+    """In this training."""
+    trees_kept: int
+    """Fewer, where early stopping looked further than the best."""
     train_losses: list[float]
     """The mean loss before each tree."""
     valid_losses: list[float]
@@ -118,17 +122,26 @@ def gbdt_task(
     holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
     with bars.phase("reading", None, "rows") as phase:
         sample = sample_rows(source, holdout, options.seed, phase.advance)
+    if table.start is not None:
+        sample, options = _going_on(table.start, sample, options)
     categorical = _columns(table.categorical, source.names, sample.columns)
     bins = sample.bins(options.max_bin, categorical, source.name)
     options = replace(options, objective=_objective(options.objective, sample, source.name))
     targets = _targets(sample.labels, options.objective, source.name)
+    bias = _bias(targets, sample.weights, options.objective)
+    score = table.start.scores if table.start is not None else partial(_always, bias)
     with (
         shared_folder(shared) as folder,
         shared_folder(shared) as valid_folder,
         bars.phase("binning", sample.rows, "rows") as phase,
     ):
         train = bin_rows(
-            _only(source.blocks(phase.advance), holdout, held=False), bins, targets, sample.weights, folder
+            _only(source.blocks(phase.advance), holdout, held=False),
+            bins,
+            targets,
+            sample.weights,
+            folder,
+            score,
         )
         valid, weights = None, sample.weights
         if table.valid is not None:
@@ -138,21 +151,40 @@ def gbdt_task(
                     f"{table.valid.name} has {held.columns} columns, {source.name} {sample.columns}"
                 )
             found = _targets(held.labels, options.objective, table.valid.name, _pair(sample.labels))
-            valid = bin_rows(table.valid.blocks(), bins, found, held.weights, valid_folder)
+            valid = bin_rows(table.valid.blocks(), bins, found, held.weights, valid_folder, score)
             weights = held.weights
         elif sample.held_out:
             found = _targets(sample.held_labels, options.objective, source.name, _pair(sample.labels))
             blocks = _only(source.blocks(), holdout, held=True)
-            valid = bin_rows(blocks, bins, found, sample.held_weights, valid_folder)
+            valid = bin_rows(blocks, bins, found, sample.held_weights, valid_folder, score)
             weights = sample.held_weights
         yield GbdtTask(
             train=train,
             valid=valid,
             bins=bins,
-            bias=_bias(targets, sample.weights, options.objective),
+            start_trees=len(table.start.trees) if table.start is not None else 0,
             largest_weight=float(max(sample.weights.max(), weights.max())),
             gbdt=options,
         )
+
+
+def _going_on(start: GbdtModel, sample: RowSample, options: GbdtOptions) -> tuple[RowSample, GbdtOptions]:
+    """What fits the model that training goes on with; UserError where table or objective are of another kind."""
+    kinds = {"regression": "regression", "binary sigmoid:1": "binary"}
+    if start.objective not in kinds or options.objective not in ("auto", kinds[start.objective]):
+        raise UserError(
+            f"start: the objective of the model is {start.objective!r}, and {options.objective} was asked for; "
+            "training goes on with regression or binary"
+        )
+    is_sparse = sample.blocks[0].sparse is not None
+    if start.columns != sample.columns and not (is_sparse and start.columns > sample.columns):
+        raise UserError(f"start: the model has {start.columns} columns, and the table {sample.columns}")
+    return replace(sample, columns=start.columns), replace(options, objective=kinds[start.objective])
+
+
+def _always(bias: float, _block: RowBlock) -> float:
+    """What every row's score begins with, where there is no model."""
+    return bias
 
 
 def _learn(
@@ -202,17 +234,20 @@ def _result(
         best,
         task.bins,
         objective=options.objective,
-        bias=task.bias,
+        bias=0.0 if table.start is not None else float(task.train.opened()[3][0]),
         rate=options.rate,
         names=_full_names(table.train.names, task.bins.columns),
         parameters=_parameters(options, best),
     )
+    if table.start is not None:
+        model = replace(model, trees=table.start.trees + model.trees)
     return GbdtResult(
         model=model,
         objective=options.objective,
         rows=task.train.rows,
         valid_rows=task.valid.rows if task.valid is not None else 0,
         trees_grown=grown,
+        trees_kept=best,
         train_losses=[row["loss"] for row in rows if "loss" in row],
         valid_losses=valid,
         seconds=seconds,

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -38,6 +38,7 @@ from manyhands.cli.runs import (
 )
 
 if TYPE_CHECKING:
+    from manyhands.boosting.model import GbdtModel
     from manyhands.boosting.options import GbdtOptions
     from manyhands.boosting.task import GbdtTask
     from manyhands.boosting.training import GbdtResult, TableChoice
@@ -102,6 +103,12 @@ class _TrainGbdt(_Boosting):
     early_stopping: Annotated[
         int, typer.Option(help="End after so many trees that were no better on the rows held out; 0: never.")
     ] = 0
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL", help="Go on with this model, ours or LightGBM's: its trees come first."
+        ),
+    ] = None
     test: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Rows to measure the model on at the end, read likewise."),
@@ -173,7 +180,7 @@ def _train(asked: _TrainGbdt) -> None:
     strategy = asked.strategy or ("single" if asked.workers == 1 else "allreduce")
     early = {"early_stopping": asked.early_stopping, "seed": asked.seed}
     options = _options(asked, allow_overload=asked.allow_overload, **early)
-    table = _table(asked, asked.valid, asked.valid_fraction)
+    table = replace(_table(asked, asked.valid, asked.valid_fraction), start=_start(asked.start))
     test = _source(asked, asked.test) if asked.test is not None else None
     out = asked.out or fresh_directory("gbdt")
     check_writable(asked.json_file)
@@ -250,6 +257,12 @@ def _table(asked: _Boosting, valid: str | None = None, fraction: float | None = 
     )
 
 
+def _start(path: Path | None) -> GbdtModel | None:
+    from manyhands.boosting.text_format import read_model
+
+    return None if path is None else read_model(path)
+
+
 def _options(asked: _Boosting, **more: Any) -> GbdtOptions:
     from manyhands.boosting.options import GbdtOptions
 
@@ -306,7 +319,7 @@ def _summary(result: GbdtResult) -> dict[str, Any]:
         "features": model.columns,
         "train_losses": result.train_losses,
         "valid_losses": result.valid_losses,
-        "valid_loss": result.valid_losses[len(model.trees) - 1] if result.valid_losses else None,
+        "valid_loss": result.valid_losses[result.trees_kept - 1] if result.valid_losses else None,
         "importance": [
             {"feature": model.names[at], "gain": float(by_gain[at]), "splits": int(by_split[at])}
             for at in order
