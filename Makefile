@@ -54,6 +54,7 @@ bench: setup
 	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/glove.py
 	$(BIN)/python benchmarks/regression.py
+	$(BIN)/python benchmarks/gbdt.py
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/desync.py

@@ -5,7 +5,7 @@
 
 PYTHON is an interpreter that has torch, numpy and `flwr[simulation]`; it runs `federated_flower_peer.py`. Both sides
 get the same file with images, labels and which of them each client has, and take the same steps; Flower gets as many
-actors as there are cores, each with one, and no loader of batches but tensors in memory. A round's time is from model to
+actors as there are cores, each with one, and no loader of batches but tensors in memory. A round lasts from model to
 model, without evaluation; the first rounds do not count. The two take turns, three each.
 """
 

@@ -253,6 +253,33 @@ def regression_speed() -> str:
     return f"**{result['passes']} passes, {result['cores']} cores**\n\n{markdown(rows)}"
 
 
+def gbdt_speed() -> str:
+    """Seconds from a matrix to a model beside scikit-learn and LightGBM, on one and two threads or workers."""
+    if not (RESULTS / "gbdt.json").exists():
+        return "Not measured yet: `python benchmarks/gbdt.py`."
+    result = load("gbdt")
+    rows = [
+        ["", "threads or workers", "seconds", "least to most", "trees alone", "to scikit-learn", "AUC or R²"]
+    ]
+    for work in dict.fromkeys((row["work"], row["objective"]) for row in result["rows"]):
+        rows.append([f"**{', '.join(work)}**", *[""] * 6])
+        for row in result["rows"]:
+            if (row["work"], row["objective"]) == work:
+                alone = f"{row['trees_s']:.2f}" if row["trees_s"] is not None else ""
+                spread = f"{row['least_s']:.2f} to {row['most_s']:.2f}"
+                ratio = show_ratio(row["times_scikit_learn"])
+                cells = [
+                    str(row["hands"]),
+                    f"{row['whole_s']:.2f}",
+                    spread,
+                    alone,
+                    ratio,
+                    f"{row['quality']:.4f}",
+                ]
+                rows.append([row["case"], *cells])
+    return f"**{result['trees']} trees, {result['cores']} cores**\n\n{markdown(rows)}"
+
+
 def stragglers(scenario: str) -> Callable[[], str]:
     """Updates per second and the share of time waiting, live and simulated, for one kind of straggler."""
 
@@ -366,6 +393,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline bubbles": pipeline_bubbles,
     "pipeline speed": pipeline_speed,
     "regression": regression_speed,
+    "gbdt": gbdt_speed,
     "startup": startup_times,
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),

@@ -191,6 +191,41 @@ def _read_model(folder: Path) -> object:
     return model.evaluate(model.file(folder / "rows"))
 
 
+def _boosted(folder: Path) -> None:
+    from manyhands.boosting.options import GbdtOptions
+    from manyhands.boosting.sources import ArraySource
+    from manyhands.boosting.text_format import write_model
+    from manyhands.boosting.training import TableChoice, train_gbdt
+
+    drawn = np.random.default_rng(0)
+    values = drawn.integers(0, 9, (200, 3)).astype(float)
+    values[::7, 1] = np.nan
+    table = TableChoice(train=ArraySource(values, values[:, 0] + values[:, 2] % 4), categorical=("2",))
+    options = GbdtOptions(trees=3, num_leaves=5, min_data_per_group=5, cat_smooth=1.0)
+    write_model(train_gbdt(table, options).model, folder / "model.txt")
+
+
+def _read_boosted(folder: Path) -> object:
+    from manyhands.boosting.sources import RowBlock
+    from manyhands.boosting.text_format import read_model
+
+    model = read_model(folder)
+    return model.predict(RowBlock(labels=None, dense=np.zeros((5, model.columns))))
+
+
+def _array(folder: Path) -> None:
+    np.save(folder / "sample.npy", np.random.default_rng(0).integers(0, 5, (60, 4)).astype(np.float32))
+
+
+def _learn_array(folder: Path) -> object:
+    from manyhands.boosting.options import GbdtOptions
+    from manyhands.boosting.sources import open_source
+    from manyhands.boosting.training import TableChoice, train_gbdt
+
+    table = TableChoice(train=open_source(folder / "sample.npy"))
+    return train_gbdt(table, GbdtOptions(trees=2, num_leaves=3, objective="regression"))
+
+
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -515,6 +550,8 @@ READERS = {
         Reader(name="matrix-parquet", make=_parquet, read=_matrix),
         Reader(name="logreg", make=_write(_LIBSVM), read=_learn),
         Reader(name="logreg-model", make=_model, read=_read_model, files=("model.safetensors",)),
+        Reader(name="gbdt-model", make=_boosted, read=_read_boosted, files=("model.txt",)),
+        Reader(name="gbdt-npy", make=_array, read=_learn_array, files=("sample.npy",)),
         Reader(name="vectors-text", make=_vectors("text"), read=_read_vectors),
         Reader(name="vectors-word2vec", make=_vectors("word2vec"), read=_read_vectors),
         Reader(name="vectors-binary", make=_vectors("binary"), read=_read_vectors),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
@@ -54,6 +54,10 @@ class Taken:
     bytes_sent: int = 0
     """What others read of this worker."""
     messages_sent: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the step measured on data held out, the same on every worker: a row of evaluation in the history."""
+    ends: str = ""
+    """Why the run is to end with this step, the same on every worker; empty: it goes on."""
 
 
 class KernelStep(ABC):

@@ -34,6 +34,11 @@ USES: dict[str, Use] = {
     "recurrent": Use(predictor="inference.text:open_text"),
     "logreg": Use(predictor="regression.predicting:open_logreg", exporter="regression.export:export_logreg"),
     "svd": Use(predictor="svd.predicting:open_svd", exporter="svd.predicting:export_svd"),
+    "gbdt": Use(
+        predictor="boosting.predicting:open_gbdt",
+        exporter="boosting.predicting:export_gbdt",
+        begins=b"tree\nversion=",
+    ),
     "glove": Use(predictor="words.predicting:open_vectors", exporter="words.predicting:export_vectors"),
 }
 

@@ -39,6 +39,9 @@ def test_training_compiles_nothing_that_was_not_compiled_before(tmp_path: Path) 
     commands = [
         "train logreg --train rows.svm --test rows.svm --passes 1 --out svm",
         "train logreg --train rows.vw --bits 10 --passes 1 --out vw",
+        "train gbdt --train rows.svm --test rows.svm --trees 2 --min-data-in-leaf 3 --out gbdt",
+        "train gbdt --train diabetes --trees 2 --workers 2 --parallel voting --top-k 2 --out voted",
+        "predict gbdt rows.svm --out predicted",
         "train glove --corpus text.txt --dim 8 --passes 1 --workers 2 --out glove",
         "train digits --workers 2 --steps 3 --out digits",
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_command
-from manyhands.tour.lesson import Command, Lesson, lessons, read_lesson
+from manyhands.tour.lesson import Lesson, LessonCommand, lessons, read_lesson
 
 LESSONS = lessons()
 
@@ -22,7 +22,7 @@ def test_the_commands_of_a_lesson_run(
     lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = [step for step in lesson.steps if isinstance(step, Command)]
+    commands = [step for step in lesson.steps if isinstance(step, LessonCommand)]
     assert commands, "there is something to type"
     for command in commands:
         status = run_command(monkeypatch, *command.arguments)

@@ -57,6 +57,8 @@ def test_help_shows_flags_as_flags(words: list[str]) -> None:
         ("glove --strategy hogwild", False),
         ("glove --strategy allreduce", True),
         ("logreg --train f --strategy ps", True),
+        ("gbdt --train f", False),
+        ("gbdt --train f --strategy allreduce", True),
     ],
 )
 def test_a_template_is_started_early_only_where_workers_are_forked_from_it(

@@ -44,6 +44,7 @@ def predict_command(
     - digits, mnist: a picture (PNG and others, with Pillow), an npy array, an idx file or a JSON array of images; the
       class and its probability.
     - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
+    - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
     - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
     - glove: a word, or words as in "king - man + woman"; the nearest words.
     - language, recurrent: see `manyhands generate`.

@@ -47,11 +47,11 @@ def tour_command(
 
 
 def _walk(lesson: Lesson, *, asks: bool) -> None:
-    from manyhands.tour.lesson import Command
+    from manyhands.tour.lesson import LessonCommand
 
     typer.echo(f"{lesson.number}. {lesson.title}\n")
     for step in lesson.steps:
-        if not isinstance(step, Command):
+        if not isinstance(step, LessonCommand):
             typer.echo(f"{step.text}\n")
             continue
         typer.echo(str(step))

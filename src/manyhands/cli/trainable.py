@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.cli.boosting import add_gbdt
 from manyhands.cli.compare import compare_app
 from manyhands.cli.density import add_sparse
 from manyhands.cli.glove import add_glove
@@ -15,3 +16,4 @@ add_glove(train_app, compare_app)
 add_logreg(train_app, compare_app)
 add_sparse(compare_app)
 add_svd(train_app, compare_app)
+add_gbdt(train_app, compare_app)

@@ -62,6 +62,11 @@ JOBS: Mapping[str, CompileJob] = {
     "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
     "logreg": CompileJob(("manyhands.regression.kernels:warm",), after="waiting"),
     "svd": CompileJob(("manyhands.svd.kernels:warm",)),
+    "boosting_rows": CompileJob(
+        ("manyhands.boosting.bin_kernels:warm", "manyhands.boosting.predict_kernels:warm")
+    ),
+    "boosting_histograms": CompileJob(("manyhands.boosting.histogram_kernels:warm",)),
+    "boosting_splits": CompileJob(("manyhands.boosting.split_kernels:warm",)),
     "words": CompileJob(("manyhands.words.word_table:warm",)),
     "counting": CompileJob(("manyhands.words.count_kernels:warm", "manyhands.words.shuffle_kernels:warm")),
     "glove": CompileJob(("manyhands.words.glove_kernels:warm",), after="waiting"),
@@ -85,6 +90,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "codecs": ("codecs",),
     "logreg": (*_CORE, "libsvm", "logreg"),
     "svd": (*_CORE, "reductions_double", "libsvm", "svd"),
+    "gbdt": (*_CORE, "libsvm", "boosting_rows", "boosting_histograms", "boosting_splits"),
     "libsvm": ("libsvm",),
     "vowpal": ("vowpal",),
     "glove": (*_CORE, "words", "counting", "glove"),

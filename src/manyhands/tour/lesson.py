@@ -19,7 +19,7 @@ from typing import Final
 
 from manyhands.errors import UserError
 
-__all__ = ["Command", "Lesson", "Prose", "lesson_numbered", "lessons", "read_lesson"]
+__all__ = ["Lesson", "LessonCommand", "Prose", "lesson_numbered", "lessons", "read_lesson"]
 
 _PROMPT: Final = "$ manyhands "
 _FENCE: Final = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -35,7 +35,7 @@ class Prose:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class LessonCommand:
     """Something to type."""
 
     arguments: tuple[str, ...]
@@ -51,7 +51,7 @@ class Lesson:
 
     number: int
     title: str
-    steps: tuple[Prose | Command, ...]
+    steps: tuple[Prose | LessonCommand, ...]
     """What comes before the exercise, in its order."""
     question: str
     """What the exercise asks for."""
@@ -112,7 +112,7 @@ def lesson_numbered(number: int) -> Lesson:
     return found[number]
 
 
-def _steps(body: str) -> Iterator[Prose | Command]:
+def _steps(body: str) -> Iterator[Prose | LessonCommand]:
     end = 0
     for block in _FENCE.finditer(body):
         if block[1] != "console":
@@ -122,7 +122,7 @@ def _steps(body: str) -> Iterator[Prose | Command]:
         end = block.end()
         for line in block[2].splitlines():
             if line.startswith(_PROMPT):
-                yield Command(tuple(shlex.split(line.removeprefix(_PROMPT))))
+                yield LessonCommand(tuple(shlex.split(line.removeprefix(_PROMPT))))
     if text := body[end:].strip():
         yield Prose(text)
 

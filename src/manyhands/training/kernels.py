@@ -32,7 +32,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.training.booking import StepBook
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Traffic
-from manyhands.training.reporting import Reporter, Surroundings
+from manyhands.training.reporting import Reporter, Surroundings, WorkerNote
 from manyhands.training.worker import Trained
 
 __all__ = ["Control", "KernelTrainer", "kernel_task", "require_same_options"]
@@ -94,6 +94,7 @@ class KernelTrainer:
         self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
         self._sent = [0, 0]
         self._broken = ""
+        self._ends = ""
         self.overlap: collections.Counter[int] = collections.Counter()
         """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
 
@@ -128,6 +129,8 @@ class KernelTrainer:
                 return self._trained(step, stopped=True)
             stopped = (stopped or self._kernel.is_done) and step < self._plan.steps
             self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
+        if stopped and self._ends and self.rank == 0:
+            self._around.note(WorkerNote(remark=f"stopped after step {step}: {self._ends}"))
         self._kernel.gather()
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
@@ -162,7 +165,7 @@ class KernelTrainer:
             self._reporter.send()
         self._around.mark(end, State.WAITING)
         self._meet(end)
-        told = (*self._since_met, float(self._around.stop_requested()))
+        told = (*self._since_met, float(self._around.stop_requested() or bool(self._ends)))
         loss, weight, stops = self._control.sums(*told)
         self._since_met = (0.0, 0.0)
         self._reporter.loss = loss / weight if weight else math.nan
@@ -202,7 +205,8 @@ class KernelTrainer:
         if not math.isfinite(loss):
             self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
             self._control.bad.set(self.rank + 1)
-        if self._around.stop_requested() or self._broken:
+        self._ends = self._ends or taken.ends
+        if self._around.stop_requested() or self._broken or taken.ends:
             order.stop(step)
         mean = loss / weight if weight else 0.0
         self._record(step, taken, (begin, end), mean)
@@ -214,6 +218,8 @@ class KernelTrainer:
                 at_s=self._reporter.seconds,
                 weight=weight,
             )
+            if taken.metrics:
+                self._reporter.add(step=step + 1, metrics=dict(taken.metrics), at_s=self._reporter.seconds)
 
     def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
         """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""

@@ -1,0 +1,78 @@
+"""Rows to predictions: what boosted trees answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from manyhands.boosting.model import GbdtModel
+from manyhands.boosting.sources import RowBlock, open_source
+from manyhands.boosting.text_format import MODEL_TEXT, read_model
+from manyhands.data.row_files import FORMATS, Reading
+from manyhands.errors import UserError
+from manyhands.exporting import Export, ExportAsked
+from manyhands.inference.predictor import Predictor, ReadAs
+
+__all__ = ["GbdtPredictor", "export_gbdt", "open_gbdt"]
+
+
+class GbdtPredictor(Predictor[RowBlock]):
+    """A number for each row: the prediction, or the probability of the larger label."""
+
+    takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
+    formats: ClassVar[tuple[str, ...]] = FORMATS
+
+    def __init__(self, model: GbdtModel) -> None:
+        self.model = model
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
+        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn."""
+        self.check_read_as(read_as)
+        reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
+        for block in open_source(source, reading, None, labelled=False).blocks():
+            yield block.for_columns(self.model.columns)
+
+    def inputs(self, values: Sequence[Any]) -> RowBlock:
+        """Each value is one row."""
+        for number, value in enumerate(values):
+            if not isinstance(value, list) or len(value) != self.model.columns:
+                raise UserError(f"input {number}: must be {self.takes}, {self.model.columns} in all")
+        try:
+            table = np.array(values, np.float64)  # null becomes NaN
+        except (TypeError, ValueError):
+            raise UserError(
+                f"an input holds something that is no number; each must be {self.takes}"
+            ) from None
+        return RowBlock(labels=None, dense=table)
+
+    def together(self, parts: Sequence[RowBlock]) -> RowBlock:
+        """One after the other."""
+        return RowBlock(labels=None, dense=np.concatenate([part.values for part in parts]))
+
+    def answers(self, inputs: RowBlock) -> list[Any]:
+        """One number each."""
+        return list(self.model.predict(inputs).tolist())
+
+    def lines(self, inputs: RowBlock) -> Iterator[str]:
+        """The same, with all digits."""
+        return (f"{value:.17g}" for value in self.answers(inputs))
+
+    @property
+    def example(self) -> Any:
+        """A row of zeros."""
+        return [0] * self.model.columns
+
+
+def open_gbdt(path: Path) -> GbdtPredictor:
+    """That of a run of `train gbdt`, or of a file in LightGBM's text form."""
+    return GbdtPredictor(read_model(path))
+
+
+def export_gbdt(asked: ExportAsked) -> Export:
+    """Trees are a file that LightGBM reads already."""
+    raise UserError(
+        f"{asked.run} holds boosted trees, which are a file already: {asked.run / MODEL_TEXT}, as LightGBM writes them"
+    )

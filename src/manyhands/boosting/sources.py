@@ -1,0 +1,260 @@
+"""Where rows come from: LIBSVM and Vowpal Wabbit text, npy, Parquet, and two sets that come inside scikit-learn.
+
+A source is gone through block by block, and twice: first for the bounds of bins, then for the bins themselves. So only
+text, and never the values of a whole table, has to be parsed again, and a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.rows import Rows
+from manyhands.errors import DataError, UserError, nearest
+
+__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "open_source"]
+
+_BLOCK_ROWS = 1 << 16
+_LABEL_NAMES = ("label", "target", "y")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowBlock:
+    """Some rows: `dense` values, or sparse ones; `labels` are None where the source has none."""
+
+    labels: NDArray[np.float64] | None
+    weights: NDArray[np.float64] | None = None
+    dense: NDArray[Any] | None = None
+    sparse: Rows | None = None
+
+    def __len__(self) -> int:
+        return len(self.sparse) if self.sparse is not None else len(self.values)
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """Those of a dense block."""
+        assert self.dense is not None, "a block is dense or sparse"
+        return self.dense
+
+    @property
+    def columns(self) -> int:
+        """One more than the last column."""
+        return self.sparse.size if self.sparse is not None else int(self.values.shape[1])
+
+    def for_columns(self, columns: int) -> RowBlock:
+        """As a model of so many columns takes it: a dense table with one more has its labels in the first."""
+        if self.sparse is not None or self.labels is not None or self.values.shape[1] != columns + 1:
+            return self
+        return RowBlock(labels=None, weights=self.weights, dense=self.values[:, 1:])
+
+    def take(self, chosen: NDArray[np.bool_]) -> RowBlock:
+        """Some of the rows."""
+        labels = None if self.labels is None else self.labels[chosen]
+        weights = None if self.weights is None else self.weights[chosen]
+        if self.sparse is None:
+            return RowBlock(labels=labels, weights=weights, dense=self.values[chosen])
+        rows, lengths = self.sparse, np.diff(self.sparse.starts)
+        entries = np.repeat(chosen, lengths)
+        begins = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
+        picked = Rows(
+            starts=begins,
+            indices=rows.indices[rows.starts[0] : rows.starts[-1]][entries],
+            values=rows.values[rows.starts[0] : rows.starts[-1]][entries],
+            labels=rows.labels[chosen],
+            weights=rows.weights[chosen],
+            size=rows.size,
+        )
+        return RowBlock(labels=labels, weights=weights, sparse=picked)
+
+
+class RowSource(ABC):
+    """Rows that can be gone through again and again; `name` is what messages call it."""
+
+    name: str
+    names: Sequence[str] | None = None
+    """What the columns of features are called, where the source says."""
+
+    @abstractmethod
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        """All rows, in order; DataError says what is wrong with the file."""
+
+
+class ArraySource(RowSource):
+    """A table in memory or mapped: features, and labels beside them or in one of its columns."""
+
+    def __init__(
+        self,
+        values: NDArray[Any],
+        labels: NDArray[Any] | None = None,
+        *,
+        name: str = "the table",
+        names: Sequence[str] | None = None,
+        label_column: int | None = None,
+        weights: NDArray[Any] | None = None,
+    ) -> None:
+        if values.ndim != 2 or not len(values):
+            raise DataError(
+                f"{name} has shape {values.shape}; a table has rows and columns, at least one row"
+            )
+        if values.dtype.kind not in "fiub":
+            raise DataError(f"{name} holds {values.dtype}; a table holds numbers")
+        for what, given in (("labels", labels), ("weights", weights)):
+            if given is not None and given.shape != (len(values),):
+                raise DataError(f"{name} has {len(values)} rows, but its {what} have shape {given.shape}")
+        if label_column is not None and not -values.shape[1] <= label_column < values.shape[1]:
+            raise DataError(f"{name} has no column {label_column}; it has {values.shape[1]}, counted from 0")
+        if weights is not None and not (
+            np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
+        ):
+            raise DataError(f"the weights of {name} must be numbers of at least 0, not all 0")
+        self.name, self.names = name, names
+        self._values, self._labels, self._weights = values, labels, weights
+        self._label_column = None if label_column is None else label_column % values.shape[1]
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        """Views of the table, as far as that goes."""
+        for begin in range(0, len(self._values), _BLOCK_ROWS):
+            values = self._values[begin : begin + _BLOCK_ROWS]
+            span = slice(begin, begin + len(values))
+            labels = None if self._labels is None else np.asarray(self._labels[span], np.float64)
+            if self._label_column is not None:
+                labels = np.asarray(values[:, self._label_column], np.float64)
+                values = np.delete(values, self._label_column, axis=1)
+            if values.dtype not in (np.float32, np.float64):
+                values = values.astype(np.float64)
+            elif not values.flags.writeable:  # compiled code is made for arrays that are
+                values = values.copy()
+            if on_rows is not None:
+                on_rows(len(values))
+            weights = None if self._weights is None else np.asarray(self._weights[span], np.float64)
+            yield RowBlock(labels=labels, dense=values, weights=weights)
+
+
+class _TextSource(RowSource):
+    def __init__(self, path: str, reading: Reading) -> None:
+        self.name, self._path, self._reading = path, path, reading
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        for rows in RowFile(self._path, self._reading).blocks():
+            if on_rows is not None:
+                on_rows(len(rows))
+            labels = None if np.isnan(rows.labels).all() else rows.labels.astype(np.float64)
+            weights = None if (rows.weights == 1).all() else rows.weights.astype(np.float64)
+            yield RowBlock(labels=labels, weights=weights, sparse=rows)
+
+
+class _ParquetSource(RowSource):
+    def __init__(self, path: str, label: str | None) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise UserError(f"{path}: Parquet needs pyarrow; pip install 'manyhands[parquet]'") from error
+        self.name, self._path = path, path
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        found = list(self._file.schema_arrow.names)
+        for field in self._file.schema_arrow:
+            numeric = pyarrow.types.is_integer(field.type) or pyarrow.types.is_floating(field.type)
+            if not numeric and not pyarrow.types.is_boolean(field.type):
+                raise DataError(
+                    f"{path}: column {field.name!r} holds {field.type}; columns hold numbers, so number its values "
+                    "from 0 and name it in categorical"
+                )
+        self._label = _label_name(found, label, path)
+        self.names = [name for name in found if name != self._label]
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        import pyarrow
+
+        assert self.names is not None, "set when opened"
+        try:
+            for batch in self._file.iter_batches(batch_size=_BLOCK_ROWS):
+                columns = {name: self._column(batch, name) for name in batch.schema.names}
+                labels = columns.pop(self._label) if self._label is not None else None
+                dense = np.column_stack([columns[name] for name in self.names])
+                if on_rows is not None:
+                    on_rows(len(dense))
+                yield RowBlock(labels=labels, dense=dense)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{self.name} cannot be read as Parquet: {error}") from error
+
+    @staticmethod
+    def _column(batch: Any, name: str) -> NDArray[np.float64]:
+        values = batch.column(name).cast("float64", safe=False)
+        found: NDArray[np.float64] = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        return found
+
+
+def _label_name(found: Sequence[str], label: str | None, path: str) -> str | None:
+    """Which column of a Parquet file has the labels: the one named, numbered, or usually called so; else none."""
+    if label is None:
+        return next((name for name in _LABEL_NAMES if name in found), None)
+    if label in found:
+        return label
+    if label.lstrip("-").isdigit() and -len(found) <= int(label) < len(found):
+        return found[int(label)]
+    raise DataError(f"{path} has no column {label!r}; {nearest(label, found)}")
+
+
+def _npy(path: str, label: str | None, labelled: bool) -> RowSource:
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as npy: {error}") from error
+    if label is not None and not label.lstrip("-").isdigit():
+        raise DataError(f"label={label!r}: the columns of {path} have numbers, not names; give one, from 0")
+    column = int(label) if label is not None else 0
+    return ArraySource(values, name=path, label_column=column if labelled else None)
+
+
+def _breast_cancer() -> RowSource:
+    from sklearn.datasets import load_breast_cancer
+
+    found = load_breast_cancer()
+    names = [name.replace(" ", "_") for name in found.feature_names]
+    return ArraySource(found.data, found.target, name="breast-cancer", names=names)
+
+
+def _diabetes() -> RowSource:
+    from sklearn.datasets import load_diabetes
+
+    found = load_diabetes(scaled=False)
+    return ArraySource(found.data, found.target, name="diabetes", names=list(found.feature_names))
+
+
+EMBEDDED: dict[str, Callable[[], RowSource]] = {"breast-cancer": _breast_cancer, "diabetes": _diabetes}
+"""Tables that come inside scikit-learn: 569 rows of two labels, and 442 rows of a number."""
+
+
+def open_source(
+    path: Path | str, reading: Reading | None = None, label: str | None = None, *, labelled: bool = True
+) -> RowSource:
+    """The rows of a file by its ending (`.npy`, `.parquet`; else text), or one of `EMBEDDED` by its name.
+
+    `label` is the column of the labels in npy and Parquet: a number from 0, or a name; usually column 0 of npy, and one
+    called label, target or y. Where rows are to be predicted, `labelled` may be False: npy then has no such column.
+    """
+    text = str(path)
+    if text in EMBEDDED and not Path(text).exists():
+        return EMBEDDED[text]()
+    ending = Path(text).suffix.lower()
+    if text != "-" and not Path(text).is_file():
+        hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
+        raise UserError(f"{text} cannot be read: there is no such file{hint}")
+    if ending == ".npy":
+        return _npy(text, label, labelled)
+    if ending == ".parquet":
+        return _ParquetSource(text, label)
+    if label is not None:
+        raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
+    return _TextSource(text, reading or Reading())

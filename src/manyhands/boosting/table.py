@@ -1,0 +1,244 @@
+"""A table of bins, made from a source of rows and mapped by all workers; and how it is made.
+
+Bounds come from at most 200,000 rows, chosen by a hash of their number, so that they depend on the rows and the seed
+and on nothing else. Bins lie in tiles of eight features, one byte each.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.boosting.binning import BinTable, FeatureBins, bins_of_categories, bins_of_numbers
+from manyhands.boosting.histogram_kernels import TILE
+from manyhands.boosting.sources import RowBlock, RowSource
+from manyhands.data.rows import Rows
+from manyhands.errors import DataError, ManyhandsError, UserError, format_bytes
+from manyhands.memory.segment import available_bytes
+
+__all__ = ["BinnedRows", "Holdout", "RowSample", "bin_rows", "sample_rows"]
+
+_SAMPLE_ROWS = 200_000
+_WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BinnedRows:
+    """Rows as bins with their targets and weights: in files of `folder`, or in this process."""
+
+    rows: int
+    features: int
+    folder: str = ""
+    arrays: tuple[NDArray[Any], ...] = ()
+
+    def opened(
+        self,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Tiles, targets, weights, and the scores that training begins with."""
+        tiles, *others = self.arrays or tuple(
+            np.memmap(Path(self.folder, name), kind, mode="c") for name, kind in _KINDS.items()
+        )
+        targets, weights, scores = map(np.asarray, others)
+        return np.asarray(tiles).reshape(-1, self.rows, TILE), targets, weights, scores
+
+
+_KINDS: dict[str, Any] = {
+    "tiles": np.uint8,
+    "targets": np.float64,
+    "weights": np.float64,
+    "scores": np.float64,
+}
+
+
+def hashed(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """A number of 64 bits for each number of a row: splitmix64's."""
+    with np.errstate(over="ignore"):
+        mixed = numbers + np.uint64(seed) * np.uint64(0xD1B54A32D192ED03) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdout:
+    """Which rows of a source are held out to measure on: a share of them, by the hash of their numbers."""
+
+    fraction: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction < 1:
+            raise UserError(f"valid_fraction={self.fraction!r} must be a number of at least 0 and below 1")
+
+    def chosen(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Of rows `first` to `first + count`."""
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSample:
+    """What one pass over a source found: rows for the bounds of bins, and all labels."""
+
+    blocks: list[RowBlock]
+    rows: int
+    columns: int
+    labels: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    held_out: int
+    held_labels: NDArray[np.float64]
+    held_weights: NDArray[np.float64]
+
+    def bins(self, max_bin: int, categorical: frozenset[int], where: str) -> BinTable:
+        """The bins of every feature that has two or more."""
+        find = _dense_columns if self.blocks[0].dense is not None else _sparse_columns
+        found: list[FeatureBins] = []
+        for column, values, counts in find(self.blocks, self.columns):
+            if column in categorical:
+                one = bins_of_categories(column, values, counts, max_bin, where)
+            else:
+                one = bins_of_numbers(column, values, counts, max_bin)
+            if one.count > 1:
+                found.append(one)
+        if not found:
+            raise DataError(f"{where}: no feature has two values, so there is nothing to split")
+        return BinTable(found, self.columns)
+
+
+def _dense_columns(
+    blocks: list[RowBlock], columns: int
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64]]]:
+    """Each column's different values, ascending, and how often they come."""
+    for column in range(columns):
+        parts = [block.dense[:, column] for block in blocks if block.dense is not None]
+        values, counts = np.unique(np.concatenate(parts).astype(np.float64), return_counts=True)
+        yield column, values, counts.astype(np.int64)
+
+
+def _sparse_columns(
+    blocks: list[RowBlock], columns: int
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64]]]:
+    """The same of sparse rows, whose absent values are 0."""
+    rows = Rows.join([block.sparse for block in blocks if block.sparse is not None])
+    order = np.argsort(rows.indices, kind="stable")
+    begins = np.searchsorted(rows.indices[order], np.arange(columns + 1))
+    for column in range(columns):
+        mine = rows.values[order[begins[column] : begins[column + 1]]].astype(np.float64)
+        zeros = len(rows) - len(mine)
+        values, counts = np.unique(mine, return_counts=True)
+        if zeros:
+            at = int(np.searchsorted(values, 0.0))
+            if at < len(values) and values[at] == 0:
+                counts[at] += zeros
+            else:
+                values, counts = np.insert(values, at, 0.0), np.insert(counts, at, zeros)
+        yield column, values, counts.astype(np.int64)
+
+
+def sample_rows(
+    source: RowSource, holdout: Holdout, seed: int, on_rows: Callable[[int], None] | None = None
+) -> RowSample:
+    """Go through a source once; DataError where rows have no labels, or labels that are no numbers."""
+    kept: list[tuple[RowBlock, NDArray[np.uint64]]] = []
+    held, limit, first, columns = 0, _WORD, 0, 0
+    parts: dict[str, list[NDArray[np.float64]]] = {"train": [], "train_w": [], "held": [], "held_w": []}
+    for block in source.blocks(on_rows):
+        if block.labels is None or not np.isfinite(block.labels).all():
+            at = first + (0 if block.labels is None else int(np.argmin(np.isfinite(block.labels))))
+            raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")
+        out = holdout.chosen(first, len(block))
+        weights = block.weights if block.weights is not None else np.ones(len(block))
+        for name, mask in (("train", ~out), ("held", out)):
+            parts[name].append(block.labels[mask])
+            parts[f"{name}_w"].append(weights[mask])
+        keys = hashed(np.arange(first, first + len(block), dtype=np.uint64), 2 * seed)
+        picked = ~out & (keys <= limit)
+        kept.append((block.take(picked), keys[picked]))
+        held += int(picked.sum())
+        while held > _SAMPLE_ROWS:
+            limit >>= np.uint64(1)
+            kept = [(one.take(own <= limit), own[own <= limit]) for one, own in kept]
+            held = sum(len(own) for _, own in kept)
+        first += len(block)
+        columns = max(columns, block.columns)
+    joined = {name: np.concatenate([np.zeros(0), *found]) for name, found in parts.items()}
+    if not len(joined["train"]):
+        raise DataError(f"{source.name} has {first} rows, all of them held out; use a smaller valid_fraction")
+    return RowSample(
+        blocks=[one for one, _ in kept if len(one)],
+        rows=len(joined["train"]),
+        columns=columns,
+        labels=joined["train"],
+        weights=joined["train_w"],
+        held_out=len(joined["held"]),
+        held_labels=joined["held"],
+        held_weights=joined["held_w"],
+    )
+
+
+@contextmanager
+def shared_folder(shared: bool) -> Iterator[str]:
+    """A temporary folder for bins that several processes map; none where one process has them."""
+    if not shared:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="manyhands-gbdt-") as folder:
+        yield folder
+
+
+def bin_rows(
+    blocks: Iterator[RowBlock],
+    bins: BinTable,
+    targets: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    folder: str,
+    score: Callable[[RowBlock], NDArray[np.float64] | float],
+) -> BinnedRows:
+    """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
+
+    `score` gives the scores that training begins with.
+    """
+    rows, features = len(targets), len(bins.features)
+    shape = (-(-features // TILE), rows, TILE)
+    needed, room = int(np.prod(shape)), available_bytes()
+    if needed > room:
+        raise UserError(
+            f"{rows:,} rows of {features:,} features take {format_bytes(needed)} as bins, but only "
+            f"{format_bytes(room)} is available; use fewer features"
+        )
+    try:
+        tiles: NDArray[np.uint8] = (
+            np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape)
+            if folder
+            else np.zeros(shape, np.uint8)
+        )
+        first, scores = 0, np.zeros(rows)
+        for block in blocks:
+            scores[first : first + len(block)] = score(block)
+            found = bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
+            for tile in range(shape[0]):
+                part = found[:, tile * TILE : (tile + 1) * TILE]
+                tiles[tile, first : first + len(block), : part.shape[1]] = part
+            first += len(block)
+        if first != rows:
+            raise DataError(
+                f"the file has {first} rows now, and had {rows} before; do not change it meanwhile"
+            )
+        if not folder:
+            return BinnedRows(rows=rows, features=features, arrays=(tiles, targets, weights, scores))
+        targets.tofile(Path(folder, "targets"))
+        weights.tofile(Path(folder, "weights"))
+        scores.tofile(Path(folder, "scores"))
+    except OSError as error:
+        hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
+        raise ManyhandsError(f"bins could not be kept in {folder}: {error.strerror}{hint}") from error
+    return BinnedRows(rows=rows, features=features, folder=folder)

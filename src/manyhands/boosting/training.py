@@ -1,0 +1,372 @@
+"""`train_gbdt`: rows, one strategy, one model.
+
+Rows are read and put into bins once, by the caller's process; then it is a run of `manyhands.fit`, one step a tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.boosting.model import GbdtModel
+from manyhands.boosting.options import GbdtOptions
+from manyhands.boosting.sources import RowBlock, RowSource
+from manyhands.boosting.table import Holdout, RowSample, bin_rows, sample_rows, shared_folder
+from manyhands.boosting.task import GbdtTask, check_strategy
+from manyhands.cluster.signals import signal_of
+from manyhands.compiled.warming import prepare, spent_s
+from manyhands.draw.bars import Bars, bar_view
+from manyhands.errors import DataError, UserError
+from manyhands.fitting import fit
+from manyhands.regression.labels import PAIRS
+from manyhands.strategy import Strategy
+from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.options import Options
+
+__all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableChoice:
+    """What is learned from and measured on."""
+
+    train: RowSource
+    valid: RowSource | None = None
+    valid_fraction: float = 0.0
+    """The share of the rows of `train` that is held out, where there is no `valid`."""
+    categorical: tuple[str, ...] = ()
+    """Columns whose values are categories: names, or numbers from 0."""
+    start: GbdtModel | None = None
+    """A model to go on with: its trees come first, and new ones are grown on what it leaves."""
+
+    def __post_init__(self) -> None:
+        if self.valid is not None and self.valid_fraction:
+            raise UserError("valid and valid_fraction were both given; leave out one")
+        Holdout(fraction=self.valid_fraction)
+
+
+@dataclass(kw_only=True, slots=True)
+class GbdtResult:
+    """A trained model and how it came about."""
+
+    model: GbdtModel
+    objective: str
+    rows: int
+    valid_rows: int
+    trees_grown: int
+    """In this training."""
+    trees_kept: int
+    """Fewer, where early stopping looked further than the best."""
+    train_losses: list[float]
+    """The mean loss before each tree."""
+    valid_losses: list[float]
+    """That of rows held out after each tree; empty where there are none."""
+    seconds: float
+    """Reading, binning and training; compiling kernels, where they were missing, not counted."""
+    train_seconds: float
+    """Growing trees alone."""
+    interrupted: bool = False
+    """Whether Ctrl-C ended it early; the model is the one that was kept."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """That of `fit`; of an interrupted run there is none."""
+
+
+def train_gbdt(
+    table: TableChoice,
+    options: GbdtOptions | None = None,
+    *,
+    strategy: str | Strategy = "single",
+    workers: int = 1,
+    bars: Bars | None = None,
+    keep: Keeping | None = None,
+) -> GbdtResult:
+    """Grow trees on a table; with `keep`, the run has a directory, and Ctrl-C keeps what is done, to be resumed.
+
+    UserError for what makes no sense and for files that are wrong.
+    """
+    options, chosen = options or GbdtOptions(), Strategy.parse(strategy)
+    check_strategy(chosen, workers)
+    if options.early_stopping and table.valid is None and not table.valid_fraction:
+        raise UserError("early_stopping needs rows to measure on: give valid, or valid_fraction such as 0.1")
+    prepare("gbdt")
+    bars, began = bars or Bars(), time.monotonic() - spent_s()
+    with gbdt_task(table, options, shared=chosen.most_workers != 1, bars=bars) as task:
+        learned_at = time.monotonic()
+        state, rows, summary = _learn(task, chosen, workers, bars, keep)
+        train_seconds = time.monotonic() - learned_at
+        return _result(
+            task,
+            table,
+            state,
+            rows,
+            seconds=time.monotonic() - spent_s() - began,
+            train_seconds=float(summary.get("seconds", train_seconds)),
+            summary=summary,
+        )
+
+
+@contextmanager
+def gbdt_task(
+    table: TableChoice, options: GbdtOptions, *, shared: bool, bars: Bars | None = None
+) -> Iterator[GbdtTask]:
+    """The task of a table: read twice, the second time into bins, which are in files where they are `shared`."""
+    bars = bars or Bars()
+    holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
+    with bars.phase("reading", None, "rows") as phase:
+        sample = sample_rows(source, holdout, options.seed, phase.advance)
+    if table.start is not None:
+        sample, options = _going_on(table.start, sample, options)
+    categorical = _columns(table.categorical, source.names, sample.columns)
+    bins = sample.bins(options.max_bin, categorical, source.name)
+    options = replace(options, objective=_objective(options.objective, sample, source.name))
+    targets = _targets(sample.labels, options.objective, source.name)
+    bias = _bias(targets, sample.weights, options.objective)
+    score = table.start.scores if table.start is not None else partial(_always, bias)
+    with (
+        shared_folder(shared) as folder,
+        shared_folder(shared) as valid_folder,
+        bars.phase("binning", sample.rows, "rows") as phase,
+    ):
+        train = bin_rows(
+            _only(source.blocks(phase.advance), holdout, held=False),
+            bins,
+            targets,
+            sample.weights,
+            folder,
+            score,
+        )
+        valid, weights = None, sample.weights
+        if table.valid is not None:
+            held = sample_rows(table.valid, Holdout(), options.seed)
+            if held.columns > sample.columns and held.blocks[0].dense is not None:
+                raise DataError(
+                    f"{table.valid.name} has {held.columns} columns, {source.name} {sample.columns}"
+                )
+            found = _targets(held.labels, options.objective, table.valid.name, _pair(sample.labels))
+            valid = bin_rows(table.valid.blocks(), bins, found, held.weights, valid_folder, score)
+            weights = held.weights
+        elif sample.held_out:
+            found = _targets(sample.held_labels, options.objective, source.name, _pair(sample.labels))
+            blocks = _only(source.blocks(), holdout, held=True)
+            valid = bin_rows(blocks, bins, found, sample.held_weights, valid_folder, score)
+            weights = sample.held_weights
+        yield GbdtTask(
+            train=train,
+            valid=valid,
+            bins=bins,
+            start_trees=len(table.start.trees) if table.start is not None else 0,
+            largest_weight=float(max(sample.weights.max(), weights.max())),
+            gbdt=options,
+        )
+
+
+def _going_on(start: GbdtModel, sample: RowSample, options: GbdtOptions) -> tuple[RowSample, GbdtOptions]:
+    """What fits the model that training goes on with; UserError where table or objective are of another kind."""
+    kinds = {"regression": "regression", "binary sigmoid:1": "binary"}
+    if start.objective not in kinds or options.objective not in ("auto", kinds[start.objective]):
+        raise UserError(
+            f"start: the objective of the model is {start.objective!r}, and {options.objective} was asked for; "
+            "training goes on with regression or binary"
+        )
+    is_sparse = sample.blocks[0].sparse is not None
+    if start.columns != sample.columns and not (is_sparse and start.columns > sample.columns):
+        raise UserError(f"start: the model has {start.columns} columns, and the table {sample.columns}")
+    return replace(sample, columns=start.columns), replace(options, objective=kinds[start.objective])
+
+
+def _always(bias: float, _block: RowBlock) -> float:
+    """What every row's score begins with, where there is no model."""
+    return bias
+
+
+def _learn(
+    task: GbdtTask, strategy: Strategy, workers: int, bars: Bars, keep: Keeping | None
+) -> tuple[Mapping[str, Tensor], Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """Learn through `fit`; after Ctrl-C the trees are those of the last checkpoint, and without one it is raised."""
+    options = task.gbdt
+    asked = keep.options if keep is not None else Options(resume_command="")
+    phase = bars.phase("boosting", options.trees, "trees")
+    asked = replace(asked, view=partial(bar_view, phase, float), allow_overload=options.allow_overload)
+    try:
+        run = fit(
+            task,
+            strategy,
+            workers=workers,
+            epochs=options.trees,
+            seed=options.seed,
+            out=keep.out if keep is not None else None,
+            resume=keep is not None and keep.resume,
+            options=asked,
+        )
+    except (KeyboardInterrupt, SystemExit) as stop:
+        is_kept = keep is not None and signal_of(stop) is not None
+        kept = last_kept(keep.out, task, strategy) if keep is not None and is_kept else None
+        if kept is None:
+            raise
+        return kept.values, kept.rows, {}
+    return dict(run.model.named_buffers()), list(run.history), run.summary
+
+
+def _result(
+    task: GbdtTask,
+    table: TableChoice,
+    state: Mapping[str, Tensor],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    seconds: float,
+    train_seconds: float,
+    summary: Mapping[str, Any],
+) -> GbdtResult:
+    options = task.gbdt
+    grown = int((state["num_leaves"].numpy() > 0).sum())
+    valid = state["valid_loss"].numpy()[:grown].tolist() if task.valid is not None else []
+    best = _best_number(valid, options.early_stopping) if options.early_stopping and valid else grown
+    model = GbdtModel.of(
+        state,
+        best,
+        task.bins,
+        objective=options.objective,
+        bias=0.0 if table.start is not None else float(task.train.opened()[3][0]),
+        rate=options.rate,
+        names=_full_names(table.train.names, task.bins.columns),
+        parameters=_parameters(options, best),
+    )
+    if table.start is not None:
+        model = replace(model, trees=table.start.trees + model.trees)
+    return GbdtResult(
+        model=model,
+        objective=options.objective,
+        rows=task.train.rows,
+        valid_rows=task.valid.rows if task.valid is not None else 0,
+        trees_grown=grown,
+        trees_kept=best,
+        train_losses=[row["loss"] for row in rows if "loss" in row],
+        valid_losses=valid,
+        seconds=seconds,
+        train_seconds=train_seconds,
+        interrupted=not summary,
+        summary=summary,
+    )
+
+
+def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
+    """What the trees were grown with, in the words of a model file."""
+    return {
+        "boosting": "gbdt",
+        "objective": options.objective,
+        "tree_learner": "serial" if options.parallel == "data" else options.parallel,
+        "num_iterations": trees,
+        "learning_rate": options.rate,
+        "num_leaves": options.num_leaves,
+        "max_depth": options.max_depth or -1,
+        "min_data_in_leaf": options.min_data_in_leaf,
+        "min_sum_hessian_in_leaf": options.min_sum_hessian,
+        "lambda_l2": options.lambda_l2,
+        "min_gain_to_split": options.min_gain,
+        "max_bin": options.max_bin,
+        "max_cat_to_onehot": options.max_cat_to_onehot,
+        "cat_smooth": options.cat_smooth,
+        "cat_l2": options.cat_l2,
+        "max_cat_threshold": options.max_cat_threshold,
+        "min_data_per_group": options.min_data_per_group,
+        "top_k": options.top_k,
+        "seed": options.seed,
+    }
+
+
+def _best_number(losses: Sequence[float], patience: int) -> int:
+    """How many trees the model keeps: up to the least loss that came before `patience` trees without a lesser one."""
+    best, number = float("inf"), 0
+    for count, loss in enumerate(losses, 1):
+        if loss < best:
+            best, number = loss, count
+        elif count - number >= patience:
+            break
+    return max(number, 1)
+
+
+def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterator[RowBlock]:
+    """The rows that are held out, or the others."""
+    first = 0
+    for block in blocks:
+        out = holdout.chosen(first, len(block))
+        first += len(block)
+        if out.any() if held else not out.all():
+            yield block if not out.any() and not held else block.take(out if held else ~out)
+
+
+def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:
+    """Columns by name or number; UserError names one that is not there."""
+    found = set()
+    for one in asked:
+        if names is not None and one in names:
+            found.add(list(names).index(one))
+        elif one.isdigit() and int(one) < columns:
+            found.add(int(one))
+        else:
+            called = f"names {', '.join(list(names)[:5])}, … or " if names else ""
+            raise UserError(
+                f"categorical={one!r}: there is no such column; use {called}numbers from 0 to {columns - 1}"
+            )
+    return frozenset(found)
+
+
+def _full_names(names: Sequence[str] | None, columns: int) -> list[str] | None:
+    """Names without blanks, which a model file has between them."""
+    if names is None:
+        return None
+    return ["_".join(name.split()) or f"Column_{at}" for at, name in enumerate(names[:columns])]
+
+
+def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:
+    """No and yes, where the labels are two that mean it."""
+    seen = (
+        set(np.unique(labels[:1_000_000]).tolist())
+        if len(labels) < 1_000_000
+        else set(np.unique(labels).tolist())
+    )
+    return next((pair for pair in PAIRS if seen == set(pair)), None)
+
+
+def _objective(asked: str, sample: RowSample, where: str) -> str:
+    if asked == "regression":
+        return asked
+    pair = _pair(sample.labels)
+    if asked == "auto":
+        return "binary" if pair is not None else "regression"
+    if pair is None:
+        seen = np.unique(sample.labels)
+        shown = ", ".join(f"{value:g}" for value in seen[:5]) + (", …" if len(seen) > 5 else "")
+        raise DataError(
+            f"{where} has labels {shown}; objective=binary has two: -1 and 1, 0 and 1, or 1 and 2; use regression"
+        )
+    return asked
+
+
+def _targets(
+    labels: NDArray[np.float64], objective: str, where: str, pair: tuple[float, float] | None = None
+) -> NDArray[np.float64]:
+    """Numbers, or 0 for no and 1 for yes; of rows held out by the labels of the others."""
+    if objective != "binary":
+        return labels
+    pair = pair or _pair(labels)
+    assert pair is not None, "the objective was chosen by them"
+    wrong = ~np.isin(labels, pair)
+    if wrong.any():
+        raise DataError(f"{where} has the label {labels[wrong][0]:g} beside {pair[0]:g} and {pair[1]:g}")
+    found: NDArray[np.float64] = (labels == pair[1]).astype(np.float64)
+    return found
+
+
+def _bias(targets: NDArray[np.float64], weights: NDArray[np.float64], objective: str) -> float:
+    """What is predicted best without any tree."""
+    mean = float(np.average(targets, weights=weights))
+    return float(np.log(mean / (1 - mean))) if objective == "binary" else mean

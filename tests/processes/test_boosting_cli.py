@@ -1,0 +1,170 @@
+"""Gradient boosting as a user meets it: the commands, worker processes, a run that is interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import warm
+from commands import run_command
+from manyhands.boosting.options import GbdtOptions
+from manyhands.boosting.sources import ArraySource, open_source
+from manyhands.boosting.text_format import read_model, render_model
+from manyhands.boosting.training import TableChoice, train_gbdt
+from manyhands.record.events import EventKind
+from manyhands.record.recorded import read_run_events
+from manyhands.training.kept import Keeping
+from watched import watched
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def saved_table(folder: Path, rows: int = 900) -> Path:
+    """An npy file: the label in column 0, some values missing."""
+    drawn = np.random.default_rng(8)
+    values = drawn.normal(size=(rows, 10))
+    label = values[:, 0] * values[:, 1] + values[:, 2] > 0
+    values[drawn.random(values.shape) < 0.05] = np.nan
+    np.save(folder / "t.npy", np.column_stack([label, values]))
+    return folder / "t.npy"
+
+
+@pytest.mark.parametrize("parallel", ["data", "voting"])
+def test_worker_processes_grow_the_trees_of_one_process(parallel: str, tmp_path: Path) -> None:
+    table = TableChoice(train=open_source(saved_table(tmp_path)), valid_fraction=0.2)
+    options = GbdtOptions(trees=8, early_stopping=3, parallel=parallel)
+    alone = train_gbdt(table, options)
+    for workers in (2, 3):
+        out = tmp_path / f"run-{workers}"
+        found = train_gbdt(table, options, strategy="allreduce", workers=workers, keep=Keeping(out=out))
+        assert render_model(found.model) == render_model(alone.model)
+        assert found.valid_losses == alone.valid_losses
+        assert found.train_losses == pytest.approx(alone.train_losses)
+        roles = read_run_events(out / "events").roles
+        assert len(roles) == workers
+        rows = [int(role.of(EventKind.STEP)["count"].sum()) for role in roles]
+        assert sum(rows) == found.trees_grown * alone.rows
+        assert all(len(role.of(EventKind.EXCHANGE)) for role in roles)
+        assert found.summary["bytes_sent"] > 0
+
+
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    table = TableChoice(train=open_source(saved_table(tmp_path)))
+    whole = train_gbdt(table, GbdtOptions(trees=6))
+    out = tmp_path / "run"
+    train_gbdt(table, GbdtOptions(trees=3), strategy="mirrored", workers=2, keep=Keeping(out=out))
+    resumed = train_gbdt(table, GbdtOptions(trees=6), keep=Keeping(out=out, resume=True))
+    assert resumed.summary["resumed_from_step"] == 3
+    assert render_model(resumed.model) == render_model(whole.model)
+
+
+def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, "train", "gbdt", "--out", "m", "--json", "s.json") == 0
+    printed = capfd.readouterr().out
+    assert "gbdt · binary · single · 1 workers" in printed
+    assert printed.splitlines()[-1].startswith("next    manyhands predict m breast-cancer")
+    summary = json.loads(Path("s.json").read_text())
+    assert summary["valid_loss"] < 0.15
+    assert summary["trees"] == 100
+    assert summary["importance"][0]["feature"] in ("mean_concave_points", "worst_perimeter", "worst_area")
+    assert run_command(monkeypatch, "predict", "m", "breast-cancer", "--out", "p.txt") == 0
+    chances = np.loadtxt("p.txt")
+    assert len(chances) == 569
+    assert ((chances >= 0) & (chances <= 1)).all()
+    assert Path("m/report.html").exists()
+
+
+def test_train_test_and_predict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = saved_table(tmp_path)
+    options = ["--train", "t.npy", "--test", "t.npy", "--trees", "10", "--categorical", "", "--out", "m"]
+    assert run_command(monkeypatch, "train", "gbdt", *options) == 0
+    assert "test  accuracy" in capfd.readouterr().out
+    values = np.load(path)
+    np.save("features.npy", values[:, 1:])
+    model = read_model(tmp_path / "m")
+    for name in ("t.npy", "features.npy"):
+        assert run_command(monkeypatch, "predict", "m", name) == 0
+        found = np.array([float(line) for line in capfd.readouterr().out.splitlines()])
+        expected = [model.predict(block) for block in ArraySource(values[:, 1:]).blocks()]
+        assert np.array_equal(found, np.concatenate(expected)), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train", "none.npy"], "none.npy cannot be read: there is no such file"),
+        (["--strategy", "hogwild", "--workers", "2"], "strategy hogwild does not train gbdt"),
+        (["--early-stopping", "3", "--valid-fraction", "0"], "early_stopping needs rows to measure on"),
+        (["--num-leaves", "1"], "num_leaves=1 must be a whole number of at least 2"),
+        (["--categorical", "colour"], "categorical='colour': there is no such column"),
+        (["--resume"], "--resume needs --out"),
+    ],
+)
+def test_bad_options_get_a_sentence(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, "train", "gbdt", *words) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_an_interrupted_run_keeps_its_trees_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = saved_table(tmp_path, 5_000), tmp_path / "m"
+    words = ["train", "gbdt", "--train", str(path), "--num-leaves", "4", "--out", str(out)]
+    process = warm.Popen(
+        [sys.executable, "-m", "manyhands", *words, "--trees", "100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    try:
+        while not (out / "metrics.jsonl").exists():
+            assert process.poll() is None, "ended before it was interrupted"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1].decode()
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, error
+    kept = len(read_model(out).trees)
+    assert f"ended by SIGINT; the model is that after {kept} of 100000 trees; go on with: " in error
+    assert run_command(monkeypatch, *words, "--trees", str(kept + 2), "--resume") == 0, capfd.readouterr().err
+    whole = train_gbdt(TableChoice(train=open_source(path)), GbdtOptions(trees=kept + 2, num_leaves=4))
+    assert render_model(read_model(out)) == render_model(whole.model)
+    page = watched(out)
+    assert "gbdt" in page
+    for looks in (["explain", out], ["timeline", out], ["tensorboard", out]):
+        capfd.readouterr()
+        assert run_command(monkeypatch, *looks) == 0, capfd.readouterr().err
+
+
+@pytest.mark.soak
+def test_compare_ends_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--train", saved_table(tmp_path), "--trees", "5", "--repeats", "1", "--out", tmp_path / "c"]
+    assert run_command(monkeypatch, "compare", "gbdt", *arguments) == 0, capfd.readouterr().err
+    figures = json.loads((tmp_path / "c" / "figures.json").read_text())
+    assert [row["strategy"] for row in figures["strategies"]] == ["single", "mirrored", "allreduce"]
+    assert all(row["reached"] == 1 for row in figures["strategies"])
