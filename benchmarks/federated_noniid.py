@@ -2,10 +2,10 @@
 
     python benchmarks/federated_noniid.py [--rounds 60] [--repeats 3] [--clients 20] [--out runs/federated-noniid]
 
-The digits of scikit-learn, dealt to clients by Dirichlet(0.1) over the labels, half of the clients in each round, several
+The digits of scikit-learn, dealt to clients by Dirichlet(0.1) over the labels, half of the clients in each round, some
 epochs of plain SGD on each. The common model is measured on the test set. A client's own accuracy is that of the model
 which it uses itself on the test samples, weighted as its labels are: Ditto's own, the common one of all others, and
-FedAvg's after fine-tuning. Everything follows from the seed; nothing here is a time. The report with its picture is in --out.
+FedAvg's after fine-tuning. Everything follows from the seed; nothing here is a time. Reports with pictures are in --out.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def with_tensors(model: nn.Module, tensors: Sequence[Tensor]) -> nn.Module:
     return model
 
 
-def own_models(run: Path, made: mh.Task, strategy: Any, seed: int) -> Iterator[tuple[str, dict[int, nn.Module]]]:
+def own_models(
+    run: Path, made: mh.Task, strategy: Any, seed: int
+) -> Iterator[tuple[str, dict[int, nn.Module]]]:
     """By the way in which it is each client's: the models that clients use themselves."""
     loaded = RunDirectory.open(run, lock=False).checkpoints().load()
     common = made.model()
