@@ -5,7 +5,7 @@
 The digits of scikit-learn, dealt to clients by Dirichlet(0.1) over the labels, half of the clients in each round, some
 epochs of plain SGD on each. The common model is measured on the test set. A client's own accuracy is that of the model
 which it uses itself on the test samples, weighted as its labels are: Ditto's own, the common one of all others, and
-FedAvg's after fine-tuning. Everything follows from the seed; nothing here is a time. Reports with pictures are in --out.
+FedAvg's after fine-tuning. Everything follows from the seed; nothing here is a time. Reports and pictures: --out.
 """
 
 from __future__ import annotations

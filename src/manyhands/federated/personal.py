@@ -31,8 +31,8 @@ def fine_tuned(
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Each client, and what the model becomes after so many epochs on its own samples alone, with the task's optimizer.
 
-    Tensors are the model's parameters, then its floating-point buffers. The split is that of a run of this strategy with
-    this seed; the model is not changed.
+    Tensors are the model's parameters, then its floating-point buffers. The split is that of a run of this strategy
+    with this seed; the model is not changed.
     """
     if epochs < 1:
         raise UserError(f"epochs={epochs}: fine-tuning takes at least one")
