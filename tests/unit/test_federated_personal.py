@@ -12,6 +12,7 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.federated.coding import UpdateCoding
 from manyhands.federated.layers import local_names
+from manyhands.federated.personal import fine_tuned, models_kept
 from manyhands.federated.updates import ClientUpdate
 from rounds import Played, play_rounds
 
@@ -251,3 +252,25 @@ def test_an_update_that_a_codec_makes_infinite_is_not_counted() -> None:
     same(weights_of(both), weights_of(play_rounds(task(), words, 1)))
     assert both.exchange.told()["updates_refused"] == 1
     assert math.isfinite(both.losses[0])
+
+
+def test_fine_tuning_is_each_clients_own_descent_from_the_common_model() -> None:
+    common = play_rounds(task(), "federated partition=natural batch=all", 2)
+    strategy = mh.Federated(partition="natural", batch=0)
+    before = [one.clone() for one in weights_of(common)]
+    found = dict(fine_tuned(task(), strategy, common.model, epochs=3))
+    assert sorted(found) == [0, 1, 2, 3]
+    for client, data in enumerate(PARTIES.values()):
+        same(found[client], descend(before, data, 3, before, 0.0))
+    same(weights_of(common), before, within=0)
+    with pytest.raises(UserError, match="epochs=0"):
+        list(fine_tuned(task(), strategy, common.model, epochs=0))
+
+
+def test_what_clients_had_kept_is_read_from_a_checkpoint() -> None:
+    ditto = play_rounds(task(), "federated partition=natural batch=all algorithm=ditto", 2)
+    models = models_kept(ditto.exchange.memory())
+    for client in range(4):
+        same(models[client], ditto.exchange.personal(client), within=0)
+    heads = play_rounds(task(), "federated partition=natural batch=all keep=1", 2)
+    assert [one.shape for one in models_kept(heads.exchange.memory(), "layers")[2]] == [(1, 2), (1,)]

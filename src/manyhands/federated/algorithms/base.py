@@ -128,7 +128,7 @@ class FederatedAlgorithm(ABC):
         return {}
 
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """On a client: what its training begins with. Others may begin before it reports."""
+        """On a client: what its training begins with. Others may begin before it reports: keep them apart."""
         del client
         return weights
 
