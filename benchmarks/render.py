@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manyhands.errors import format_bytes
 from render_choosing import choosing
+from render_inference import inference_speed
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
@@ -375,6 +376,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "helpers played": helpers_played,
     "helpers live": helpers_live,
     "priority": priority_gain,
+    "inference": inference_speed,
     "local steps": local_steps,
     "ray actor": ray_actor,
     "events overhead": events_overhead,
