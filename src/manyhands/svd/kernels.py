@@ -1,4 +1,4 @@
-"""Compiled products of sparse rows: both halves of AᵀAQ while a row is at hand, and all products of two columns."""
+"""Compiled products of sparse rows: both halves of AᵀAQ while rows are at hand, and all products of two columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from manyhands.compiled.decorators import njit
 __all__ = ["TILE", "gram_rows", "multiply_rows", "project_rows", "warm"]
 
 TILE = 4
-"""Vectors that are worked on at once; blocks are padded to a multiple."""
+"""Blocks are padded to a multiple, so that their lines lie alike."""
+
+_SCRATCH = 1 << 16  # numbers
 
 _MATH = {"reassoc", "contract", "nsz"}
 
@@ -21,37 +23,36 @@ _MATH = {"reassoc", "contract", "nsz"}
 def multiply_rows(
     starts: Any, indices: Any, values: Any, vectors: Any, width: int, less: Any, product: Any, sums: Any
 ) -> None:
-    """Add Aᵀ(AQ - 1·lessᵀ) to `product` and the columns of AQ - 1·lessᵀ to `sums`; Q has rows of `width`, a tile's.
+    """Add Aᵀ(AQ - 1·lessᵀ) to `product` and the columns of AQ - 1·lessᵀ to `sums`; Q has rows of `width`.
 
-    A row's part of AQ stays in registers between the two, so that every entry is read once from memory.
+    Some rows go through Q and then, while their entries and products are in the cache, through `product`: row by row,
+    the two tables would drive each other out of it.
     """
-    wide = uint64(width)
-    for tile in range(0, width, 4):
-        at = uint64(tile)
-        l0, l1, l2, l3 = less[at], less[at + uint64(1)], less[at + uint64(2)], less[at + uint64(3)]
-        s0 = s1 = s2 = s3 = 0.0
-        for row in range(starts.size - 1):
-            begin, end = uint64(starts[row]), uint64(starts[row + 1])
-            y0, y1, y2, y3 = -l0, -l1, -l2, -l3
-            for entry in range(begin, end):
-                value = np.float64(values[entry])
-                place = uint64(indices[entry]) * wide + at
-                y0 += value * vectors[place]
-                y1 += value * vectors[place + uint64(1)]
-                y2 += value * vectors[place + uint64(2)]
-                y3 += value * vectors[place + uint64(3)]
-            for entry in range(begin, end):
-                value = np.float64(values[entry])
-                place = uint64(indices[entry]) * wide + at
-                product[place] += value * y0
-                product[place + uint64(1)] += value * y1
-                product[place + uint64(2)] += value * y2
-                product[place + uint64(3)] += value * y3
-            s0, s1, s2, s3 = s0 + y0, s1 + y1, s2 + y2, s3 + y3
-        sums[at] += s0
-        sums[at + uint64(1)] += s1
-        sums[at + uint64(2)] += s2
-        sums[at + uint64(3)] += s3
+    wide, rows = uint64(width), starts.size - 1
+    most = max(1, _SCRATCH // width)
+    found = np.empty(min(most, rows) * width)
+    for first in range(0, rows, most):
+        last = min(rows, first + most)
+        for row in range(first, last):
+            at = uint64(row - first) * wide
+            mine = found[at : at + wide]
+            for place in range(width):
+                mine[place] = -less[place]
+            for entry in range(uint64(starts[row]), uint64(starts[row + 1])):
+                value, begin = np.float64(values[entry]), uint64(indices[entry]) * wide
+                line = vectors[begin : begin + wide]
+                for place in range(width):
+                    mine[place] += value * line[place]
+            for place in range(width):
+                sums[place] += mine[place]
+        for row in range(first, last):
+            at = uint64(row - first) * wide
+            mine = found[at : at + wide]
+            for entry in range(uint64(starts[row]), uint64(starts[row + 1])):
+                value, begin = np.float64(values[entry]), uint64(indices[entry]) * wide
+                line = product[begin : begin + wide]
+                for place in range(width):
+                    line[place] += value * mine[place]
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)
