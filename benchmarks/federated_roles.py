@@ -4,7 +4,7 @@
 
 The second table of the paper on FedAvg (McMahan et al., AISTATS 2017) on the text that there is: a tenth of the clients
 in a round, 5 epochs of batches of 10 windows of 80 characters, the built-in recurrent network (two layers of LSTM of
-128), plain SGD with clipped gradients. Of each role the first four fifths of its lines are trained on, and the rest of all
+128), plain SGD with clipped gradients. Of each role the first four fifths of the lines are trained on, the rest of all
 roles is the evaluation; roles with less than one window of either are left out. Told are the rounds to a share of next
 characters foreseen that both ways reach, and the spread over the roles at the end. The result is written after each
 run, and what it has already is not run again, unless --fresh.

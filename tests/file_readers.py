@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import struct
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -40,6 +41,44 @@ def _write(text: bytes, name: str = "sample") -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(text) and None
 
 
+def _sweep_plan() -> Any:
+    from manyhands.sweep.plan import SweepPlan, SweepSetting
+
+    settings = (
+        SweepSetting(name="learning_rate", values=("0.1", "0.2")),
+        SweepSetting(name="seed", values=("0",)),
+    )
+    return SweepPlan(task="digits", settings=settings, metric="accuracy", common={"--epochs": "1"})
+
+
+def _sweep(folder: Path) -> None:
+    import json
+
+    from manyhands.sweep.run import open_sweep
+
+    open_sweep(folder / "new", _sweep_plan(), resume=False)
+    (folder / "new" / "sweep.json").rename(folder / "sweep.json")
+    run = folder / "runs" / "0001"
+    run.mkdir(parents=True)
+    config = {"format": "manyhands run", "version": 1, "config": {"task": "digits"}}
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "summary.json").write_text(
+        json.dumps({"final": {"accuracy": 0.5, "loss": 1.5}, "seconds": 2.0, "samples_per_s": 100.0})
+    )
+
+
+def _sweep_rows(folder: Path) -> object:
+    from manyhands.sweep.report import sweep_page
+    from manyhands.sweep.results import sentences
+    from manyhands.sweep.run import open_sweep, read_plan, sweep_rows
+
+    plan = read_plan(folder / "sweep.json")
+    rows = sweep_rows(plan, folder)
+    page = sweep_page(plan, rows, sentences(plan, rows), "manyhands sweep", {})
+    open_sweep(folder, _sweep_plan(), resume=True)
+    return page
+
+
 # ── data files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LIBSVM = b"+1 3:1 11:0.5 14:1   # a comment\n-1 1:2.5e-3 7:-4\n\n1 2:1 5:0.125 9:1e2\n-1 4:1\n" * 4
@@ -61,6 +100,30 @@ def _read_idx(folder: Path) -> object:
     from manyhands.data.idx import read_idx
 
     return read_idx(folder / "sample", limit_bytes=1 << 26)
+
+
+def _images(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        pixels = (np.arange(128) % 17).reshape(2, 8, 8)
+        if name.endswith("npy"):
+            np.save(folder / name, pixels)
+        elif name.endswith("json"):
+            (folder / name).write_text(json.dumps(pixels.tolist()))
+        else:
+            from PIL import Image
+
+            Image.fromarray(pixels[0].astype(np.uint8)).save(folder / name)
+
+    return make
+
+
+def _read_images(name: str) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        from manyhands.data.images import ImageShape, read_images
+
+        return read_images(str(folder / name), ImageShape(8, 16))
+
+    return read
 
 
 def _read_text(folder: Path) -> object:
@@ -435,6 +498,10 @@ READERS = {
     for reader in (
         Reader(name="idx", make=_idx, read=_read_idx),
         Reader(name="idx-gzip", make=_idx_gzip, read=_read_idx),
+        Reader(name="images-npy", make=_images("sample.npy"), read=_read_images("sample.npy"), files=("sample.npy",)),
+        Reader(name="images-json", make=_images("sample.json"), read=_read_images("sample.json"),
+               files=("sample.json",)),
+        Reader(name="images-png", make=_images("sample.png"), read=_read_images("sample.png"), files=("sample.png",)),
         Reader(name="text", make=_write(_TEXT), read=_read_text),
         Reader(name="libsvm", make=_write(_LIBSVM), read=_rows(format="libsvm")),
         Reader(name="libsvm-hashed", make=_write(_LIBSVM), read=_rows(format="libsvm", bits=10, skip_bad=True)),
@@ -457,6 +524,7 @@ READERS = {
         Reader(name="questions", make=_write(b": capitals\nathens greece oslo norway\n: gram\na b c d\n"),
                read=_read_questions),
         Reader(name="pairs", make=_write(b"cat\tdog\t7.5\nmat\that\t3\n# a comment\nthe\ta\t1.0\n"), read=_read_pairs),
+        Reader(name="sweep", make=_sweep, read=_sweep_rows, files=("sweep.json", "runs/0001/*.json")),
         Reader(name="report", make=_run, read=_report, files=_RUN_FILES),
         Reader(name="explain", make=_run, read=_command("explain"), files=(_RUN_FILES[0], _RUN_FILES[4])),
         Reader(name="timeline", make=_run, read=_command("json"), files=(_RUN_FILES[0], _RUN_FILES[4])),

@@ -7,26 +7,44 @@ manyhands export runs/digits-1 --precision int8
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from manyhands.errors import DataError, UserError, first_line
+from manyhands.errors import UserError
 from manyhands.randomness import preserved, seed_all
 from manyhands.store.exported import check_precision, read_exported, write_exported
 from manyhands.store.rundir import RunDirectory
-from manyhands.store.tensorfile import read_tensors
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.tasks import TASKS
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.kept import last_kept
 
-__all__ = ["Export", "export_run", "load", "predicted_classes"]
+__all__ = [
+    "Export",
+    "ExportAsked",
+    "export_run",
+    "export_weights",
+    "load",
+    "recorded_options",
+    "trained_steps",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportAsked:
+    """What `manyhands export` asks a workload for."""
+
+    run: Path
+    out: Path | None = None
+    """The file to write; None: one in the run's directory."""
+    precision: str = "fp32"
+    test: Path | None = None
+    """Examples to measure on, for a workload that has no evaluation data of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +68,54 @@ class Export:
     after: dict[str, float] = field(default_factory=dict)
     """The same with the weights of the file."""
 
+    largest_difference: float | None = None
+    """Between what the file's program computes and what the module does, where it is one that was compared."""
+
 
 def load(path: str | Path, task: Task | None = None) -> nn.Module:
     """The module of a run with its newest weights, or of a file of `manyhands export`; in evaluation mode, on the CPU.
 
-    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed.
+    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed, and the
+    data that it was trained on need not be there.
     """
     place = Path(path)
     if place.is_dir():
-        config, built = _task_of(place, task)
+        config, built = _task_of(place, task, with_data=False)
         return _filled(built, _newest(place, config, built)[1])
     exported = read_exported(place)
     about = exported.about
-    built = task or _builtin(about.get("task", ""), _options(about.get("options", "{}"), place), place)
+    options = _options(about.get("options", "{}"), place)
+    built = task or _builtin(about.get("task", ""), options, place, with_data=False)
     return _filled(built, exported.weights)
+
+
+def recorded_options(path: str | Path) -> Mapping[str, Any]:
+    """Of the task that a run, or a file of `manyhands export`, is of."""
+    place = Path(path)
+    if not place.is_dir():
+        return _options(read_exported(place).about.get("options", "{}"), place)
+    directory = RunDirectory.open(place, lock=False)
+    try:
+        return directory.config.get("task_options") or {}
+    finally:
+        directory.close()
+
+
+def trained_steps(path: str | Path) -> int:
+    """How many steps the newest weights of a run, or those of a file of `manyhands export`, have seen."""
+    place = Path(path)
+    if place.is_dir():
+        config, built = _task_of(place, None, with_data=False)
+        return _newest(place, config, built)[0]
+    told = read_exported(place).about.get("steps", "")
+    return int(told) if told.isdecimal() and len(told) < 19 else 0
+
+
+def export_weights(asked: ExportAsked) -> Export:
+    """`export_run` for a task with evaluation data of its own."""
+    if asked.test is not None:
+        raise UserError("--test: this task is measured on its evaluation data; leave it out for this run")
+    return export_run(asked.run, asked.out, asked.precision)
 
 
 def export_run(
@@ -99,40 +151,7 @@ def export_run(
     )
 
 
-def predicted_classes(run: str | Path, file: str | Path, batch: int = 256) -> Iterator[int]:
-    """The class that a run's newest model gives each row of a safetensors file, in order.
-
-    The rows are those of the only tensor in the file, or of the first column that a device's run was told of.
-    """
-    place, examples = Path(run), Path(file)
-    config, built = _task_of(place, None)
-    try:
-        found = read_tensors(examples)
-    except ValueError as error:
-        raise DataError(f"{examples} {error}") from error
-    name = str(config.get("schema", "")).partition("=")[0] or next(iter(found), "")
-    if name not in found or (len(found) > 1 and "schema" not in config):
-        raise DataError(
-            f"{examples}: has the tensors {', '.join(found) or 'none'}; give it one, of the inputs"
-        )
-    model = _filled(built, _newest(place, config, built)[1])
-    rows = found[name]
-    for begin in range(0, len(rows), batch):
-        with torch.no_grad():
-            try:
-                output = model(rows[begin : begin + batch])
-            except (RuntimeError, IndexError) as error:
-                raise DataError(
-                    f"{examples}: tensor {name!r} does not fit the model: {first_line(error)}"
-                ) from error
-        if not isinstance(output, Tensor) or output.ndim != 2:
-            raise UserError(
-                f"{place}: its model gives no score for each class; use mh.load and call it yourself"
-            )
-        yield from output.argmax(1).tolist()
-
-
-def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:
+def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple[Mapping[str, Any], Task]:
     if not (place / "config.json").is_file():
         raise UserError(
             f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
@@ -140,7 +159,8 @@ def _task_of(place: Path, task: Task | None) -> tuple[Mapping[str, Any], Task]:
     directory = RunDirectory.open(place, lock=False)
     config = directory.config
     directory.close()
-    return config, task or _builtin(str(config["task"]), config.get("task_options", {}), place)
+    options = config.get("task_options") or {}
+    return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
 
 
 def _options(text: str, place: Path) -> Mapping[str, Any]:
@@ -157,13 +177,14 @@ def _options(text: str, place: Path) -> Mapping[str, Any]:
     return options
 
 
-def _builtin(name: str, options: Mapping[str, Any], place: Path) -> Task:
+def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: bool) -> Task:
     if name not in TASKS:
         raise UserError(
             f"{place} is of the task {name!r}, which is not built in; give the task that it was trained with: "
             "mh.load(path, task=...)"
         )
-    return TASKS[name].build(**options)
+    entry = TASKS[name]
+    return entry.build(**options) if with_data else entry.without_data(**options)
 
 
 def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:

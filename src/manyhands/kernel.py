@@ -71,6 +71,14 @@ class KernelStep(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, so that the run ends before its last step: the same on all workers.
+
+        It may become so with the last step of a pass, and is asked where the workers meet after it.
+        """
+        return False
+
     @abstractmethod
     def take(self, portion: Portion) -> Taken:
         """Move the memory by the records of `portion`."""

@@ -16,8 +16,9 @@ __all__ = ["History", "Run"]
 class History(Sequence[dict[str, Any]]):
     """The rows of a run in the order they were made, as they stand in `metrics.jsonl`.
 
-    A step's row has `step` (global batches done), `loss` (mean over the global batch), `seconds` (that step's own) and
-    `at_s` (since training began); an evaluation's row has `step`, `metrics` ({name: value}) and `at_s`.
+    A step's row has `step` (global batches done), `loss` (mean over the global batch, or None where that is not told),
+    `seconds` (that step's own) and `at_s` (since training began); an evaluation's row has `step`, `metrics`
+    ({name: value}) and `at_s`.
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:

@@ -169,3 +169,25 @@ def test_a_shaped_network_is_no_faster_than_its_rate(tmp_path: Path) -> None:
         summary = json.loads((tmp_path / "c" / folder / "summary.json").read_text())
         sent = sum(worker["bytes_sent"] for worker in summary["per_worker"])
         assert sent <= rate.burst_bytes + rate.bits_per_s / 8 * summary["seconds"]
+
+
+def test_densities_are_compared_on_examples_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sparse"
+    status = run_command(
+        monkeypatch, "compare", "sparse", "--density", "0.02,0.5", "--features", "100", "--nonzeros", "20000",
+        "--strategies", "single; hogwild", "--passes", "2", "--out", out,
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    found = json.loads((out / "figures.json").read_text())
+    assert [(row["density"], row["strategy"]) for row in found["rows"]] == [
+        (0.02, "single"), (0.02, "hogwild"), (0.5, "single"), (0.5, "hogwild"),
+    ]  # fmt: skip
+    assert all(0 < row["loss"] < 0.7 for row in found["rows"])
+    assert (out / "report.html").exists()
+    assert "manyhands train logreg --train" in printed.out
+    for words, part in ((["--density", "x"], "'x' is no number"), (["--density", "2"], "density=2 must be")):
+        assert run_command(monkeypatch, "compare", "sparse", *words, "--out", tmp_path / "none") == 2
+        assert part in capfd.readouterr().err

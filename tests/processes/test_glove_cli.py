@@ -307,3 +307,52 @@ def test_the_demo_finds_sensible_neighbours(
     assert near["list"] & {"tuple", "sequence", "lists"}
     assert near["thread"] & {"threads", "threading", "lock", "process"}
     assert near["file"] & {"files", "path", "directory", "filename"}
+
+
+def test_plain_counts_without_the_diagonal(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    status = run_command(
+        monkeypatch, "train", "glove", "--corpus", corpus, "--window", "4", "--dim", "4", "--passes", "1",
+        "--strategy", "single", "--workers", "1", "--out", out, "--keep-counts",
+        "--weighting", "count", "--no-diagonal", "--json", tmp_path / "s.json",
+    )  # fmt: skip
+    assert status == 0
+    records = open_records(out / "cooccurrence.bin")
+    assert len(records) == 3 * 2 + 4 * 3, "days meet other days and animals meet other animals"
+    lines = [line.split() for line in gzip.decompress(corpus.read_bytes()).decode().split("\n")]
+    pairs = [
+        (line[left], line[right])
+        for line in lines
+        for right in range(8)
+        for left in range(max(0, right - 4), right)
+    ]
+    assert records["count"].sum() == 2 * sum(one != other for one, other in pairs)
+    settings = json.loads((tmp_path / "s.json").read_text())["settings"]
+    assert (settings["weighting"], settings["diagonal"]) == ("count", False)
+
+
+def test_compare_judges_vectors_by_analogies_and_similarity(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "questions").write_text(": animals\ncat dog cow hen\ncat dog hen cow\n")
+    (tmp_path / "pairs").write_text("cat\tdog\t9\ncat\tmonday\t1\nfriday\tsunday\t8\n")
+    out = tmp_path / "compared"
+    status = run_command(
+        monkeypatch, "compare", "glove", "--corpus", corpus, "--dim", "4", "--passes", "3", "--repeats", "1",
+        "--strategies", "single; hogwild", "--out", out, "--x-max", "10",
+        "--analogies", tmp_path / "questions", "--similarity", tmp_path / "pairs",
+    )  # fmt: skip
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    rows = json.loads((out / "figures.json").read_text())["strategies"]
+    for row in rows:
+        assert row["final"]["analogies"]["median"] in (0.0, 0.5, 1.0)
+        assert -1 <= row["final"]["similarity"]["median"] <= 1
+    assert "similarity" in printed.out
+    assert (
+        run_command(monkeypatch, "compare", "glove", "--similarity", tmp_path / "none", "--out", out / "x")
+        == 2
+    )
+    assert "cannot be read" in capfd.readouterr().err

@@ -25,6 +25,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.training.passes import PassLosses
 from manyhands.words.glove_batches import TensorStep
 from manyhands.words.glove_model import GloveOptions
+from manyhands.words.glove_steps import RecordStep
 from manyhands.words.glove_task import GloveTask
 from manyhands.words.records import RECORD
 
@@ -113,6 +114,42 @@ def test_an_order_to_stop_ends_all_threads(path: Path) -> None:
         mh.fit(task_of(path, 10**6), "hogwild order=locked", workers=3, options=mh.Options(on_rows=stop))
     assert time.monotonic() - begun < 60
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]
+
+
+@pytest.mark.parametrize("text", ["single", "tensor"])
+def test_a_step_that_has_nothing_left_to_do_ends_the_run_for_all(
+    text: str, path: Path, tmp_path: Path
+) -> None:
+    class Knows(KernelStep):
+        taken = 0
+
+        def take(self, portion: Portion) -> Taken:
+            self.taken += portion.end == 2_100
+            return super().take(portion)  # type: ignore[safe-super]
+
+        @property
+        def is_done(self) -> bool:
+            return self.taken >= 2
+
+    class Sliced(Knows, TensorStep):
+        pass
+
+    class Alone(Knows, RecordStep):
+        pass
+
+    class Ends(GloveTask):
+        def step(self, model: Any, turn: Any) -> KernelStep:
+            return Alone(self, model, turn)
+
+        def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
+            return Sliced(self, group, control_bytes)
+
+    task = Ends.of(path, SIZE, GloveOptions(dim=6, passes=50), any_batch=True)
+    run = mh.fit(task, text, workers=ROWS[text], out=tmp_path / "run")
+    per_pass = task.for_strategy(mh.Strategy.parse(text), ROWS[text]).passes.steps
+    assert run.summary["steps"] == 2 * per_pass
+    assert run.summary["stopped_early"]
+    assert RunDirectory.open(tmp_path / "run", lock=False).checkpoints().load().step == 2 * per_pass
 
 
 @pytest.mark.parametrize("text", ["central", "local"])

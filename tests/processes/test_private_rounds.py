@@ -58,6 +58,8 @@ def test_a_run_with_a_budget_ends_at_the_round_that_the_accountant_says(tmp_path
     assert any(
         note.startswith("privacy of each client, against everybody but") for note in run.summary["notes"]
     )
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "loss" in row] == [None] * allowed
     promised, ended = privacy_words(json.loads((out / "summary.json").read_text()))
     assert promised.endswith("of a budget of 8.")
     assert ended == f"S{why[1:]}."

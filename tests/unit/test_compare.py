@@ -15,7 +15,7 @@ from manyhands.compare.narrate import Conditions, paragraph
 from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
 from manyhands.compare.price import Prices
 from manyhands.compare.report import Made, report, smooth
-from manyhands.compare.table import cells, columns, measures_table, promises_table
+from manyhands.compare.table import cells, columns, measures_table, promises_table, scores_table
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
 from manyhands.hogwild.strategy import Hogwild
@@ -485,3 +485,41 @@ def test_a_machine_that_can_not_shape_says_what_is_missing(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("manyhands.compare.bandwidth._ADMIN_PATHS", ())
     assert why_not(Rate.parse("1Gbit")) == "the program 'unshare' is missing; install util-linux"
+
+
+# ── scores of the trained models ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def scored(*values: float) -> Figures:
+    runs = [measured(place).scored({"analogies": value}) for place, value in enumerate(values)]
+    return figures([(strategy, 2) for strategy in TWO], runs, None, 5, scores=("analogies",))
+
+
+def test_scores_stand_beside_the_last_evaluation() -> None:
+    run = measured().scored({"analogies": 0.25})
+    assert run.evaluations[-1].values == {"evaluation_loss": 0.1, "accuracy": 0.9, "analogies": 0.25}
+    assert len(run.evaluations) == 4
+    early = measured(evaluations=measured().evaluations[:2]).scored({"analogies": 0.5})
+    assert (early.evaluations[-1].step, early.evaluations[-1].at_s) == (20, 2.0)
+    assert "analogies" not in early.evaluations[-2].values
+    assert measured(evaluations=()).scored({"analogies": 0.5}).final["analogies"] == 0.5
+
+
+def test_scores_are_told_and_are_no_target_unless_asked_for() -> None:
+    one = scored(0.25, 0.5)
+    assert one.target is not None
+    assert one.target.metric == "accuracy"
+    assert "ps consistency=async ended best, at analogies 0.5, and allreduce worst, at 0.25" in told(one)
+    console = Console(width=100, record=True, file=None)
+    with console.capture() as captured:
+        console.print(scores_table(one))
+    assert "0.2500 (0.2500 to 0.2500)" in captured.get()
+    assert "What the models are worth" in report(one, ["s"], Made(title="t", command="c", facts={}))
+    asked = figures(
+        [(strategy, 2) for strategy in TWO],
+        [measured(place).scored({"analogies": value}) for place, value in enumerate((0.25, 0.5))],
+        Target.parse("analogies=0.4"),
+        5,
+        scores=("analogies",),
+    )
+    assert [row.reached for row in asked.rows] == [0, 1]

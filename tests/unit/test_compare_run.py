@@ -113,3 +113,36 @@ def test_a_task_without_evaluation_has_no_target(tmp_path: Path) -> None:
     done = compare(task(evaluation=None), "single", out=tmp_path / "c", settings=CompareSettings(steps=5))
     assert done.figures.target is None
     assert set(done.figures.rows[0].final) == {"loss"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_device_that_is_not_here_is_left_out_and_said_to_be(tmp_path: Path) -> None:
+    settings = CompareSettings(steps=4, devices=("cpu", "cuda"))
+    done = compare(task(), "single", out=tmp_path / "c", settings=settings)
+    assert [row.name for row in done.figures.rows] == ["single on cpu"]
+    assert done.figures.rows[0].runs
+    (sentence,) = done.left_out
+    assert sentence.startswith("device=cuda: this machine has no GPU that torch can use")
+    assert sentence in done.notes
+    for devices in (("cuda",), ("cpu", "gpu"), ("cuda", "cuda:1")):
+        with pytest.raises(UserError, match="device="):
+            compare(task(), "single", out=tmp_path / "d", settings=CompareSettings(steps=4, devices=devices))
+    assert not (tmp_path / "d").exists()
+
+
+def test_several_devices_make_a_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second device is called otherwise and is the same: what is to be seen is who runs where."""
+    asked: list[str] = []
+
+    def fit(*arguments: object, device: str, **named: object) -> object:
+        asked.append(device)
+        return mh.fit(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("manyhands.compare.run.fit", fit)
+    monkeypatch.setattr("manyhands.compare.run.check_device", lambda name: name)
+    settings = CompareSettings(steps=4, repeats=2, devices=("cpu", "cuda"))
+    done = compare(task(), "single", out=tmp_path / "c", settings=settings)
+    assert asked == ["cpu", "cuda", "cpu", "cuda"]
+    assert [row.name for row in done.figures.rows] == ["single on cpu", "single on cuda"]
+    assert [row["device"] for row in done.figures.to_dict()["strategies"]] == ["cpu", "cuda"]
+    assert [len(row.runs) for row in done.figures.rows] == [2, 2]

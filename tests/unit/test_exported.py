@@ -15,7 +15,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.cli.export import export_command
-from manyhands.cli.regression import predict_command
+from manyhands.cli.predict import predict_command
 from manyhands.errors import UserError
 from manyhands.exporting import export_run
 from manyhands.regression.labels import Labels
@@ -167,3 +167,14 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
     other = mh.Task(model=lambda: nn.Linear(3, 1), loss=task.loss, data=task.data, optimizer=task.optimizer)
     with pytest.raises(UserError, match="do not fit the task's model"):
         mh.load(tmp_path / "own", task=other)
+
+
+def test_a_model_is_loaded_where_the_data_is_gone(tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("many hands make light work; " * 200)
+    task = mh.tasks.build("recurrent", path=text, context=16, width=8, layers=1)
+    run = mh.fit(task, "single", steps=2, out=tmp_path / "run")
+    text.unlink()
+    loaded = mh.load(tmp_path / "run").state_dict()
+    assert loaded.keys() == run.model.state_dict().keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in run.model.state_dict().items())

@@ -122,6 +122,17 @@ def test_kept_layers_go_with_other_algorithms(algorithm: str) -> None:
     assert len(biases) == 4
 
 
+@pytest.mark.parametrize(
+    "words", ["algorithm=scaffold", "algorithm=ditto", "keep=0", "algorithm=fednova codec=sign"]
+)
+def test_clients_that_are_trained_at_once_keep_what_is_their_own(words: str) -> None:
+    words = f"federated partition=natural batch=2 epochs=2 {words}"
+    apart, together = (play_rounds(task(), f"{words} together={count}", 3) for count in (1, 4))
+    same(weights_of(apart), weights_of(together))
+    for client in range(4):
+        same(apart.exchange.personal(client), together.exchange.personal(client))
+
+
 def test_names_are_found_by_tensor_and_by_module() -> None:
     names = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]
     assert local_names(names, "head") == {3, 4}

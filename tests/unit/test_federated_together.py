@@ -13,7 +13,6 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import ALGORITHMS, FederatedFacts, algorithm_named
 from manyhands.federated.clients import LocalWork, held, held_names
-from manyhands.federated.layers import LocalLayers
 from manyhands.federated.playing import Crowd, Playing, players_for
 from manyhands.federated.samples import Samples, columns_of
 from manyhands.federated.stacked import steps_of
@@ -62,7 +61,7 @@ def played(
     model = model if model is not None else task.model()
     assert isinstance(model, nn.Module)
     work = LocalWork(epochs=2, batch=batch)
-    crowd = Crowd(sizes=SIZES, each_round=len(SIZES), wanted=together, layers=LocalLayers())
+    crowd = Crowd(sizes=SIZES, each_round=len(SIZES), wanted=together)
     by = algorithm_named(algorithm)
     by.attach(
         FederatedFacts(

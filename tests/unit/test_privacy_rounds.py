@@ -63,7 +63,7 @@ def played(
 ) -> tuple[Tensor, float, PrivateRounds]:
     """The sum of a round in one row, what it is divided by, and what is kept of it."""
     strategy, rounds = rounds_of(text)
-    tally = tally_for(strategy, algorithm_named("fedavg"), place(number), WEIGHTS, rounds)
+    tally = tally_for(strategy, algorithm_named("fedavg"), place(number), WEIGHTS, WEIGHTS, rounds)
     assert isinstance(tally, PrivateTally)
     for one in updates:
         tally.add(one, 99.0)
@@ -133,7 +133,7 @@ def test_worker_0_draws_the_noise_for_all() -> None:
     sums = []
     for rank, rounds, total in ((0, one, first), (1, other, second)):
         where = RoundPlace(number=0, clients=CLIENTS, rank=rank, total=total)
-        tally = tally_for(strategy, algorithm_named("fedavg"), where, WEIGHTS, rounds)
+        tally = tally_for(strategy, algorithm_named("fedavg"), where, WEIGHTS, WEIGHTS, rounds)
         sums.append(tally.total().sums)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*sums, strict=True))
     assert float(sums[0][0].abs().max()) > 0
@@ -278,6 +278,6 @@ def test_which_algorithms_tell_no_more_than_a_sum() -> None:
 def test_without_a_clip_a_tally_is_plain() -> None:
     strategy = of("clients=9")
     assert private_rounds(strategy, 9, seed=0) is None
-    assert isinstance(tally_for(strategy, algorithm_named("fedavg"), place(), WEIGHTS), PlainTally)
+    assert isinstance(tally_for(strategy, algorithm_named("fedavg"), place(), WEIGHTS, WEIGHTS), PlainTally)
     secure = of("clients=9 secure=yes")
-    assert isinstance(tally_for(secure, algorithm_named("fedavg"), place(), WEIGHTS), SecureTally)
+    assert isinstance(tally_for(secure, algorithm_named("fedavg"), place(), WEIGHTS, WEIGHTS), SecureTally)

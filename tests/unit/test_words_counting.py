@@ -5,7 +5,7 @@ import os
 import random
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +38,11 @@ def random_text(seed: int, words: int, size: int, line: int) -> str:
 
 
 def plain_counts(
-    text: str, vocabulary: Vocabulary, window: int, symmetric: bool
+    text: str,
+    vocabulary: Vocabulary,
+    window: int,
+    symmetric: bool,
+    weight: Callable[[int], float] = lambda distance: 1 / distance,
 ) -> dict[tuple[int, int], float]:
     """What the published tool does, one pair after the other."""
     table: dict[tuple[int, int], float] = Counter()
@@ -46,9 +50,9 @@ def plain_counts(
         known = [vocabulary.index[w.decode()] + 1 for w in line.split() if w.decode() in vocabulary.index]
         for right, word in enumerate(known):
             for left in range(max(0, right - window), right):
-                table[known[left], word] += 1 / (right - left)
+                table[known[left], word] += weight(right - left)
                 if symmetric:
-                    table[word, known[left]] += 1 / (right - left)
+                    table[word, known[left]] += weight(right - left)
     return table
 
 
@@ -93,6 +97,34 @@ def test_records_are_those_of_the_plain_loop(window: int, line: int, symmetric: 
         assert found == len(expected)
         assert_same(out, expected)
         assert os.listdir(tmp_path) == ["records.bin"], "temporary files are removed"
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_plain_counts_are_how_often_words_stand_together(
+    symmetric: bool, diagonal: bool, tmp_path: Path
+) -> None:
+    text = random_text(3, 100, 4_000, 12)
+    corpus = Corpus.of_text(text)
+    vocabulary = count_words(corpus, min_count=4)
+    expected = plain_counts(text, vocabulary, 5, symmetric, lambda _: 1.0)
+    assert any(word == context for word, context in expected), "some words stand beside themselves"
+    if not diagonal:
+        expected = {pair: count for pair, count in expected.items() if pair[0] != pair[1]}
+    out = tmp_path / "records.bin"
+    for memory in (300 * KIB, 64 * KIB * KIB):
+        count_cooccurrence(
+            corpus,
+            vocabulary,
+            out,
+            window=5,
+            symmetric=symmetric,
+            weighting="count",
+            diagonal=diagonal,
+            memory_bytes=memory,
+        )
+        assert_same(out, expected)
+    assert np.array_equal(open_records(out)["count"] % 1, np.zeros(len(expected))), "whole numbers"
 
 
 def test_spilling_happens_and_workers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +205,7 @@ def test_a_disk_that_takes_no_more_is_one_sentence_and_leaves_nothing(memory: in
         ({"window": 0}, ["window=0"]),
         ({"memory_bytes": 1000}, ["memory=1000 B", "at least"]),
         ({"workers": 0}, ["workers=0"]),
+        ({"weighting": "counts"}, ["unknown weighting 'counts'", "did you mean 'count'?"]),
     ],
 )
 def test_what_makes_no_sense_is_refused(change: dict[str, int], parts: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from manyhands.analyse.curves import HistoryCurves, RateCurve
 from manyhands.analyse.members import Members, ServerPlace
+from manyhands.analyse.parties import Participation, parties_view
 from manyhands.analyse.privacy import privacy_words
 from manyhands.analyse.recent import WINDOW_NS, Recent
 from manyhands.analyse.remarks import about_imbalance, about_quiet, about_workers
@@ -33,6 +34,7 @@ from manyhands.analyse.view import (
     WorkerView,
 )
 from manyhands.errors import UserError
+from manyhands.facts import Truth
 from manyhands.link.wire import Wire, codec_of
 from manyhands.record.events import MAX_SHOWN, NO_STEP, EventKind, Records
 from manyhands.record.plain import number
@@ -87,6 +89,7 @@ class Gather:
         self._summary: Mapping[str, Any] | None = None
         self._notes: dict[str, None] = {}
         self._odd_rows: Counter[str] = Counter()  # by file
+        self._participation = Participation() if _has_parties(strategy) else None
 
     def set_clock(self, offset_ns: int) -> None:
         """Tell how much the events' clock is behind the time of day, which members are told in."""
@@ -129,6 +132,8 @@ class Gather:
         for row in rows:
             if self._history.add(row):
                 known.append(row)
+                if self._participation is not None:
+                    self._participation.add(row)
             else:
                 self._odd_rows["metrics.jsonl"] += 1
         return known
@@ -136,6 +141,8 @@ class Gather:
     def forget_rows(self) -> None:
         """The history was rewritten, as a resumed run does; its rows will all be added again."""
         self._history = HistoryCurves()
+        if self._participation is not None:
+            self._participation = Participation()
 
     def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of what happened to members, as they stand in members.jsonl."""
@@ -204,6 +211,9 @@ class Gather:
             staleness=_staleness(self._staleness),
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
+            parties=None
+            if self._participation is None
+            else parties_view(self._participation.rounds, self._summary),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *self._odd()),
@@ -445,6 +455,14 @@ class Gather:
                 doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
                 words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
         return words
+
+
+def _has_parties(strategy: str) -> bool:
+    """Whether clients with data of their own take part; a strategy that is not known has none."""
+    try:
+        return Strategy.parse(strategy).truth is Truth.SERVER_OF_CLIENTS
+    except UserError:
+        return False
 
 
 def _servers_of(strategy: str, workers: int) -> int:

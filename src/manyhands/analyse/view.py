@@ -13,6 +13,8 @@ from enum import Enum, unique
 __all__ = [
     "Curve",
     "Happening",
+    "PartiesView",
+    "PartyView",
     "Phase",
     "Presence",
     "RunView",
@@ -142,6 +144,36 @@ class Happening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartyView:
+    """One party of a federated run."""
+
+    number: int
+    name: str
+    samples: int
+    rounds: int
+    """That it took part in."""
+    labels: tuple[int, ...]
+    """How many samples of each label it has; none where samples have no labels."""
+    measures: Mapping[str, float]
+    """Means over samples of its own, at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartiesView:
+    """The parties of a federated run: who took part so far, and at the end how unlike they are."""
+
+    count: int
+    """How many there are; 0 before that is known."""
+    rounds: Mapping[int, int]
+    """How many rounds each took part in, by number; those who never did are left out."""
+    labels: tuple[str, ...] = ()
+    parties: tuple[PartyView, ...] = ()
+    """All, or some in even distances."""
+    spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of each measure, over the parties: mean, lowest and highest tenth, standard deviation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """A run at one moment."""
 
@@ -174,5 +206,7 @@ class RunView:
     """What is wrong now, each in a plain sentence; none where all is well."""
     notes: tuple[str, ...]
     """What is missing from this view."""
+    parties: PartiesView | None = None
+    """Where a run has any."""
     remarks: tuple[str, ...] = ()
     """What a run that has ended says besides its figures: what it promised, and why it ended."""

@@ -91,6 +91,38 @@ def server(
     _write(result, json_file)
 
 
+@bench_app.command("inference")
+def inference(
+    models: Annotated[
+        str, typer.Option(help="digits, language and recurrent, separated by commas.")
+    ] = "digits,language",
+    precisions: Annotated[str, typer.Option(help="Of fp32, bf16 and int8.")] = "fp32,bf16,int8",
+    batches: Annotated[str, typer.Option(help="Inputs in a batch.")] = "1,8,64",
+    workers: Annotated[str, typer.Option(help="Processes that each have the model.")] = "1,2",
+    seconds: Annotated[float, typer.Option(help="How long each combination computes.")] = 0.5,
+    json_file: JsonFile = None,
+) -> None:
+    """How fast trained models answer, over precision, batch and workers; and whether fewer bits choose the same."""
+    from manyhands.bench import inference as inference_bench
+
+    result = inference_bench.run_bench(
+        models.split(","), precisions.split(","), _numbers(batches), _numbers(workers), seconds
+    )
+    print(inference_bench.format_table(result))
+    _write(result, json_file)
+    if json_file is None:
+        print("next  manyhands serve RUN --workers N --batch B --precision P, with what is fastest here")
+
+
+def _numbers(text: str) -> list[int]:
+    from manyhands.errors import UserError
+
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"{text!r} must be whole numbers separated by commas, as in 1,8,64") from None
+
+
 def _parsed(sizes: str | None) -> list[int] | None:
     return [parse_size(size) for size in sizes.split(",")] if sizes else None
 

@@ -24,6 +24,7 @@ __all__ = [
     "command_elsewhere",
     "command_to_resume",
     "fresh_directory",
+    "half",
     "option_parameters",
     "own_command",
     "parameter",
@@ -54,16 +55,17 @@ def add_task_command(
     common: Sequence[inspect.Parameter],
     run: Callable[[BuiltinTask[Any], dict[str, Any], dict[str, Any]], None],
     help_text: str,
+    parse: Callable[[Option, str], Any] = lambda option, text: option.parse(text),
 ) -> None:
     """Offer the task's name as a command, with the task's own options before those that all tasks have.
 
-    `run` gets the task, its own options that were given, parsed, and the values of the `common` ones.
+    `run` gets the task, its own options that were given, as `parse` reads them, and the values of the `common` ones.
     """
     own = {option.name: option for option in entry.options}
 
     def command(**values: Any) -> None:
         shared = {one.name: values.pop(one.name) for one in common}
-        given = {name: own[name].parse(text) for name, text in values.items() if text is not None}
+        given = {name: parse(own[name], text) for name, text in values.items() if text is not None}
         run(entry, given, shared)
 
     _offer(app, entry.name, command, [*map(_own_parameter, own.values()), *common], help_text)
@@ -139,6 +141,11 @@ def fresh_directory(name: str) -> Path:
         number += 1
         path = base.with_name(f"{base.name}-{number}")
     return path
+
+
+def half(usual: int | None) -> int | None:
+    """Half of a usual length, for commands that make several runs, or slow ones; None stays None."""
+    return None if usual is None else max(1, usual // 2)
 
 
 def print_next(**commands: str) -> None:

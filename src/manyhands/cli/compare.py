@@ -19,21 +19,23 @@ from manyhands.cli.commands import (
     check_writable,
     command_elsewhere,
     fresh_directory,
+    half,
     option_parameters,
     write_json,
 )
 from manyhands.cli.environment import start_own_workers
 from manyhands.cli.process import spare_the_compiler
 from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
+from manyhands.sweep.plan import parse_values
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.compare.narrate import Conditions
-    from manyhands.compare.run import Comparison, Tell
+    from manyhands.compare.run import Comparison, Score, Tell
     from manyhands.kernel import AnyTask
 
-__all__ = ["Compared", "compare_app", "run_comparison"]
+__all__ = ["Compared", "compare_app", "run_comparison", "show_progress"]
 
 compare_app = typer.Typer(
     help="Train a built-in task under several strategies, side by side.",
@@ -73,6 +75,10 @@ class Compared:
         str | None,
         typer.Option(help="What a process costs in an hour, by kind: worker=10,helper=1[,server=2]."),
     ] = None
+    device: Annotated[
+        str,
+        typer.Option(help="cpu, cuda, or both: every strategy on each, as in cpu,cuda; only what is there."),
+    ] = "cpu"
     seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
     allow_overload: AllowOverload = False
     out: Annotated[
@@ -97,7 +103,7 @@ def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     common = _Common(**shared)
     steps, epochs = common.steps, common.epochs
     if steps is None and epochs is None:
-        steps, epochs = _half(entry.steps), _half(entry.epochs)
+        steps, epochs = half(entry.steps), half(entry.epochs)
 
     @contextmanager
     def build(_out: Path) -> Iterator[AnyTask]:
@@ -111,10 +117,11 @@ def run_comparison(
     build: Callable[[Path], AbstractContextManager[AnyTask]],
     common: Compared,
     length: Mapping[str, int | None] | None = None,
+    score: Score | None = None,
 ) -> None:
     """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
 
-    `length` is in steps or epochs, and in rounds; nothing: as the task says.
+    `length` is in steps or epochs, and in rounds; nothing: as the task says. `score` is measured of each trained model.
     """
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
@@ -136,14 +143,17 @@ def run_comparison(
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
         target=Target.parse(common.target) if common.target is not None else None,
         prices=Prices.parse(common.price) if common.price is not None else None,
+        devices=tuple(dict.fromkeys(parse_values(common.device, ","))),
         allow_overload=common.allow_overload,
     )
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{name}")
-    with ending() as end, build(out) as task, _told() as tell:
-        found = compare(task, common.strategies, out=out, settings=settings, tell=tell)
+    with ending() as end, build(out) as task, show_progress() as tell:
+        found = compare(task, common.strategies, out=out, settings=settings, tell=tell, score=score)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
+    for note in found.left_out:
+        print(f"manyhands: {note}", file=sys.stderr)
     _leave(found, conditions, name, out, common.json)
     if found.interrupted:
         print(
@@ -161,7 +171,7 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     from manyhands.compare.machine import machine
     from manyhands.compare.narrate import paragraph
     from manyhands.compare.report import Made, report
-    from manyhands.compare.table import measures_table, promises_table
+    from manyhands.compare.table import measures_table, promises_table, scores_table
     from manyhands.store.atomic import write_atomically
 
     sentences = paragraph(found.figures, conditions)
@@ -188,21 +198,23 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     console.print(measures_table(found.figures), highlight=False)
+    if found.figures.scores:
+        console.print(scores_table(found.figures), highlight=False)
     console.print(promises_table(found.figures), highlight=False)
     console.print(" ".join(sentences), highlight=False, markup=False)
     console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _told() -> Iterator[Tell]:
-    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere."""
+def show_progress(before: str = "") -> Iterator[Tell]:
+    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere; `before` begins it."""
     console = Console(stderr=True)
     status = console.status("starting")
 
     def tell(progress: Any) -> None:
         left = progress.seconds_left
         when = "" if left is None else f" · about {left:.0f} s left"
-        line = f"run {progress.done + 1} of {progress.runs} · {progress.strategy}{when}"
+        line = f"{before}run {progress.done + 1} of {progress.runs} · {progress.strategy}{when}"
         if console.is_terminal:
             status.update(line)
         else:
@@ -210,10 +222,6 @@ def _told() -> Iterator[Tell]:
 
     with status:
         yield tell
-
-
-def _half(usual: int | None) -> int | None:
-    return None if usual is None else max(1, usual // 2)
 
 
 for _entry in TASKS.values():

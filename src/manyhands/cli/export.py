@@ -20,9 +20,17 @@ def export_command(
     precision: Annotated[
         str, typer.Option(help="fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
     ] = "fp32",
+    file_format: Annotated[
+        str,
+        typer.Option(
+            "--format", help="safetensors: the weights; torch-export: a program that needs no source of ours."
+        ),
+    ] = "safetensors",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write there.", show_default="RUN/model-PRECISION.safetensors"),
+        typer.Option(
+            metavar="FILE", help="Write there.", show_default="RUN/model-PRECISION.safetensors, RUN/model.pt2"
+        ),
     ] = None,
     test: Annotated[
         Path | None,
@@ -34,33 +42,43 @@ def export_command(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
     ] = None,
 ) -> None:
-    """Write a run's newest weights as one safetensors file, and say what its precision costs.
+    """Write a run's newest weights as one file, and say what its precision costs.
 
-    The size is that of the file; the loss of accuracy is measured on the task's evaluation data, before and after.
-    `mh.load(FILE)` gives the module with these weights; `manyhands predict FILE` reads that of logreg.
+    The size is that of the file; the loss of accuracy is measured on the task's evaluation data, before and after. A
+    program of torch-export is asked the same as the module, and the largest difference told. `mh.load(FILE)` gives the
+    module with the weights of a safetensors file; `manyhands predict FILE` and `serve FILE` read it, too.
     """
     # Imported here so that help texts do not wait for torch.
     from dataclasses import asdict
 
     from manyhands.cli.commands import write_json
-    from manyhands.errors import UserError, format_bytes
-    from manyhands.exporting import export_run
-    from manyhands.regression.export import export_logreg, is_logreg
+    from manyhands.errors import UserError, format_bytes, nearest
+    from manyhands.exporting import ExportAsked
+    from manyhands.inference.opening import use_of
+    from manyhands.uses import found_at
 
     check_writable(out, "--out")
     check_writable(json_file)
-    if is_logreg(run):
-        export = export_logreg(run, out, precision, test)
-    elif test is not None:
-        raise UserError("--test: only logreg is measured on a file; leave it out for this run")
-    else:
-        export = export_run(run, out, precision)
+    asked = ExportAsked(run=run, out=out, precision=precision, test=test)
+    formats = {
+        "torch-export": "inference.program:export_program",
+        "safetensors": use_of(run)[1].exporter,
+    }
+    if file_format not in formats:
+        raise UserError(f"--format {file_format!r}: {nearest(file_format, formats)}")
+    export: Export = found_at(formats[file_format])(asked)
     write_json(json_file, {**asdict(export), "path": str(export.path)})
     share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
     size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"
     print(f"{export.precision}, after {export.steps} steps: {size}")
-    _print_cost(export)
-    print(f"model  {export.path}")
+    if export.largest_difference is None:
+        _print_cost(export)
+        print(f"model  {export.path}")
+        print(f"next  manyhands serve {export.path}")
+    else:
+        print(f"it computes what the module does: largest difference {export.largest_difference:.2g}")
+        print(f"program  {export.path}")
+        print(f'next  torch.export.load("{export.path}").module()')
 
 
 def _print_cost(export: Export) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from manyhands.cli.runs import (
 )
 
 if TYPE_CHECKING:
+    from manyhands.compare.run import Score
     from manyhands.words.glove_task import GloveTask
     from manyhands.words.learning import Learning
 
@@ -70,6 +72,12 @@ class _Vectors:
     max_vocab: Annotated[int | None, typer.Option(help="Keep this many of the most frequent words.")] = None
     window: Annotated[int, typer.Option(help="Words on each side that count as context.")] = 15
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Left context only.")] = False
+    weighting: Annotated[
+        str, typer.Option(help="What two words count: distance (1/distance) or count (1).")
+    ] = "distance"
+    no_diagonal: Annotated[bool, typer.Option("--no-diagonal", help="Leave out words beside themselves.")] = (
+        False
+    )
     dim: Annotated[int, typer.Option(help="Numbers in a vector.")] = 50
     x_max: Annotated[float, typer.Option(help="Count from which on a record has full weight.")] = 100.0
     alpha: Annotated[float, typer.Option(help="Power of the weight of smaller counts.")] = 0.75
@@ -120,6 +128,16 @@ class _CompareGlove(_Vectors, Compared):
     strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
         "single; hogwild; allreduce; tensor; ps consistency=async"
     )
+    analogies: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Questions of four words.", show_default="those of the demo corpus"
+        ),
+    ] = None
+    similarity: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Two words and a score, tabs between.", show_default="likewise"),
+    ] = None
 
 
 def add_glove(train_app: typer.Typer, compare_app: typer.Typer) -> None:
@@ -130,6 +148,7 @@ def add_glove(train_app: typer.Typer, compare_app: typer.Typer) -> None:
 
 def _compare(asked: _CompareGlove) -> None:
     """Compare strategies on word vectors: GloVe."""
+    words: list[str] = []
 
     @contextmanager
     def build(out: Path) -> Iterator[GloveTask]:
@@ -155,9 +174,33 @@ def _compare(asked: _CompareGlove) -> None:
         with temporary_folder(out) as folder:
             with Bars() as bars:
                 vocabulary, records = shuffled_records(corpus, folder, learning, bars)
+            words.extend(vocabulary.words)
             yield GloveTask.of(records, len(vocabulary), options, any_batch=True)
 
-    run_comparison("glove", build, asked)
+    run_comparison("glove", build, asked, score=_score(asked, words))
+
+
+def _score(asked: _CompareGlove, words: list[str]) -> Score:
+    """How well vectors answer analogies, and order pairs of words as people do; the files are read at once."""
+    from torch import nn
+
+    from manyhands.compare.run import Score
+    from manyhands.words.analogies import ask_analogies, read_questions
+    from manyhands.words.demo_questions import demo_pairs, demo_questions
+    from manyhands.words.glove import summed_vectors
+    from manyhands.words.similarity import compare_similarity, read_pairs
+    from manyhands.words.vectors import Vectors
+
+    questions = read_questions(asked.analogies) if asked.analogies is not None else demo_questions()
+    pairs = read_pairs(asked.similarity) if asked.similarity is not None else demo_pairs()
+
+    def score(model: nn.Module) -> dict[str, float]:
+        vectors = Vectors(words, summed_vectors(model))
+        asked, ordered = ask_analogies(vectors, questions).total, compare_similarity(vectors, pairs)
+        found = {"analogies": asked.accuracy} if asked.known else {}
+        return found | ({"similarity": ordered.correlation} if math.isfinite(ordered.correlation) else {})
+
+    return Score(names=("analogies", "similarity"), of=score)
 
 
 def _counting(asked: _Vectors, workers: int) -> dict[str, Any]:
@@ -169,6 +212,8 @@ def _counting(asked: _Vectors, workers: int) -> dict[str, Any]:
         "max_vocab": asked.max_vocab,
         "window": asked.window,
         "symmetric": not asked.asymmetric,
+        "weighting": asked.weighting,
+        "diagonal": not asked.no_diagonal,
         "memory_bytes": parse_size(asked.memory),
         "workers": workers,
     }

@@ -17,7 +17,8 @@ from manyhands.strategy import Strategy
 
 __all__ = ["Later", "add_later", "forks_workers", "group_of"]
 
-_COMPILED = ("glove", "logreg")
+_COMPILED = {"glove": False, "logreg": False, "svd": True}
+"""Tasks with kernels of their own, and whether their usual strategy has workers in processes."""
 
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -80,7 +81,7 @@ def forks_workers(words: Sequence[str]) -> bool:
                 return Strategy.parse(text or following).forks_workers(compiled=compiled)
             except UserError:  # which the command will say
                 return False
-    return not compiled  # as the usual strategies are
+    return _COMPILED.get(words[0], True)
 
 
 def _listed() -> None:

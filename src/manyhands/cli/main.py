@@ -25,6 +25,14 @@ COMMANDS = {
         help="Train a built-in task under several strategies, side by side.",
         trains=True,
     ),
+    "sweep": Later(
+        home="manyhands.cli.sweep:sweep_app",
+        help="Train a built-in task with every combination of some settings, over the cores there are.",
+    ),
+    "scaling": Later(
+        home="manyhands.cli.scaling:scaling_app",
+        help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+    ),
     "simulate": Later(
         home="manyhands.cli.simulate:simulate_app",
         help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
@@ -71,11 +79,20 @@ COMMANDS = {
     ),
     "export": Later(
         home="manyhands.cli.export:export_command",
-        help="Write a run's newest weights as one safetensors file, and say what its precision costs.",
+        help="Write a run's newest weights as one file, and say what its precision costs.",
     ),
     "predict": Later(
-        home="manyhands.cli.regression:predict_command",
-        help="Print for every example the probability of the larger label, one a line.",
+        home="manyhands.cli.predict:predict_command",
+        help="Print what a trained model answers for every input, one a line.",
+    ),
+    "generate": Later(
+        home="manyhands.cli.predict:generate_command",
+        help="Let a trained language model write on after a prompt.",
+    ),
+    "serve": Later(
+        home="manyhands.cli.serve:serve_command",
+        help="Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
+        trains=True,
     ),
     "launch": Later(
         home="manyhands.cli.launch:launch_command",

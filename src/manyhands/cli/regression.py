@@ -1,14 +1,14 @@
-"""`manyhands train logreg`, `compare logreg` and `predict`: a logistic regression of sparse examples, and its use."""
+"""`manyhands train logreg` and `compare logreg`: a logistic regression of sparse examples."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from manyhands.regression.training import LogregResult
     from manyhands.training.kept import Keeping
 
-__all__ = ["add_logreg", "predict_command"]
+__all__ = ["add_logreg"]
 
 _Format = Annotated[str, typer.Option("--format", help="libsvm or vw; auto looks at the first line.")]
 _SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that are wrong and count them.")]
@@ -153,65 +153,6 @@ def _compare(asked: _CompareLogreg) -> None:
             yield LogregTask.of(parsed, options)
 
     run_comparison("logreg", build, asked)
-
-
-def predict_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The model, or the directory it is in.")],
-    examples: Annotated[str, typer.Argument(metavar="FILE", help="Examples, as for training; - is stdin.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write there.", show_default="stdout")
-    ] = None,
-    file_format: _Format = "auto",
-    skip_bad: _SkipBad = False,
-) -> None:
-    """Print for every example the probability of the larger label, one a line.
-
-    Of a run, or a device, that trains a built-in task: the class of every row of a safetensors file.
-    """
-    # Imported here so that help texts do not wait for numba.
-    from manyhands.data.row_files import Reading
-    from manyhands.draw.bars import Bars
-    from manyhands.regression.export import is_logreg
-    from manyhands.regression.model import LogregModel
-    from manyhands.store.rundir import RunDirectory
-
-    if RunDirectory.is_one(model) and not is_logreg(model):
-        from manyhands.exporting import predicted_classes
-
-        _write_lines(
-            lambda stream: stream.writelines(f"{one}\n" for one in predicted_classes(model, examples)), out
-        )
-        return
-    trained = LogregModel.load(model)
-    file = trained.file(examples, Reading(format=file_format, skip_bad=skip_bad, threads=_cores()))
-
-    def write_to(stream: TextIO) -> None:
-        with Bars() as bars, bars.phase("predicting", None, "examples") as phase:
-            for rows in file.blocks():
-                chances = trained.probabilities(rows)
-                stream.write("".join(f"{chance:.6g}\n" for chance in chances.tolist()))
-                phase.advance(len(rows))
-
-    _write_lines(write_to, out)
-    if file.bad_lines:
-        print(f"manyhands: {file.bad_lines} bad lines of {file.name} were left out", file=sys.stderr)
-
-
-def _write_lines(write_to: Callable[[TextIO], None], out: Path | None) -> None:
-    """To a file, or to stdout, whose reader may leave; UserError for a disk that does not take it."""
-    from manyhands.errors import UserError
-
-    try:
-        if out is None:
-            write_to(sys.stdout)
-            sys.stdout.flush()
-        else:
-            with out.open("w") as stream:
-                write_to(stream)
-    except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
 
 
 def _train(asked: _TrainLogreg) -> None:

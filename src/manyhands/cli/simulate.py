@@ -15,6 +15,7 @@ from manyhands.cli.commands import (
     check_writable,
     command_elsewhere,
     fresh_directory,
+    half,
     option_parameters,
     print_next,
 )
@@ -66,7 +67,10 @@ class _Common:
     ] = None
     apply: Annotated[str, typer.Option(help="How long a server's optimizer step takes.")] = "0s"
     steps: Annotated[int | None, typer.Option(help="Global batches to train.")] = None
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data, instead of --steps.", show_default="half of train's"),
+    ] = None
     seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None
     out: Annotated[
@@ -116,8 +120,9 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dic
     check_writable(common.json)
     conditions = _conditions(common)
     task = entry.build(**task_options)
-    asked = (common.steps, common.epochs)
-    steps, epochs = asked if asked != (None, None) else (entry.steps, entry.epochs)
+    steps, epochs = common.steps, common.epochs
+    if steps is None and epochs is None:
+        steps, epochs = half(entry.steps), half(entry.epochs)
     out = common.out or fresh_directory(f"simulated-{entry.name}")
     try:
         with ending():

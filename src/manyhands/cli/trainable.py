@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from manyhands.cli.compare import compare_app
+from manyhands.cli.density import add_sparse
 from manyhands.cli.glove import add_glove
 from manyhands.cli.regression import add_logreg
+from manyhands.cli.svd import add_svd
 from manyhands.cli.train import train_app
 
 __all__ = ["compare_app", "train_app"]
 
 add_glove(train_app, compare_app)
 add_logreg(train_app, compare_app)
+add_sparse(compare_app)
+add_svd(train_app, compare_app)

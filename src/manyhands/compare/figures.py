@@ -66,6 +66,15 @@ class Measured:
         loss = {"loss": statistics.fmean(last)} if last else {}
         return loss | (dict(self.evaluations[-1].values) if self.evaluations else {})
 
+    def scored(self, scores: Mapping[str, float]) -> Measured:
+        """The same with what was measured of the model that it ended with, beside its last evaluation."""
+        *before, last = self.evaluations or (Point(step=self.steps, at_s=self.seconds, values={}),)
+        if last.step < self.steps:
+            before, last = [*before, last], Point(step=self.steps, at_s=self.seconds, values=last.values)
+        return dataclasses.replace(
+            self, evaluations=(*before, dataclasses.replace(last, values={**last.values, **scores}))
+        )
+
     def reached(self, target: Target) -> Point | None:
         """Where the target was first seen to be reached, if it was."""
         return next(
@@ -135,11 +144,13 @@ class CompareRow:
     """Of all its processes together; None where no prices were given."""
     price_per_1000_steps: Spread | None = None
     price_to_target: Spread | None = None
+    device: str = ""
+    """Where its workers computed, where several devices are compared."""
 
     @property
     def name(self) -> str:
-        """The strategy's text form."""
-        return str(self.strategy)
+        """The strategy's text form, with its device where several are compared."""
+        return f"{self.strategy} on {self.device}" if self.device else str(self.strategy)
 
     @property
     def always_reached(self) -> bool:
@@ -161,6 +172,8 @@ class Figures:
     evaluate_every: int
     rows: tuple[CompareRow, ...]
     prices: Prices | None = None
+    scores: tuple[str, ...] = ()
+    """What was measured of each run's model at its end besides."""
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -178,10 +191,18 @@ def figures(
     target: Target | None,
     evaluate_every: int,
     prices: Prices | None = None,
+    *,
+    scores: tuple[str, ...] = (),
+    devices: Sequence[str] = (),
 ) -> Figures:
-    """All rows, from each strategy with its number of workers; where no target was asked for one is chosen."""
+    """All rows, from each strategy with its number of workers; where no target was asked for one is chosen.
+
+    Not among the `scores`, which are known at the end alone. `devices` are those of the strategies, if they differ.
+    """
     measured = [run for run in runs if isinstance(run, Measured)]
-    target = target or default_target([run.final for run in measured])
+    target = target or default_target(
+        [{name: value for name, value in run.final.items() if name not in scores} for run in measured]
+    )
     rows = [
         _row(
             strategy,
@@ -192,9 +213,13 @@ def figures(
         )
         for place, (strategy, workers) in enumerate(strategies)
     ]
+    if devices:
+        rows = [dataclasses.replace(row, device=device) for row, device in zip(rows, devices, strict=True)]
     if prices is not None:
         rows = [_priced(row, prices) for row in rows]
-    return Figures(target=target, evaluate_every=evaluate_every, rows=tuple(rows), prices=prices)
+    return Figures(
+        target=target, evaluate_every=evaluate_every, rows=tuple(rows), prices=prices, scores=scores
+    )
 
 
 def _priced(row: CompareRow, prices: Prices) -> CompareRow:
@@ -267,6 +292,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
     promises = row.strategy.promises
     return {
         "strategy": row.name,
+        **({"device": row.device} if row.device else {}),
         "runs": len(row.runs),
         "failures": list(row.failures),
         **numbers,

@@ -88,7 +88,7 @@ def _measured(
         repeat=trial.repeat,
         steps=_whole(summary, "steps"),
         samples=_whole(summary, "samples"),
-        seconds=max((point.at_s for point in losses), default=0.0),
+        seconds=max((point.at_s for point in losses or measured), default=0.0),  # some tell no losses
         losses=tuple(losses),
         evaluations=tuple(sorted(measured, key=lambda point: point.step)),
         accounted_s=sum(worker.accounted_s for worker in workers) - sum(idle_s.values()),

@@ -177,13 +177,17 @@ def _staleness(rows: Sequence[CompareRow]) -> list[str]:
 
 
 def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    """The metric at the end."""
-    target = found.target
-    known = [row for row in rows if target is not None and target.metric in row.final]
-    if target is None or len(known) < 2:
+    """The metric at the end, and the scores."""
+    judged = {found.target.metric: found.target.lower} if found.target is not None else {}
+    judged |= {name: False for name in found.scores if name not in judged}
+    return [sentence for metric, lower in judged.items() for sentence in _ended(rows, metric, lower)]
+
+
+def _ended(rows: Sequence[CompareRow], metric: str, lower: bool) -> list[str]:
+    known = [row for row in rows if metric in row.final]
+    if len(known) < 2:
         return []
-    metric = target.metric
-    ranked = sorted(known, key=lambda row: row.final[metric].median, reverse=not target.lower)
+    ranked = sorted(known, key=lambda row: row.final[metric].median, reverse=not lower)
     best, worst = ranked[0], ranked[-1]
     high, low = best.final[metric], worst.final[metric]
     if f"{high.median:.4g}" == f"{low.median:.4g}":  # to the digits that are told

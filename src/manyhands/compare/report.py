@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from manyhands.compare.figures import CompareRow, Figures, Measured, Point
-from manyhands.compare.table import PROMISES, cells, columns, promise_cells
+from manyhands.compare.table import PROMISES, cells, columns, promise_cells, score_cells
 from manyhands.draw.charts import (
     Series,
     data_table,
@@ -47,6 +47,7 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     parts = [
         section("shows", "What the data show", told, "wide"),
         section("table", "Side by side", table, "wide"),
+        *_scores(found),
         *_losses(rows),
         section("time", "Where the workers' time went", _shares(rows)),
         *_metrics(found, rows),
@@ -65,6 +66,15 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
         ),
     ]
     return document(made.title, parts)
+
+
+def _scores(found: Figures) -> list[str]:
+    """What was measured of the models at the end besides."""
+    if not found.scores:
+        return []
+    cells = [[row.name, *score_cells(found, row)] for row in found.rows]
+    table = data_table(["strategy", *found.scores], cells, title="Medians over the repeats, and their range")
+    return [section("scores", "What the models are worth", table, "wide")]
 
 
 def _caption(found: Figures) -> str:

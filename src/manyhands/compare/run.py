@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import nn
 
 from manyhands.cluster.signals import signal_of
 from manyhands.compare.figures import FailedTrial, Figures, Measured, figures
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.compare.price import Prices
+from manyhands.device import check_device
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.fitting import fit
 from manyhands.kernel import AnyTask
@@ -26,7 +29,7 @@ from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
 from manyhands.training.request import Length, Request
 
-__all__ = ["CompareSettings", "Comparison", "Progress", "Tell", "compare"]
+__all__ = ["CompareSettings", "Comparison", "Progress", "Score", "Tell", "compare"]
 
 _EVALUATIONS = 10  # of a run
 
@@ -49,8 +52,19 @@ class CompareSettings:
     """Measure the metrics after every so many steps; None: ten times a run."""
     prices: Prices | None = None
     """What each process costs in an hour; None: nobody asked."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Where the workers compute; with several, every strategy is compared on each."""
     allow_overload: bool = False
     """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a trained model is worth besides, measured once, at the end of each run; more is better."""
+
+    names: tuple[str, ...]
+    of: Callable[[nn.Module], Mapping[str, float]]
+    """By name, those that can be told of this model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +88,8 @@ class Comparison:
     figures: Figures
     interrupted: bool
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """What was asked for and is not here, in sentences; they are among the notes, too."""
 
     @property
     def failed(self) -> bool:
@@ -88,6 +104,7 @@ def compare(
     out: Path | str,
     settings: CompareSettings | None = None,
     tell: Tell | None = None,
+    score: Score | None = None,
 ) -> Comparison:
     """Run `task` under strategies separated by semicolons, each run in a directory of its own under `out`.
 
@@ -96,49 +113,99 @@ def compare(
     """
     settings = settings or CompareSettings()
     chosen = parse_strategies(strategies)
-    order = trials(len(chosen), settings.repeats)
-    requests = _checked(task, chosen, settings)
+    requests, left_out = _checked(task, chosen, settings, score)
+    order = trials(len(requests), settings.repeats)
     out = Path(out)
     _require_free(out)
     runs: list[Measured | FailedTrial] = []
     interrupted = False
     try:
-        for run in _all_runs(requests, order, out, tell or _tell_nobody):
+        for run in _all_runs(requests, order, out, tell or _tell_nobody, score):
             runs.append(run)
     except (KeyboardInterrupt, SystemExit) as stop:
         if signal_of(stop) is None:
             raise
         interrupted = True
     pairs = [(request.strategy, request.workers) for request in requests]
-    found = figures(pairs, runs, settings.target, requests[0].plan.evaluate_every, settings.prices)
+    several = len(settings.devices) > 1
+    found = figures(
+        pairs,
+        runs,
+        settings.target,
+        requests[0].plan.evaluate_every,
+        settings.prices,
+        scores=score.names if score is not None else (),
+        devices=[request.plan.device for request in requests] if several else (),
+    )
     notes = [
-        f"{chosen[run.place]}: {note}" for run in runs if isinstance(run, Measured) for note in run.notes
+        *left_out,
+        *(
+            f"{found.rows[run.place].name}: {note}"
+            for run in runs
+            if isinstance(run, Measured)
+            for note in run.notes
+        ),
     ]
-    return Comparison(figures=found, interrupted=interrupted, notes=tuple(dict.fromkeys(notes)))
+    return Comparison(
+        figures=found,
+        interrupted=interrupted,
+        notes=tuple(dict.fromkeys(notes)),
+        left_out=tuple(left_out),
+    )
 
 
-def _checked(task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings) -> list[Request]:
-    """What each strategy is asked for, complete; UserError for the first that makes no sense."""
+def _checked(
+    task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings, score: Score | None = None
+) -> tuple[list[Request], list[str]]:
+    """What each strategy is asked for on each device, complete; UserError for the first that makes no sense.
+
+    Besides, in sentences, what is left out because one of several devices is not here, or not for a strategy.
+    """
     if settings.target is not None:
         measured = [] if task.evaluation is None else ["evaluation_loss", *task.metrics]
+        measured += score.names if score is not None else ()
         settings.target.require_known([*measured, *([PASS_LOSS] if task.passes is not None else [])])
     if settings.slow is not None and settings.slow.worker >= settings.workers:
         raise UserError(
             f"slow: there is no worker {settings.slow.worker} among {settings.workers}; they count from 0"
         )
-    requests = [_whole_request(task, strategy, settings) for strategy in strategies]
+    requests, left_out = _on_devices(task, strategies, settings)
     for request in requests:
         if settings.prices is not None:
             settings.prices.of(request.strategy, request.workers)  # refused where one has none
     with preserved():
         for request in requests:
             require_room_for(request, request.plan.task.model())
-    return requests
+    return requests, left_out
 
 
-def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings) -> Request:
+def _on_devices(
+    task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings
+) -> tuple[list[Request], list[str]]:
+    several, requests, left_out = len(settings.devices) > 1, [], []
+    for device in settings.devices:
+        try:
+            check_device(device)
+        except UserError as error:
+            if not several or device.partition(":")[0] != "cuda":
+                raise
+            left_out.append(f"{error}; it is left out")
+            continue
+        for strategy in strategies:
+            try:
+                requests.append(_whole_request(task, strategy, settings, device))
+            except UserError as error:
+                if not several or device == "cpu":
+                    raise
+                left_out.append(f"{strategy} on {device} is left out: {error}")
+    if not requests:
+        raise UserError(left_out[0])
+    return requests, left_out
+
+
+def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings, device: str) -> Request:
     """One strategy's, whose steps may be of another size than those of the others."""
-    steps = _request(task, strategy, settings, Options()).plan.steps
+    steps = _request(task, strategy, settings, Options(), device).plan.steps
     # Nothing is saved before the end: a checkpoint costs each strategy another time than training.
     options = Options(
         evaluate_every=settings.evaluate_every or math.ceil(steps / _EVALUATIONS),
@@ -148,10 +215,12 @@ def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings)
         resume_command="",  # a comparison is not resumed
         progress="none",  # it says itself how far it is
     )
-    return _request(task, strategy, settings, options)
+    return _request(task, strategy, settings, options, device)
 
 
-def _request(task: AnyTask, strategy: Strategy, settings: CompareSettings, options: Options) -> Request:
+def _request(
+    task: AnyTask, strategy: Strategy, settings: CompareSettings, options: Options, device: str
+) -> Request:
     workers = workers_of(strategy, settings.workers)
     slow = settings.slow if settings.slow is not None and settings.slow.worker < workers else None
     options = replace(options, slow=slow)
@@ -162,35 +231,41 @@ def _request(task: AnyTask, strategy: Strategy, settings: CompareSettings, optio
             if strategy.counts_rounds
             else Length(steps=settings.steps, epochs=settings.epochs)
         )
-        return Request.make(task, strategy, workers, length, settings.seed, options, "cpu")
+        return Request.make(task, strategy, workers, length, settings.seed, options, device)
 
 
 def _all_runs(
-    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell
+    requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell, score: Score | None
 ) -> Iterator[Measured | FailedTrial]:
     """What came out of each run, as soon as it has ended."""
     began = time.monotonic()
     for done, trial in enumerate(order):
         request = requests[trial.place]
         left = (time.monotonic() - began) / done * (len(order) - done) if done else None
-        tell(Progress(done=done, runs=len(order), strategy=str(request.strategy), seconds_left=left))
+        name = (
+            str(request.strategy)
+            if request.plan.device == "cpu"
+            else f"{request.strategy} on {request.plan.device}"
+        )
+        tell(Progress(done=done, runs=len(order), strategy=name, seconds_left=left))
         try:
-            yield _run(trial, request, out / trial.folder(request.strategy))
+            yield _run(trial, request, out / trial.folder(request.strategy), score)
         except ManyhandsError as error:
             yield FailedTrial(place=trial.place, repeat=trial.repeat, sentence=str(error))
 
 
-def _run(trial: Trial, request: Request, folder: Path) -> Measured:
+def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> Measured:
     plan = request.plan
     with _caught() as said:
         try:
-            fit(
+            run = fit(
                 plan.task,
                 request.strategy,
                 workers=request.workers,
                 steps=None if request.strategy.counts_rounds else plan.steps,
                 rounds=plan.steps if request.strategy.counts_rounds else None,
                 seed=plan.seed,
+                device=plan.device,
                 out=folder,
                 options=request.options,
             )
@@ -198,7 +273,8 @@ def _run(trial: Trial, request: Request, folder: Path) -> Measured:
             raise
         except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
             raise ManyhandsError(f"{type(error).__name__}: {error}") from error
-    return measure(trial, folder, request.strategy, tuple(said))
+    measured = measure(trial, folder, request.strategy, tuple(said))
+    return measured.scored(score.of(run.model)) if score is not None else measured
 
 
 def _tell_nobody(progress: Progress) -> None:

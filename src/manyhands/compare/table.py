@@ -11,7 +11,16 @@ from manyhands.compare.figures import CompareRow, Figures, Spread
 from manyhands.errors import format_bytes
 from manyhands.facts import Promises
 
-__all__ = ["PROMISES", "cells", "columns", "measures_table", "promise_cells", "promises_table"]
+__all__ = [
+    "PROMISES",
+    "cells",
+    "columns",
+    "measures_table",
+    "promise_cells",
+    "promises_table",
+    "score_cells",
+    "scores_table",
+]
 
 PROMISES = ("survives a worker's death?", "a server's?", "may workers join?", "same numbers as one process?")
 """The questions, in the order of the fields of `Promises`."""
@@ -89,6 +98,25 @@ def _metrics(found: Figures) -> list[str]:
     """The metric of the target, then the training loss: what every strategy ended with."""
     names = [] if found.target is None else [found.target.metric]
     return [*names, *(["loss"] if "loss" not in names else [])]
+
+
+def score_cells(found: Figures, row: CompareRow) -> list[str]:
+    """What was measured of a strategy's models at the end besides, as median and range."""
+    return [
+        f"{spread.median:.4f} ({spread.low:.4f} to {spread.high:.4f})" if spread is not None else "–"
+        for spread in (row.final.get(name) for name in found.scores)
+    ]
+
+
+def scores_table(found: Figures) -> Table:
+    """The scores, where there are any."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy")
+    for name in found.scores:
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        table.add_row(row.name, *score_cells(found, row))
+    return table
 
 
 def _show(spread: Spread | None, form: str) -> str:

@@ -72,6 +72,10 @@ class DataFile:
             raise DataError(f"{self.path} holds more than {format_bytes(limit_bytes)}; give a smaller file")
         return found
 
+    def begins(self, num_bytes: int) -> bytearray:
+        """The next bytes, up to so many, to look at."""
+        return self._up_to(num_bytes)
+
     def expect_end(self, after: str) -> None:
         """Refuse a file that goes on where it should end; for gzip this also checks its checksum."""
         end = self.offset

@@ -49,6 +49,7 @@ __all__ = [
     "MOST_LINE_BYTES",
     "Reading",
     "RowFile",
+    "RowText",
     "warm_libsvm",
     "warm_vowpal",
 ]
@@ -232,6 +233,17 @@ class RowFile:
                 )
         if kept_bytes:
             yield b"".join((*kept, b"\n", _PADDING))
+
+
+class RowText(RowFile):
+    """The same of text in memory."""
+
+    def __init__(self, text: bytes, reading: Reading | None = None) -> None:
+        super().__init__("the input", reading)
+        self._text = text
+
+    def _open(self, stack: ExitStack) -> io.BufferedIOBase:
+        return stack.enter_context(io.BytesIO(self._text))
 
 
 def warm_libsvm() -> None:

@@ -25,6 +25,7 @@ from manyhands.draw.charts import (
     short_number,
 )
 from manyhands.draw.paper import STYLE, document
+from manyhands.draw.parties import parties_section
 from manyhands.errors import format_bytes
 
 __all__ = ["PAGE_STYLE", "report", "sections", "title_of"]
@@ -88,6 +89,7 @@ def sections(view: RunView) -> dict[str, str]:
         *((_servers(view),) if of_servers else ()),
         _waits(view),
         _traffic(view),
+        *((("parties", parties_section(view.parties)),) if view.parties is not None else ()),
         *((_staleness(view),) if of_servers else ()),
         _members(view),
         _notes(view),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.federated.algorithms import FederatedAlgorithm
-from manyhands.federated.layers import LocalLayers
 from manyhands.federated.samples import Samples
 from manyhands.federated.strategy import ALL
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
@@ -82,11 +81,9 @@ class ClientTrainer:
         algorithm: FederatedAlgorithm,
         work: LocalWork,
         seed: int,
-        layers: LocalLayers | None = None,
     ) -> None:
         self._task = task
         self._algorithm = algorithm
-        self._layers = layers or LocalLayers()
         self._work = work
         self._seed = seed
         self._copy = copy.deepcopy(model)
@@ -112,7 +109,7 @@ class ClientTrainer:
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
-        start = self._layers.put(one.client, algorithm.begin(one.client, one.weights))
+        start = algorithm.started(one.client, one.weights)
         seed_all(mix(self._seed, one.number, one.client))
         self._begin(start, like)
         correct = (
@@ -120,8 +117,7 @@ class ClientTrainer:
         )
         loss, steps = self._run(one, correct)
         with torch.no_grad():
-            change = self._layers.shared(algorithm.report(one.client, start, self._tensors, steps))
-            self._layers.keep(one.client, self._tensors)
+            change = algorithm.reported(one.client, start, self._tensors, steps)
         if algorithm.trains_personal:
             self._begin(algorithm.personal(one.client, one.weights), like)
             self._run(one, lambda: algorithm.correct_personal(one.client, self._parameters, one.weights))

@@ -26,6 +26,7 @@ from manyhands.federated.layers import LocalLayers
 from manyhands.federated.partition import Partition
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
+from manyhands.federated.spread import measured, shown_clients
 from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.tally import tally_for
@@ -77,10 +78,11 @@ class FederatedExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._trainer: Players | None = None
         self._playing: Playing | None = None
+        self._trained: tuple[Computer, nn.Module] | None = None
+        self._clients: list[int] = []
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
-        self._layers = LocalLayers()
         self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
         self._tally: RoundTally | None = None
         self._found: TallySum | None = None
@@ -113,16 +115,17 @@ class FederatedExchange(Exchange):
         assert self._optimizer is not None, "attach comes before compute"
         if self._trainer is None:
             self._meet_clients(computer.task)
+            self._trained = (computer, model)
             self._algorithm.attach(self._facts(model))
-            self._layers = LocalLayers(held_names(model), self._strategy.keep)
+            self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
             self._recall_clients()
             self._trainer, self._playing = players_for(
                 computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
             )
         begin = time.monotonic()
         assigned = self._assigned(step)
-        clients = [one.client for one in assigned]
-        place = RoundPlace(number=step, clients=clients, rank=self.rank, total=self.total)
+        self._clients = [one.client for one in assigned]
+        place = RoundPlace(number=step, clients=self._clients, rank=self.rank, total=self.total)
         self._tally = tally_for(
             self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
         )
@@ -162,7 +165,7 @@ class FederatedExchange(Exchange):
         """Whom this worker plays."""
         sizes = [len(samples) for samples in self._samples_of]
         each_round = math.ceil(self._strategy.per_round(len(sizes)) / self.world)
-        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together, layers=self._layers)
+        return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
 
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
@@ -171,8 +174,14 @@ class FederatedExchange(Exchange):
         else:
             chosen = self._selected(step)
         return [
-            ClientAssignment(client=one, samples=self._samples_of[one], weights=self._weights, number=step)
-            for one in chosen
+            ClientAssignment(
+                client=one.client,
+                samples=self._samples_of[one.client],
+                weights=one.weights,
+                number=one.number,
+                staleness=one.staleness,
+            )
+            for one in self._algorithm.given(step, chosen, self._weights)
         ]
 
     def _selected(self, step: int) -> list[int]:
@@ -187,13 +196,13 @@ class FederatedExchange(Exchange):
 
     def _sent_by_clients(self) -> Sequence[Tensor]:
         """Tensors like those of an update."""
-        return self._layers.shared(self._algorithm.sent(self._weights))
+        return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
 
     def _shelves(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
         """All that clients keep, by name, and what it is like."""
         found = self._algorithm.shelves(self._weights)
-        shared = len(self._layers.shared(self._weights))
-        found["layers"] = (self._layers.states, self._layers.kept(self._weights))
+        shared = len(self._algorithm.layers.shared(self._weights))
+        found["layers"] = (self._algorithm.layers.states, self._algorithm.layers.kept(self._weights))
         found["codec"] = (self._coding.states, self._coding.kept(self._sent_by_clients(), shared))
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
@@ -201,7 +210,7 @@ class FederatedExchange(Exchange):
         """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
         assert self._tally is not None, "a round has begun"
         if _is_finite(update):  # or what is kept for the next time would not be
-            update = self._coding.carried(update, step, len(self._layers.shared(self._weights)))
+            update = self._coding.carried(update, step, len(self._algorithm.layers.shared(self._weights)))
         if not _is_finite(update):
             self._refused += 1
             if self._private is None:
@@ -237,13 +246,13 @@ class FederatedExchange(Exchange):
         """The server's step."""
         assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
-        found, self._found = self._layers.whole(self._found, like), None
+        found, self._found = self._algorithm.layers.whole(self._found, like), None
         mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
 
     def personal(self, client: int) -> Sequence[Tensor]:
         """The weights that a client uses itself, where this worker plays it."""
-        return self._layers.put(client, self._algorithm.personal(client, self._weights))
+        return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """That of a client who begins."""
@@ -300,15 +309,36 @@ class FederatedExchange(Exchange):
         del computer, step
         return self._counted * self._work.epochs
 
+    def row_facts(self) -> Mapping[str, Any]:
+        """Who took part; with noise, a secret on which its promise rests."""
+        return {} if self._strategy.noise else {"clients": list(self._clients)}
+
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
         return self._sent
 
     def told(self) -> Mapping[str, Any]:
-        """How many updates were not finite, how clients were played, and what was given away of them."""
+        """How clients were played, how the model does for this worker's, and what was given away of them."""
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
-        told: dict[str, Any] = {"updates_refused": self._refused, "played": played}
+        told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
+        told["algorithm"] = dict(self._algorithm.told())
         return told if self._private is None else {**told, "privacy": self._private.told()}
+
+    def _measured(self) -> dict[str, Any]:
+        """The measures of this worker's clients, by their number; or why there are none."""
+        if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
+            return {}
+        computer, model = self._trained
+        mine = [one for one in shown_clients(len(self._samples_of)) if one % self.world == self.rank]
+        measures = computer.measures()
+        try:
+            found = measured(computer.task, measures, model, self.personal, self._samples_of, mine)
+        except (
+            Exception
+        ) as error:  # a metric of evaluation data need not know samples of training, and the run is done
+            why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            return {"unmeasured": f"the parties' own samples were not measured: {why}"}
+        return {"measured": {str(client): one for client, one in found.items()}}
 
     def close(self) -> None:
         """Let go of the memory."""

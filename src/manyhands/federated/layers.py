@@ -55,11 +55,6 @@ class LocalLayers:
         self._local = local_names(names, patterns)
         self.states: ClientStates = {}
 
-    @property
-    def keeps(self) -> bool:
-        """Whether anything stays."""
-        return bool(self._local)
-
     def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is like a client's own."""
         return [weights[at] for at in sorted(self._local)]

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import FederatedAlgorithm
 from manyhands.federated.clients import ClientTrainer, LocalWork, held
-from manyhands.federated.layers import LocalLayers
 from manyhands.federated.samples import Samples
 from manyhands.federated.stacked import ITEM_BY_ITEM, StackedGradients, StackedTrainer
 from manyhands.federated.strategy import ALL, AUTO
@@ -76,8 +75,6 @@ class Crowd:
     """How many of them one worker plays in a round, at most."""
     wanted: int
     """How many at once the user wants, or AUTO."""
-    layers: LocalLayers
-    """What of the model stays with each."""
 
 
 def players_for(
@@ -94,7 +91,7 @@ def players_for(
         return StackedTrainer(task, model, algorithm, work, seed, playing.together), playing
     if crowd.wanted > 1 and crowd.each_round > 1:
         raise UserError(f"federated together={crowd.wanted}: {playing.why}; use together=auto, or together=1")
-    return ClientTrainer(task, model, algorithm, work, seed, crowd.layers), playing
+    return ClientTrainer(task, model, algorithm, work, seed), playing
 
 
 def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Playing:
@@ -102,7 +99,7 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Play
         return Playing(1, "together=1 says so")
     if crowd.each_round == 1:
         return Playing(1, "a worker has one in a round")
-    cannot = "each keeps layers of its own" if crowd.layers.keeps else _cannot(task, model)
+    cannot = _cannot(task, model)
     if cannot:
         return Playing(1, cannot)
     if crowd.wanted != AUTO:

@@ -167,13 +167,13 @@ class StackedTrainer:
     def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         algorithm = self._algorithm
         works = sorted(map(self._work_of, assigned), key=lambda work: -len(work.batches))
-        starts = [algorithm.begin(work.client, work.given.weights) for work in works]
+        starts = [algorithm.started(work.client, work.given.weights) for work in works]
         losses = self._run(works, starts, like, algorithm.correct if algorithm.corrects else None)
         updates = {}
         for position, (work, start) in enumerate(zip(works, starts, strict=True)):
             steps = len(work.batches)
             with torch.no_grad():
-                change = algorithm.report(work.client, start, self._row(position, start), steps)
+                change = algorithm.reported(work.client, start, self._row(position, start), steps)
             updates[work.client] = ClientUpdate(
                 client=work.client,
                 change=change,
@@ -191,7 +191,7 @@ class StackedTrainer:
         """The models that the clients have for themselves."""
         algorithm = self._algorithm
         starts = [algorithm.personal(work.client, work.given.weights) for work in works]
-        self._run(works, starts, like, algorithm.correct_personal)
+        self._run(works, starts, like, algorithm.correct_personal, [work.given.weights for work in works])
         for position, (work, start) in enumerate(zip(works, starts, strict=True)):
             with torch.no_grad():
                 algorithm.keep_personal(work.client, self._row(position, start))
@@ -213,8 +213,12 @@ class StackedTrainer:
         starts: Sequence[Sequence[Tensor]],
         like: Optimizer,
         correct: Correct | None,
+        near: Sequence[Sequence[Tensor]] | None = None,
     ) -> list[float]:
-        """All steps of these clients, from these tensors; the sum of each one's losses."""
+        """All steps of these clients, from these tensors; the sum of each one's losses.
+
+        Gradients are corrected by those in `near`, or by these.
+        """
         self._begin(starts, like)
         active = len(works)
         for step in steps_of([work.batches for work in works]):
@@ -226,8 +230,9 @@ class StackedTrainer:
                 for row, gradient in zip(self._rows, gradients, strict=True):
                     row.grad = gradient
                 if correct is not None:
-                    for work, start, position in zip(works, starts, range(step.active), strict=False):
-                        correct(work.client, self._parameters_of(position, start), start)
+                    for position, work in enumerate(works[: step.active]):
+                        parameters = self._parameters_of(position, starts[position])
+                        correct(work.client, parameters, (near or starts)[position])
                 self._clip(gradients)
                 self._optimizer.step()
         return self._losses.tolist()

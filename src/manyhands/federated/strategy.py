@@ -154,6 +154,11 @@ class Federated(Strategy):
                 f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
                 "shows none; use another algorithm"
             )
+        if algorithm_named(self.algorithm).cannot_sum_securely:
+            raise UserError(
+                f"federated secure=yes: not with algorithm={self.algorithm}: "
+                f"{algorithm_named(self.algorithm).cannot_sum_securely}; leave one of the two out"
+            )
         if self.codec != RAW:
             raise UserError(
                 f"federated secure=yes codec={self.codec}: words under a mask look random and cannot be made smaller; "

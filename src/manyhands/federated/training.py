@@ -14,6 +14,7 @@ from manyhands.federated.exchange import FederatedExchange, private_rounds, spli
 from manyhands.federated.layers import local_names
 from manyhands.federated.privacy.accountant import need_accountant
 from manyhands.federated.secure.primitives import need_cryptography
+from manyhands.federated.spread import skew_of, spread_of
 from manyhands.federated.strategy import Federated
 from manyhands.task import Task
 from manyhands.training.exchange import Exchange
@@ -50,19 +51,37 @@ class FederatedTraining(ExchangeTraining):
         _check_privacy(strategy, model, len(found))
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """What was given away of the clients is in the summary."""
+        """Who the clients are and how the model does for each; what the algorithm tells, and what was given away."""
         samples, besides = super().gather(finished)
-        return samples, besides | ({"privacy": finished[0]["privacy"]} if "privacy" in finished[0] else {})
+        besides |= finished[0]["algorithm"]
+        if "privacy" in finished[0]:
+            besides["privacy"] = finished[0]["privacy"]
+        task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
+        if strategy.noise:
+            return samples, besides  # no promise holds for the rest
+        assert isinstance(task, Task), "a compiled task is refused before"
+        split = split_over(strategy, task, self._request.plan.seed)
+        parties = skew_of(task, split)
+        found = {client: one for worker in finished for client, one in worker.get("measured", {}).items()}
+        if found and set(found) == {str(number) for number in parties["numbers"]}:
+            names = next(iter(found.values()))
+            parties["measures"] = {
+                name: [found[str(number)][name] for number in parties["numbers"]] for name in names
+            }
+            besides["fairness"] = {name: spread_of(values) for name, values in parties["measures"].items()}
+        return samples, {**besides, "parties": parties}
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """How the clients were played, the same on every worker, and what is promised to them."""
-        played = dict.fromkeys(one["played"] for one in finished if one["played"])
-        promised = finished[0].get("privacy", {}).get("sentence")
-        return (*super().said(finished), *played, *([promised] if promised else []))
+        """How the clients were played, what was not measured, and what is promised to whom."""
+        told = [one.get(name) for name in ("played", "unmeasured") for one in finished]
+        told.append(finished[0].get("privacy", {}).get("sentence"))
+        return (*super().said(finished), *dict.fromkeys(sentence for sentence in told if sentence))
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
         """One worker's end: alone, or in the shared memory of one host."""
+        if strategy.noise:
+            need_accountant()  # here, for it takes a second to import and is no part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
 

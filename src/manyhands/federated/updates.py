@@ -18,7 +18,27 @@ from torch import Tensor
 
 from manyhands.training.exchange import Traffic
 
-__all__ = ["ClientAssignment", "ClientUpdate", "RoundPlace", "RoundTally", "TallySum", "WeighedUpdate"]
+__all__ = [
+    "ClientAssignment",
+    "ClientUpdate",
+    "GivenModel",
+    "RoundPlace",
+    "RoundTally",
+    "TallySum",
+    "WeighedUpdate",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenModel:
+    """What a client of a round begins, or has begun with."""
+
+    client: int
+    weights: Sequence[Tensor]
+    number: int
+    """Of the round in which it was given that."""
+    staleness: int = 0
+    """How many rounds ago that was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

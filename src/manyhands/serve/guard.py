@@ -2,9 +2,10 @@
 
 Other programs' pages run in the same browser and can reach loopback addresses, so being on 127.0.0.1 protects
 nothing by itself. Four things must hold: the request's `Host` is one of ours (a name that was re-bound to this
-address is not), its `Origin`, where it has one, is that very host, it only reads, and it carries the run's token
-in a header of its own. No cookie holds it: a browser sends the cookies of 127.0.0.1 to every port of that address,
-and so to the servers of other users. What is the same for everybody, and says nothing of the run, needs no token.
+address is not), its `Origin`, where it has one, is that very host, its method is one that makes sense there, and it
+carries the run's token in a header of its own. No cookie holds it: a browser sends the cookies of 127.0.0.1 to every
+port of that address, and so to the servers of other users. What is the same for everybody, and says nothing of the run,
+needs no token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from dataclasses import dataclass, field
 
 __all__ = ["Guard", "GuardRefusal"]
 
+READING = ("GET", "HEAD")
+"""Methods of what is shown."""
+
+_DOES = {"GET": "shows", "POST": "answers what it is sent"}
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -41,17 +46,22 @@ class Guard:
     any_address: bool = False
 
     def refusal(
-        self, method: str, headers: Mapping[str, str], *, needs_token: bool = True
+        self,
+        method: str,
+        headers: Mapping[str, str],
+        *,
+        needs_token: bool = True,
+        methods: tuple[str, ...] = READING,
     ) -> GuardRefusal | None:
-        """Why not, or None; header names are in lower case."""
+        """Why not, or None; header names are in lower case. `methods` are those that make sense for what is asked."""
         host = headers.get("host", "")
         if not self._is_ours(host):
             return GuardRefusal(403, "This server does not go by that name; use the address that it printed.")
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             return GuardRefusal(403, "Pages of other origins cannot read this one.")
-        if method not in ("GET", "HEAD"):
-            return GuardRefusal(405, "This server only shows; use GET.")
+        if method not in methods:
+            return GuardRefusal(405, f"This address only {_DOES[methods[0]]}; use {methods[0]}.")
         if needs_token and not self.has_token(headers):
             return GuardRefusal(
                 401, "The token is missing or wrong; open the whole address that the run printed."

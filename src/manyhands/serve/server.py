@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from manyhands.analyse.view import RunView
 from manyhands.draw.live import POLICY, as_event, live_page
@@ -26,7 +27,9 @@ from manyhands.serve.guard import Guard
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-__all__ = ["PageApp", "require_web"]
+__all__ = ["SECURE_HEADERS", "Drawn", "PageApp", "require_web"]
+
+View = TypeVar("View")
 
 MAX_STREAMS = 16
 """Pages that may be live at the same time."""
@@ -36,7 +39,7 @@ _HEARTBEAT_S = 5.0
 _FRESH_S = 0.4  # for how long a view is shared
 _END_CHECK_S = 0.05
 
-_HEADERS = {
+SECURE_HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -56,23 +59,38 @@ def require_web() -> None:
         raise UserError("the live page needs the web extra: pip install 'manyhands[web]'") from None
 
 
-class PageApp:
-    """The application; call `end` when the run is over and the server is about to go."""
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Generic[View]):
+    """How a kind of view looks: as a page, piece by piece, and as a file."""
+
+    title: Callable[[View], str]
+    sections: Callable[[View], dict[str, str]]
+    report: Callable[[View], str]
+
+
+RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)
+"""That of a run."""
+
+
+class PageApp(Generic[View]):
+    """The application; call `end` when what it shows is over and the server is about to go."""
 
     def __init__(
         self,
-        source: Callable[[], RunView],
+        source: Callable[[], View],
         guard: Guard,
-        metrics: Callable[[RunView], str],
+        metrics: Callable[[View], str],
         *,
+        drawn: Drawn[View] = RUN_PAGE,  # type: ignore[assignment] # views of a run, unless told otherwise
         period_s: float = _PERIOD_S,
     ) -> None:
         self._source = source
         self._guard = guard
         self._metrics = metrics
+        self._drawn = drawn
         self._period_s = period_s
         self._lock = asyncio.Lock()
-        self._view: RunView | None = None
+        self._view: View | None = None
         self._sections: dict[str, str] = {}
         self._seen_at = -float("inf")
         self._farewell: str | None = None
@@ -102,7 +120,7 @@ class PageApp:
         self.num_streams += streams and not is_full
         try:
             response = await self._answer(scope, headers, is_full=is_full)
-            for name, value in _HEADERS.items():
+            for name, value in SECURE_HEADERS.items():
                 response.headers[name] = value
             if not is_known:
                 response.headers["connection"] = "close"
@@ -153,7 +171,7 @@ class PageApp:
         from starlette.responses import HTMLResponse
 
         return HTMLResponse(
-            report(await self._newest()),
+            self._drawn.report(await self._newest()),
             headers={"content-disposition": 'attachment; filename="report.html"'},
         )
 
@@ -170,8 +188,8 @@ class PageApp:
         while True:
             farewell = self._farewell  # looked at before the view, so that the last view is newer
             view = await self._newest(at_once=farewell is not None)
-            if title != title_of(view):
-                title = title_of(view)
+            if title != self._drawn.title(view):
+                title = self._drawn.title(view)
                 yield as_event("title", title)
             changed = {key: text for key, text in self._sections.items() if sent.get(key) != text}
             if changed or time.monotonic() - spoke_at > _HEARTBEAT_S:
@@ -188,7 +206,7 @@ class PageApp:
         while self._farewell is None and (rest := until - time.monotonic()) > 0:
             await asyncio.sleep(min(_END_CHECK_S, rest))
 
-    async def _newest(self, *, at_once: bool = False) -> RunView:
+    async def _newest(self, *, at_once: bool = False) -> View:
         """The view that was made last, or a new one where that is too old; made in a thread, for it reads files."""
         async with self._lock:
             if (
@@ -198,6 +216,6 @@ class PageApp:
             ):
                 view = await asyncio.to_thread(self._source)
                 if view != self._view:
-                    self._view, self._sections = view, await asyncio.to_thread(sections, view)
+                    self._view, self._sections = view, await asyncio.to_thread(self._drawn.sections, view)
                 self._seen_at = time.monotonic()
             return self._view

@@ -7,6 +7,7 @@ give Python's keyword options, the checks and the command line's `--options`: no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from manyhands.errors import UserError, nearest, printable
 from manyhands.task import Task
@@ -132,6 +134,8 @@ class BuiltinTask(Generic[Options]):
     """The usual training length in global batches."""
     table: Callable[[Task, TaskEnd], TaskTable] | None = None
     """What a run of it shows at its end besides."""
+    model: Callable[[Options], nn.Module] | None = None
+    """The model alone, for those that use a trained one where the data may be gone; None: only `make` can build it."""
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -146,6 +150,24 @@ class BuiltinTask(Generic[Options]):
 
     def build(self, /, **options: Any) -> Task:
         """The Task with these options; an unknown one, or a required one left out, is a UserError."""
+        chosen = self._chosen(options)
+        recorded = {option.name: _recorded(getattr(chosen, option.name)) for option in self.options}
+        return dataclasses.replace(self.make(chosen), options=recorded)
+
+    def without_data(self, /, **options: Any) -> Task:
+        """The same with one number in the place of its data: enough for a trained model, where the data may be gone."""
+        if self.model is None:
+            return self.build(**options)
+        chosen = self._chosen(options)
+        return Task(
+            name=self.name,
+            model=functools.partial(self.model, chosen),
+            loss=_cannot_train,
+            data=torch.zeros(1),
+            optimizer=torch.optim.AdamW,
+        )
+
+    def _chosen(self, options: dict[str, Any]) -> Options:
         names = [option.name for option in self.options]
         for name in options:
             if name not in names:
@@ -153,9 +175,11 @@ class BuiltinTask(Generic[Options]):
         for option in self.options:
             if option.required and option.name not in options:
                 raise UserError(f"task {self.name!r} needs {option.name}: {option.help}")
-        chosen = self.options_type(**options)
-        recorded = {option.name: _recorded(getattr(chosen, option.name)) for option in self.options}
-        return dataclasses.replace(self.make(chosen), options=recorded)
+        return self.options_type(**options)
+
+
+def _cannot_train(_model: nn.Module, _batch: Any) -> Tensor:
+    raise UserError("this task has no data: it is only good for the model that was trained before")
 
 
 def _is_path(value: Path) -> bool:

@@ -49,7 +49,7 @@ def digits(options: DigitsOptions | None = None) -> Task:
     test, train = order[:_NUM_TEST], order[_NUM_TEST:]
     return Task(
         name="digits",
-        model=partial(ImageClassifier, side=_SIDE, white=_WHITE, width=options.width),
+        model=partial(_model, options),
         loss=classification_loss,
         data=(images[train], labels[train]),
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
@@ -57,6 +57,10 @@ def digits(options: DigitsOptions | None = None) -> Task:
         evaluation=(images[test], labels[test]),
         metrics={"accuracy": accuracy},
     )
+
+
+def _model(options: DigitsOptions) -> ImageClassifier:
+    return ImageClassifier(side=_SIDE, white=_WHITE, width=options.width)
 
 
 def read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -79,5 +83,6 @@ DIGITS = BuiltinTask(
     help="handwritten digits of 8×8 pixels from scikit-learn, a small CNN",
     options_type=DigitsOptions,
     make=digits,
+    model=_model,
     epochs=12,
 )

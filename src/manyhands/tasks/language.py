@@ -44,15 +44,17 @@ class LanguageOptions(TextOptions):
 def language(options: LanguageOptions | None = None) -> Task:
     """Predict the next byte of a text file, or of the Python standard library where none is given."""
     options = options or LanguageOptions()
-    model = partial(
-        Transformer,
+    return text_task("language", partial(_model, options), options)
+
+
+def _model(options: LanguageOptions) -> Transformer:
+    return Transformer(
         context=options.context,
         layers=options.layers,
         width=options.width,
         heads=options.heads,
         tied=options.tied,
     )
-    return text_task("language", model, options)
 
 
 LANGUAGE = BuiltinTask(
@@ -60,6 +62,7 @@ LANGUAGE = BuiltinTask(
     help="the next byte of a text, a small decoder-only transformer",
     options_type=LanguageOptions,
     make=language,
+    model=_model,
     steps=500,
 )
 

@@ -47,14 +47,7 @@ def mnist(options: MnistOptions) -> Task:
         )
     return Task(
         name="mnist",
-        model=partial(
-            ImageClassifier,
-            side=_SIDE,
-            white=_WHITE,
-            width=options.width,
-            stride=2,
-            depth=options.depth,
-        ),
+        model=partial(_model, options),
         loss=classification_loss,
         data=_read_pair(options.path, "train"),
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
@@ -64,11 +57,16 @@ def mnist(options: MnistOptions) -> Task:
     )
 
 
+def _model(options: MnistOptions) -> ImageClassifier:
+    return ImageClassifier(side=_SIDE, white=_WHITE, width=options.width, stride=2, depth=options.depth)
+
+
 MNIST = BuiltinTask(
     name="mnist",
     help="handwritten digits of 28×28 pixels from idx files, a small CNN",
     options_type=MnistOptions,
     make=mnist,
+    model=_model,
     epochs=2,
 )
 

@@ -35,8 +35,11 @@ class RecurrentOptions(TextOptions):
 def recurrent(options: RecurrentOptions | None = None) -> Task:
     """Predict the next byte of a text with LSTMs; each window begins with a state of zeros."""
     options = options or RecurrentOptions()
-    model = partial(RecurrentNetwork, layers=options.layers, width=options.width)
-    return text_task("recurrent", model, options)
+    return text_task("recurrent", partial(_model, options), options)
+
+
+def _model(options: RecurrentOptions) -> RecurrentNetwork:
+    return RecurrentNetwork(layers=options.layers, width=options.width)
 
 
 RECURRENT = BuiltinTask(
@@ -44,6 +47,7 @@ RECURRENT = BuiltinTask(
     help="the next byte of a text, layers of LSTM",
     options_type=RecurrentOptions,
     make=recurrent,
+    model=_model,
     steps=500,
 )
 

@@ -44,7 +44,7 @@ class ImageClassifier(nn.Module):
         depth: int = LEAST_DEPTH,
     ) -> None:
         super().__init__()
-        self.white = white
+        self.side, self.white = side, white
         self.features = nn.Sequential(
             *_stage(1, width, kernel=2 * stride + 1, stride=stride),
             *_stage(width, 2 * width),
@@ -62,7 +62,7 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores, (batch, classes)."""
-        scaled = _scaled(images, self.head.weight, self.white)
+        scaled = _scaled(images, next(self.parameters()), self.white)  # a quantised head has no such weight
         scores: Tensor = self.head(self.features(scaled).flatten(1))
         return scores
 

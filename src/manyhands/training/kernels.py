@@ -121,12 +121,12 @@ class KernelTrainer:
         self._group.take_stats()  # who was late to start is no part of the training
         self._reporter.begin(first)
         step, stopped, model = first, False, self._kernel.model
-        while step < self._plan.steps and not stopped:
+        while step < self._plan.steps and not stopped and not self._kernel.is_done:
             step, stopped = self._until_met(step)
             if self._control.bad.get():
                 self._refuse(self._control.bad.get() - 1)
                 return self._trained(step, stopped=True)
-            stopped = stopped and step < self._plan.steps
+            stopped = (stopped or self._kernel.is_done) and step < self._plan.steps
             self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
         self._kernel.gather()
         self._reporter.send(now=True)

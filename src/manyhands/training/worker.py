@@ -7,6 +7,7 @@ are taken before the exchange, so that a straggler shows as itself and not as ev
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Trainer:
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
         self._sent = Traffic()  # up to the last exchange that was booked
-        self._unsettled: list[dict[str, float]] = []  # rows of steps whose loss is not agreed on yet
+        self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
@@ -213,7 +214,10 @@ class Trainer:
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
         """The step's row of the history, once all have agreed on its loss."""
-        self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds})
+        facts = self._exchange.row_facts()
+        self._unsettled.append(
+            {"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds, **facts}
+        )
         if not shared.settled or shared.bad_workers:
             return
         self._reporter.loss = shared.loss
@@ -221,7 +225,7 @@ class Trainer:
         rows, self._unsettled = self._unsettled, []
         if self._exchange.rank == 0 or self._exchange.may_lose_workers:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
-                self._reporter.add(**{**row, "loss": loss})
+                self._reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
 
     def _check(self, model: nn.Module, step: int) -> None:
         """Compare the workers' parameters, where there are several copies and somebody wants to know."""

@@ -1,8 +1,8 @@
 """Compiled loops of co-occurrence counting: the rows of the matrix one at a time, each summed in a dense row.
 
 For each word, the places where it stands are visited in the order of the text, and the words around them add
-1/distance to a dense row of float64. Which cells of the row are in use is kept in a bitmap with a summary above it,
-so that emptying the row gives its records sorted, in time that depends on how many there are and not on the size of
+1/distance, or 1, to a dense row of float64. Which cells of the row are in use is kept in a bitmap with a summary above
+it, so that emptying the row gives its records sorted, in time that depends on how many there are and not on the size of
 the vocabulary. The order of every sum is that of the text, whoever computes it: the number of threads changes no
 bit.
 
@@ -32,7 +32,7 @@ def warm() -> None:
     place_words(text, starts, places)
     dense = np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
     out = np.empty(2, np.int64), np.empty(2)
-    count_rows(text, (starts, places), (0, 1), 1, 1, True, dense, out)
+    count_rows(text, (starts, places), (0, 1), 1, np.ones(1), (True, True), dense, out)
     runs, nothing = (np.empty((1, 2), np.int64), np.empty((1, 2))), np.zeros(1, np.int64)
     merge_rows(np.array([1, 0, 0]), runs, nothing, nothing, dense, out)
 
@@ -91,30 +91,31 @@ def place_words(numbers: Any, starts: Any, places: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def count_rows(
-    text: Any, index: Any, rows: Any, carried: int, window: int, symmetric: bool, dense: Any, out: Any
+    text: Any, index: Any, rows: Any, carried: int, weights: Any, kinds: Any, dense: Any, out: Any
 ) -> Any:
     """The records of some rows, sorted; returns how many.
 
     `text` holds numbers of words with a BREAK at both ends; its first `carried` items belong to the part before, so
     that pairs among them are counted already. `index` = (starts, places) from `place_words`, `rows` = (first, last
-    + 1), `dense` = (row, used, groups), all zero, `out` = (keys, counts) with enough room. The record of a pair is
-    (left, right); `symmetric` adds (right, left).
+    + 1), `dense` = (row, used, groups), all zero, `out` = (keys, counts) with enough room. `weights` are what words
+    count at distances 1, 2, … up to the window, above 0. The record of a pair is (left, right); of `kinds` =
+    (symmetric, diagonal) the first adds (right, left), and without the second a word is no context of itself.
     """
     starts, places = index
     row, used, groups = dense
     keys, counts = out
-    weights = 1.0 / np.arange(1, window + 1)
+    symmetric, diagonal = kinds
     at = 0
     for word in range(rows[0], rows[1]):
         for visit in range(starts[word], starts[word + 1]):
             place = np.int64(places[visit])
             for step in range(1, -2 if symmetric else 0, -2):  # to the right, to the left
-                for distance in range(1, window + 1):
+                for distance in range(1, weights.size + 1):
                     other = place + step * distance
                     cell = np.int64(text[other])
                     if cell == BREAK:
                         break
-                    if place >= carried or other >= carried:
+                    if (diagonal or cell != word) and (place >= carried or other >= carried):
                         # Written out here and in merge_rows: in a function of its own it would count references to
                         # its arrays, with atomics, for every pair.
                         before = row[cell]

@@ -6,13 +6,13 @@ and written in order. A text of one part is done then; otherwise each part is a 
 merged. Compared with counting pair by pair into one table this needs no hashing and no sorting, and memory for the
 text only.
 
-Weights are 1/distance within `window` words; words outside the vocabulary are skipped and do not count for the
-distance, and a line's end ends a context, as in the published tool.
+Weights are 1/distance within `window` words, or plain counts, 1 each; words outside the vocabulary are skipped and do
+not count for the distance, and a line's end ends a context, as in the published tool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from manyhands.draw.bars import BarPhase, Bars
 from manyhands.errors import UserError, format_bytes
+from manyhands.settings import check_choice
 from manyhands.words.corpus import BLOCK_BYTES, Block, Corpus
 from manyhands.words.count_kernels import count_rows, place_words
 from manyhands.words.records import RECORD, RecordWriter, temporary_folder
@@ -32,7 +33,13 @@ from manyhands.words.threads import crew, in_order
 from manyhands.words.vocabulary import Vocabulary
 from manyhands.words.word_table import BREAK, WordTable
 
-__all__ = ["CountingRoom", "count_cooccurrence", "plan_memory"]
+__all__ = ["WEIGHTINGS", "CountingRoom", "count_cooccurrence", "plan_memory"]
+
+WEIGHTINGS: dict[str, Callable[[int], NDArray[np.float64]]] = {
+    "distance": lambda window: 1.0 / np.arange(1, window + 1),
+    "count": lambda window: np.ones(window),
+}
+"""What a pair of words counts, by their distance from 1 to the window: 1/distance, as published, or 1."""
 
 _DEFAULT_MEMORY = 2 * 1024**3
 _OUT_RECORDS = 1 << 17
@@ -96,14 +103,17 @@ def count_cooccurrence(
     *,
     window: int = 15,
     symmetric: bool = True,
+    weighting: str = "distance",
+    diagonal: bool = True,
     memory_bytes: int = _DEFAULT_MEMORY,
     workers: int = 2,
     bars: Bars | None = None,
 ) -> int:
     """Write the co-occurrence records of `corpus` to `out`, sorted by (word, context); return how many.
 
-    A record is (left word, right word, sum of 1/distance) over all pairs at most `window` apart; `symmetric` counts
-    each pair the other way round too. Which records there are depends on neither `workers` nor `memory_bytes`; the
+    A record is (left word, right word, sum of 1/distance) over all pairs at most `window` apart; with the `weighting`
+    `count` it is their number. `symmetric` counts each pair the other way round too; without the `diagonal`, a word
+    beside itself is no pair. Which records there are depends on neither `workers` nor `memory_bytes`; the
     sums do not depend on `workers` in any bit, and on `memory_bytes` by no more than rounding. Temporary files lie in
     a folder `.tmp-…` beside `out` and are removed whatever happens.
     """
@@ -111,6 +121,7 @@ def count_cooccurrence(
         raise UserError(f"window={window} must be at least 1")
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
+    check_choice("weighting", weighting, tuple(WEIGHTINGS))
     table = WordTable.of(word.encode() for word in vocabulary.words)
     if len(table) != len(vocabulary):
         raise UserError("a word of the vocabulary has white space in it, which no word of a corpus has")
@@ -120,7 +131,8 @@ def count_cooccurrence(
         runs: list[Path] = []
         counted = 0
         with crew(workers) as pool:
-            counter = _RowCounter(pool, len(vocabulary), workers, room.out_records, window, symmetric)
+            kinds = _Kinds(WEIGHTINGS[weighting](window), symmetric, diagonal)
+            counter = _RowCounter(pool, len(vocabulary), workers, room.out_records, kinds)
             with bars.phase("counting", int(vocabulary.counts.sum()), "tokens") as phase:
                 for text, carried in _parts(corpus, table, pool, workers, window, room):
                     runs.append(folder / f"run-{len(runs)}")
@@ -168,6 +180,16 @@ def _parts(
         yield part[: size + 1], carried
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kinds:
+    """What counts how much."""
+
+    weights: NDArray[np.float64]
+    """By distance, from 1."""
+    symmetric: bool
+    diagonal: bool
+
+
 class _RowCounter:
     """Counts the rows of a part in threads, in blocks whose records fit a buffer, and writes them in order."""
 
@@ -177,11 +199,10 @@ class _RowCounter:
         words: int,
         workers: int,
         out_records: int,
-        window: int,
-        symmetric: bool,
+        kinds: _Kinds,
     ) -> None:
         self._pool = pool
-        self._words, self._window, self._symmetric = words, window, symmetric
+        self._words, self._kinds = words, kinds
         self._flights = 2 * workers
         self._out_records = out_records
         self._rows: SimpleQueue[DenseRow] = SimpleQueue()
@@ -200,8 +221,8 @@ class _RowCounter:
         def rows(block: tuple[int, int]) -> tuple[NDArray[Any], int, int]:
             buffer, dense = self._buffers.get(), self._rows.get()
             found = count_rows(
-                text, (starts, places), block, carried, self._window, self._symmetric, dense.arrays,
-                view_records(buffer),
+                text, (starts, places), block, carried, self._kinds.weights,
+                (self._kinds.symmetric, self._kinds.diagonal), dense.arrays, view_records(buffer),
             )  # fmt: skip
             self._rows.put(dense)
             return buffer, int(found), int(starts[block[1]] - starts[block[0]])
@@ -215,7 +236,7 @@ class _RowCounter:
 
     def _blocks(self, starts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Ranges of rows of which each has, at the most, as many records as a buffer holds."""
-        reach = self._window * (2 if self._symmetric else 1)
+        reach = len(self._kinds.weights) * (2 if self._kinds.symmetric else 1)
         most = np.minimum(np.diff(starts) * reach, self._words)
         sums = np.concatenate([[0], np.cumsum(most)])
         first = 0

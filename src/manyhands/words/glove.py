@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room
@@ -27,7 +28,15 @@ from manyhands.words.glove_model import GloveModel, GloveOptions
 from manyhands.words.glove_server import GloveTables
 from manyhands.words.glove_task import GloveTask, check_together
 
-__all__ = ["AfterPass", "GloveOptions", "GloveResult", "Keeping", "check_glove", "train_glove"]
+__all__ = [
+    "AfterPass",
+    "GloveOptions",
+    "GloveResult",
+    "Keeping",
+    "check_glove",
+    "summed_vectors",
+    "train_glove",
+]
 
 AfterPass = Callable[[int, float], None]
 
@@ -127,6 +136,14 @@ def train_glove(
         interrupted=run is None,
         summary=run.summary if run is not None else {},
     )
+
+
+def summed_vectors(model: nn.Module) -> NDArray[np.float32]:
+    """(V, dim): the sum of each word's two vectors, of any model that a task of word vectors builds."""
+    assert isinstance(model, GloveModel | GloveTables), "what the task builds"
+    found = model.snapshot()
+    both: NDArray[np.float32] = (found.word + found.context).astype(np.float32)
+    return both
 
 
 class _Heard:

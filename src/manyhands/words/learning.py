@@ -21,12 +21,13 @@ from typing import Any
 from manyhands.compiled.warming import prepare
 from manyhands.draw.bars import Bars
 from manyhands.errors import UserError
+from manyhands.settings import check_choice
 from manyhands.store.atomic import reason
 from manyhands.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory, require_free
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 from manyhands.words.corpus import Corpus
-from manyhands.words.counting import count_cooccurrence
+from manyhands.words.counting import WEIGHTINGS, count_cooccurrence
 from manyhands.words.glove import AfterPass, GloveOptions, GloveResult, Keeping, check_glove, train_glove
 from manyhands.words.records import record_count, temporary_folder
 from manyhands.words.shuffle import shuffle_records
@@ -50,6 +51,10 @@ class Learning:
     max_vocab: int | None = None
     window: int = 15
     symmetric: bool = True
+    weighting: str = "distance"
+    """`distance`: two words count 1/distance; `count`: 1, so that a record is how often they stand together."""
+    diagonal: bool = True
+    """Whether a word may be a context of itself."""
     memory_bytes: int = 2 * 1024**3
     workers: int = 2
     strategy: str = "hogwild"
@@ -58,6 +63,7 @@ class Learning:
 
     def __post_init__(self) -> None:
         Strategy.parse(self.strategy)
+        check_choice("weighting", self.weighting, tuple(WEIGHTINGS))
         for name, least in (("min_count", 1), ("window", 1), ("memory_bytes", 1), ("workers", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)} must be at least {least}")
@@ -213,6 +219,8 @@ def _count(
         counts,
         window=learning.window,
         symmetric=learning.symmetric,
+        weighting=learning.weighting,
+        diagonal=learning.diagonal,
         memory_bytes=learning.memory_bytes,
         workers=learning.workers,
         bars=bars,

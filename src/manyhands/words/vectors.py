@@ -81,12 +81,15 @@ class Vectors:
         row = self.row(word)
         return self._nearest(self.unit[row], {row}, top)
 
+    def signed_rows(self, expression: str) -> list[tuple[int, int]]:
+        """The rows of the words of such a sum, each with its sign; a UserError names a word that there is none of."""
+        return [(sign, self.row(word)) for sign, word in _terms(expression)]
+
     def combine(self, expression: str, top: int = 10) -> list[tuple[str, float]]:
         """The words nearest to a sum such as `king - man + woman`, of unit vectors; the given words are left out."""
         total = np.zeros(self.dim, np.float32)
         given: set[int] = set()
-        for sign, word in _terms(expression):
-            row = self.row(word)
+        for sign, row in self.signed_rows(expression):
             given.add(row)
             total += sign * self.unit[row]
         length = float(np.linalg.norm(total))

@@ -8,6 +8,7 @@ from typing import Final
 
 from manyhands.errors import UserError, nearest
 from manyhands.federated.algorithms.base import ClientUpdate, FederatedAlgorithm, FederatedFacts
+from manyhands.federated.algorithms.buff import FedBuff
 from manyhands.federated.algorithms.ditto import Ditto
 from manyhands.federated.algorithms.nova import FedNova
 from manyhands.federated.algorithms.opt import FedAdagrad, FedAdam, FedYogi
@@ -34,6 +35,7 @@ ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
         Krum,
         MultiKrum,
         Ditto,
+        FedBuff,
     )
 }
 

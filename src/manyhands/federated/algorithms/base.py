@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from manyhands.federated.layers import LocalLayers
 from manyhands.federated.states import ClientStates
-from manyhands.federated.updates import ClientUpdate, TallySum
+from manyhands.federated.updates import ClientUpdate, GivenModel, TallySum
 
 __all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
 
@@ -64,6 +65,9 @@ class FederatedAlgorithm(ABC):
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
     `correct_personal`; what it comes to is given to `keep_personal`."""
 
+    cannot_sum_securely: ClassVar[str] = ""
+    """Why its updates cannot be summed securely; none: they can, unless it needs `single_updates`."""
+
     models_kept: ClassVar[int] = 0
     """How many tensors of a model's size each client keeps, for an estimate of memory."""
 
@@ -74,6 +78,8 @@ class FederatedAlgorithm(ABC):
         self.states: ClientStates = {}
         """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
         self.facts = FederatedFacts()
+        self.layers = LocalLayers()
+        """Which of the model's tensors stay with each client, and those."""
 
     def attach(self, facts: FederatedFacts) -> None:
         """Before the first round."""
@@ -101,8 +107,28 @@ class FederatedAlgorithm(ABC):
         if all(bool(one.isfinite().all()) for one in tensors):
             self.states[client] = [one.detach().clone() for one in tensors]
 
+    def started(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """On a client: what its training begins with, its own layers in their places."""
+        return self.layers.put(client, self.begin(client, weights))
+
+    def reported(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """On a client, after its steps: what it sends, without what it keeps."""
+        change = self.layers.shared(self.report(client, start, trained, steps))
+        self.layers.keep(client, trained)
+        return change
+
+    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+        """On the server: whose updates make round `number`, and what each began with; the same on every worker."""
+        return [GivenModel(client=client, weights=weights, number=number) for client in chosen]
+
+    def told(self) -> Mapping[str, Any]:
+        """What is worth a place in the summary of the run."""
+        return {}
+
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """On a client: what its training begins with. Others may begin before it reports; keep its own by its number."""
+        """On a client: what its training begins with. Others may begin before it reports."""
         del client
         return weights
 

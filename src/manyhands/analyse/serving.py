@@ -1,0 +1,154 @@
+"""How a model that is served answers: counted as it happens, and a view of it as a value. Pure: times are given."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Answered", "ReplicaState", "ServingTally", "ServingView", "percentile"]
+
+RECENT = 10_000
+"""Answers that latencies are told of: the newest."""
+
+_CURVE_S = 300  # seconds that throughput is shown of
+_RATE_S = 5.0  # seconds that the rate now is the mean of
+_NOTES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One request that has an answer."""
+
+    at: float
+    latency_s: float
+    status: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """One worker process as it is now."""
+
+    number: int
+    pid: int
+    state: str
+    """starting, free or computing."""
+    batches: int = 0
+    inputs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingView:
+    """What the page of a served model shows."""
+
+    model: str
+    task: str
+    takes: str
+    """What one input is, in words."""
+    example: str
+    """One of them, as JSON."""
+    seconds: float
+    requests: int
+    inputs: int
+    by_status: tuple[tuple[int, int], ...]
+    """How many answers had each HTTP status."""
+    requests_per_s: float
+    inputs_per_s: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    latencies_ms: tuple[tuple[int, int], ...]
+    """How many of the newest answers took so many whole milliseconds."""
+    curve: tuple[tuple[float, float], ...]
+    """Seconds since the start, and requests answered in that second."""
+    batch_mean: float
+    """Inputs in a batch, on average."""
+    waiting: int
+    """Inputs that no worker has yet."""
+    workers: tuple[ReplicaState, ...]
+    wanted: int
+    """How many workers there should be."""
+    deaths: int
+    notes: tuple[str, ...]
+    """What happened to workers, the newest first."""
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The smallest of these sorted numbers that so many percent of them do not exceed; NaN of none."""
+    if not ordered:
+        return math.nan
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+class ServingTally:
+    """Counts, in one thread, while others look; `begun` is the time that others are told from."""
+
+    def __init__(self, begun: float) -> None:
+        self._begun = begun
+        self._lock = threading.Lock()
+        self._recent: deque[Answered] = deque(maxlen=RECENT)
+        self._seconds: dict[int, int] = {}
+        self._by_status: Counter[int] = Counter()
+        self._batches = self._batched = 0
+        self._notes: deque[str] = deque(maxlen=_NOTES)
+        self.deaths = 0
+        self.requests = self.inputs = 0
+
+    def answered(self, answer: Answered) -> None:
+        """A request has an answer."""
+        with self._lock:
+            self.requests += 1
+            self.inputs += answer.inputs if answer.status == 200 else 0
+            self._by_status[answer.status] += 1
+            self._recent.append(answer)
+            second = int(answer.at - self._begun)
+            self._seconds[second] = self._seconds.get(second, 0) + 1
+            self._seconds.pop(second - _CURVE_S - 1, None)
+
+    def batch(self, inputs: int) -> None:
+        """A worker was sent a batch."""
+        with self._lock:
+            self._batches += 1
+            self._batched += inputs
+
+    def note(self, now: float, sentence: str, *, death: bool = False) -> None:
+        """Something happened to a worker."""
+        with self._lock:
+            self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
+            self.deaths += death
+
+    def figures(self, now: float) -> dict[str, object]:
+        """The fields of a view that follow from what was counted."""
+        with self._lock:
+            recent, seconds, notes = list(self._recent), dict(self._seconds), tuple(self._notes)
+            by_status = tuple(sorted(self._by_status.items()))
+            batch_mean = self._batched / self._batches if self._batches else 0.0
+            requests, inputs, deaths = self.requests, self.inputs, self.deaths
+        good = sorted(one.latency_s * 1e3 for one in recent if one.status == 200)
+        since = max(self._begun, now - _RATE_S)
+        lately = [one for one in recent if one.at >= since]
+        span = max(now - since, 1e-3)
+        if len(lately) == RECENT:  # those before them are forgotten
+            span = max(now - lately[0].at, 1e-3)
+        last = int(now - self._begun)
+        first = max(0, min(seconds, default=last), last - _CURVE_S)
+        return {
+            "seconds": now - self._begun,
+            "requests": requests,
+            "inputs": inputs,
+            "by_status": by_status,
+            "requests_per_s": len(lately) / span,
+            "inputs_per_s": sum(one.inputs for one in lately if one.status == 200) / span,
+            "p50_ms": percentile(good, 50),
+            "p95_ms": percentile(good, 95),
+            "p99_ms": percentile(good, 99),
+            "latencies_ms": tuple(sorted(Counter(int(one) for one in good).items())),
+            # the second that is not over yet would show as a fall
+            "curve": tuple((float(one), float(seconds.get(one, 0))) for one in range(first, last)),
+            "batch_mean": batch_mean,
+            "deaths": deaths,
+            "notes": notes,
+        }

@@ -1,0 +1,199 @@
+"""`manyhands scaling TASK`: how much faster more workers are, with the knee, Amdahl's fit and a forecast."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from manyhands.cli.child import child_command
+from manyhands.cli.commands import (
+    AllowOverload,
+    add_task_command,
+    check_writable,
+    command_elsewhere,
+    fresh_directory,
+    option_parameters,
+    print_next,
+    write_json,
+)
+from manyhands.cli.environment import start_own_workers
+from manyhands.cli.process import spare_the_compiler
+from manyhands.cli.simulate import parse_seconds
+from manyhands.errors import UserError
+from manyhands.sweep.plan import flag, parse_values
+from manyhands.tasks import TASKS
+from manyhands.tasks.builtin import BuiltinTask
+
+if TYPE_CHECKING:
+    from manyhands.scaling.curve import ScalingCurve
+    from manyhands.scaling.run import ScalingProgress, ScalingSettings
+
+__all__ = ["scaling_app"]
+
+scaling_app = typer.Typer(
+    help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+    no_args_is_help=True,
+    callback=start_own_workers,
+)
+
+_REPORT = "report.html"
+_WIDTH = 110  # of the table in a file or a pipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """The options of every scaling curve."""
+
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="How many, separated by commas.", show_default="powers of two up to twice the cores"
+        ),
+    ] = None
+    strategy: Annotated[str, typer.Option(help="How the work is spread.")] = "mirrored"
+    steps: Annotated[int, typer.Option(help="Global batches of each run.")] = 60
+    repeats: Annotated[int, typer.Option(help="Runs with each number, interleaved.")] = 2
+    latency: Annotated[str, typer.Option(help="Of every message, in the forecast.")] = "100us"
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Of every process's wire, in the forecast, as in 1Gbit.", show_default="without limit"
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    allow_overload: AllowOverload = False
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs.", show_default="runs/scaling-TASK-TIME")
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
+
+
+def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+    # Imported here so that help texts do not wait for torch.
+    from manyhands.cluster.signals import ending, signal_of
+    from manyhands.scaling.curve import scaling_curve
+    from manyhands.scaling.run import forecast_speedups, measure_scaling, require_counts
+    from manyhands.strategy import Strategy
+    from manyhands.sweep.run import usable_cores
+
+    common = _Common(**shared)
+    spare_the_compiler()
+    check_writable(common.json)
+    for name, value in (("steps", common.steps), ("repeats", common.repeats)):
+        if value < 1:
+            raise UserError(f"--{name} {value} must be at least 1")
+    cores = usable_cores()
+    strategy = Strategy.parse(common.strategy)
+    counts = require_counts(_counts(common.workers, len(cores)), strategy)
+    task, settings = entry.build(**task_options), _settings(common, cores)
+    words = ["train", entry.name, *(f"{flag(name)}={value}" for name, value in task_options.items())]
+    out = common.out or fresh_directory(f"scaling-{entry.name}")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out} is not empty; choose another")
+    try:
+        with ending(), _told() as tell:
+            rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, tell)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        number = signal_of(stop)
+        if number is None:
+            raise
+        again = command_elsewhere(sys.argv)
+        print(f"manyhands: ended by {number.name}; begin again with: {again}", file=sys.stderr)
+        raise typer.Exit(128 + number) from None
+    step_s = task.batch_size / statistics.median(rates[1])
+    forecast = forecast_speedups(task, strategy, counts, step_s, settings)
+    _leave(entry.name, str(strategy), scaling_curve(rates, forecast, waiting), len(cores), out, common.json)
+
+
+def _counts(text: str | None, cores: int) -> list[int]:
+    if text is None:
+        return [1 << power for power in range((2 * cores).bit_length()) if 1 << power <= 2 * cores]
+    values = parse_values(text, ",")
+    for value in values:
+        if not value.isdecimal():
+            raise UserError(f"--workers {value!r} is no whole number; list several as in 1,2,4")
+    return [int(value) for value in values]
+
+
+def _settings(common: _Common, cores: list[int]) -> ScalingSettings:
+    from manyhands.compare.bandwidth import Rate
+    from manyhands.scaling.run import ScalingSettings
+    from manyhands.simulate import NetworkModel
+
+    rate = Rate.parse(common.bandwidth).bits_per_s / 8 if common.bandwidth is not None else float("inf")
+    network = NetworkModel(latency_s=parse_seconds("--latency", common.latency), bandwidth_bytes_per_s=rate)
+    return ScalingSettings(
+        steps=common.steps,
+        repeats=common.repeats,
+        seed=common.seed,
+        cores=cores,
+        network=network,
+        allow_overload=common.allow_overload,
+    )
+
+
+def _leave(
+    task: str, strategy: str, curve: ScalingCurve, cores: int, out: Path, json_file: Path | None
+) -> None:
+    from manyhands.compare.machine import machine
+    from manyhands.draw.table import words_table
+    from manyhands.scaling.report import SCALING_HEAD, scaling_cells, scaling_page, scaling_sentences
+    from manyhands.store.atomic import write_atomically
+
+    told, command = scaling_sentences(curve, cores), shlex.join(["manyhands", *sys.argv[1:]])
+    title = f"{task} · {strategy} · {curve.points[0].workers} to {curve.points[-1].workers} workers"
+    page = scaling_page(title, curve, told, command, machine())
+    write_atomically(out / _REPORT, [page.encode()])
+    figures = {
+        "task": task,
+        "strategy": strategy,
+        "command": command,
+        "machine": machine(),
+        **curve.to_dict(),
+        "told": told,
+    }
+    write_json(out / "figures.json", figures)
+    write_json(json_file, figures)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(words_table(title, SCALING_HEAD, scaling_cells(curve)), highlight=False)
+    console.print(" ".join(told), highlight=False, markup=False)
+    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
+    print_next(
+        where_the_time_goes_there=f"explain {out / f'{curve.points[-1].workers:03d}-workers-1'}",
+        with_more_workers_than_cores=f"simulate {task} --strategy ps --workers {4 * curve.points[-1].workers}",
+        which_strategy_is_best=f"compare {task} --workers {curve.knee}",
+    )
+
+
+@contextmanager
+def _told() -> Iterator[Callable[[ScalingProgress], None]]:
+    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere."""
+    console = Console(stderr=True)
+    status = console.status("starting")
+
+    def tell(progress: ScalingProgress) -> None:
+        left = progress.seconds_left
+        when = "" if left is None else f" · about {left:.0f} s left"
+        line = f"run {progress.done + 1} of {progress.runs} · {progress.workers} workers{when}"
+        if console.is_terminal:
+            status.update(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    with status:
+        yield tell
+
+
+for _entry in TASKS.values():
+    add_task_command(scaling_app, _entry, option_parameters(_Common), _scaling, f"Scaling of {_entry.help}.")

@@ -1,0 +1,155 @@
+"""FedBuff (Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022).
+
+Some clients are always under way, as many as a synchronous round would have. Whoever comes back hands in its update,
+and somebody else begins with the model of that moment; after SIZE updates the server takes a step, a round here:
+
+    w ← w + (1 / SIZE) Σ Δw_i / √(1 + τ_i)      τ_i: how many steps the server took since client i began
+
+Time is simulated: how long a client takes is drawn from the seed, most a while and a few very long (log-normal), so
+that a run can be repeated, resumed and shared among workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from manyhands.errors import UserError
+from manyhands.federated.algorithms.base import FederatedAlgorithm
+from manyhands.federated.updates import ClientUpdate, GivenModel, TallySum
+from manyhands.randomness import mix
+
+__all__ = ["FedBuff", "Underway", "duration_s"]
+
+_SPEED, _TRIP, _NEXT = 11, 12, 13
+_SPREAD, _JITTER = 1.0, 0.25  # of the logarithms
+
+
+def duration_s(seed: int, client: int, trip: int) -> float:
+    """How long a client takes, the `trip`-th to begin: it is a fast or a slow one, and a little different each time."""
+    own = np.random.default_rng(mix(seed, client, _SPEED)).standard_normal()
+    now = np.random.default_rng(mix(seed, trip, _TRIP)).standard_normal()
+    return math.exp(_SPREAD * own + _JITTER * now)
+
+
+class Underway(NamedTuple):
+    """A client that has begun and is not back."""
+
+    back_s: float
+    client: int
+    version: int
+    """The number of the round whose weights it began with."""
+
+
+class FedBuff(FederatedAlgorithm):
+    """Nobody waits for slow clients; their updates come late and count for less."""
+
+    word: ClassVar[str] = "fedbuff"
+    about: ClassVar[str] = (
+        "asynchronous: a step after every SIZE updates, which count for less the staler they are"
+    )
+    number: ClassVar[str] = "SIZE"
+    cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
+
+    def __init__(self, size: float = 5) -> None:
+        super().__init__()
+        if size != int(size) or size < 1:
+            raise UserError(
+                f"algorithm=fedbuff:{size:g}: how many updates make a step is a whole number of at least 1"
+            )
+        self._size = int(size)
+        self._clock_s = 0.0
+        self._trips = 0
+        self._underway: list[Underway] = []
+        self._versions: dict[int, list[Tensor]] = {}
+        self._stale = [0, 0, 0]  # updates, their staleness together, the most
+
+    def check_round(self, clients: int) -> None:
+        """So many are under way, and as many must come back for a step."""
+        if self._size > clients:
+            raise UserError(
+                f"algorithm=fedbuff:{self._size}: a step takes {self._size} updates, and {clients} clients are under "
+                "way at once; use a smaller number, or a larger fraction"
+            )
+
+    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+        """Who comes back until the next step, with what each began with; `chosen` are those of a synchronous round."""
+        del chosen
+        self._versions[number] = [one.detach().clone() for one in weights]
+        while len(self._underway) < self.facts.per_round and self._send_off(number, ()):
+            pass
+        back: list[Underway] = []
+        while len(back) < self._size:
+            first = min(self._underway)
+            self._underway.remove(first)
+            self._clock_s = first.back_s
+            back.append(first)
+            self._send_off(number, [one.client for one in back])
+        found = [
+            GivenModel(
+                client=one.client,
+                weights=self._versions[one.version],
+                number=one.version,
+                staleness=number - one.version,
+            )
+            for one in back
+        ]
+        for one in found:
+            self._stale = [
+                self._stale[0] + 1,
+                self._stale[1] + one.staleness,
+                max(self._stale[2], one.staleness),
+            ]
+        used = {one.version for one in self._underway}
+        self._versions = {version: kept for version, kept in self._versions.items() if version in used}
+        return found
+
+    def _send_off(self, number: int, back: Sequence[int]) -> bool:
+        """Let another client begin, who is neither under way nor just back; False where there is none."""
+        away = {one.client for one in self._underway} | set(back)
+        free = [client for client in range(self.facts.clients) if client not in away]
+        if not free:
+            return False
+        seed, trip = self.facts.seed, self._trips
+        client = int(np.random.default_rng(mix(seed, trip, _NEXT)).choice(free))
+        back_s = self._clock_s + duration_s(seed, client, trip)
+        self._underway.append(Underway(back_s, client, number))
+        self._trips += 1
+        return True
+
+    def weight(self, update: ClientUpdate) -> float:
+        """Everybody's the same, less what it is late."""
+        return 1 / math.sqrt(1 + update.staleness)
+
+    def mean(self, found: TallySum) -> Sequence[Tensor]:
+        """By the number of updates, and not by what they weigh: a late buffer takes a smaller step."""
+        return [one / self._size for one in found.sums]
+
+    def told(self) -> Mapping[str, Any]:
+        """How stale updates were, and how long this would have taken."""
+        count, total, most = self._stale
+        stale = {"mean": total / count if count else 0.0, "max": most}
+        return {"staleness": stale, "simulated_s": self._clock_s}
+
+    def memory(self) -> Mapping[str, Any]:
+        """Who is under way with what."""
+        return {
+            "clock_s": self._clock_s,
+            "trips": self._trips,
+            "underway": [list(one) for one in self._underway],
+            "versions": [[version, kept] for version, kept in self._versions.items()],
+            "stale": self._stale,
+        }
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        if not memory:
+            return
+        self._clock_s, self._trips = float(memory["clock_s"]), int(memory["trips"])
+        self._underway = [Underway(*one) for one in memory["underway"]]
+        self._versions = {int(version): list(kept) for version, kept in memory["versions"]}
+        self._stale = list(memory["stale"])

@@ -1,0 +1,75 @@
+"""Examples of a chosen density, to see what it does to workers that update one memory without locks.
+
+Each example has so many of the features, drawn alike, and a label by a hidden set of weights. Two examples that are
+learned at the same time disturb each other where they share a feature: how likely that is follows from the density
+alone (Niu, Recht, Ré and Wright, "HOGWILD!", 2011, call it the sparsity of the hypergraph).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from manyhands.errors import UserError
+
+__all__ = ["SparseProblem", "shared_chance", "write_examples"]
+
+_BLOCK = 4096  # examples drawn and written at a time
+_NOISE = 0.1  # of labels, turned over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseProblem:
+    """How many examples of how many features, and how many of these each has."""
+
+    features: int
+    examples: int
+    density: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.features < 1 or self.examples < 2:
+            raise UserError(
+                f"features={self.features}, examples={self.examples}: there must be 1 and 2 at least"
+            )
+        if not 0 < self.density <= 1:
+            raise UserError(f"density={self.density:g} must be above 0 and at most 1")
+
+    @property
+    def nonzeros(self) -> int:
+        """Features of an example."""
+        return max(1, round(self.density * self.features))
+
+
+def shared_chance(features: int, nonzeros: int) -> float:
+    """How likely two examples share a feature: 1 - C(n - k, k) / C(n, k)."""
+    if 2 * nonzeros > features:
+        return 1.0
+    apart = (
+        math.lgamma(features - nonzeros + 1)
+        - math.lgamma(features - 2 * nonzeros + 1)
+        - math.lgamma(features + 1)
+        + math.lgamma(features - nonzeros + 1)
+    )
+    return 1.0 - math.exp(apart)
+
+
+def write_examples(problem: SparseProblem, path: Path) -> None:
+    """Write the examples as a LIBSVM file; the same for the same problem."""
+    draw = np.random.default_rng([problem.seed, problem.features, problem.nonzeros])
+    hidden = draw.standard_normal(problem.features)
+    left = problem.examples
+    with path.open("w") as file:
+        while left:
+            count = min(left, _BLOCK)
+            left -= count
+            keys = draw.random((count, problem.features), np.float32)
+            rows = np.sort(np.argpartition(keys, problem.nonzeros - 1, axis=1)[:, : problem.nonzeros], axis=1)
+            yes = (hidden[rows].sum(1) > 0) ^ (draw.random(count) < _NOISE)
+            file.writelines(
+                f"{'+1' if label else '-1'} {' '.join(f'{feature + 1}:1' for feature in row)}\n"
+                for label, row in zip(yes.tolist(), rows.tolist(), strict=True)
+            )

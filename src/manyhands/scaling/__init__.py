@@ -1,0 +1,1 @@
+"""How much faster more workers are: measured, fitted, and forecast."""

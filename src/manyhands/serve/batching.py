@@ -1,0 +1,213 @@
+"""Which requests go to which worker, and when: a pure core, told of events with the time they happened at.
+
+    a request comes  ──► asked    ┐
+    a worker is free ──► free     │   what is to be done: send a batch to a worker, refuse a request,
+    a worker is gone ──► gone     │   kill a worker that computes for too long
+    time has passed  ──► look     ┘   `wakes_at` is when to look again
+
+A batch leaves as soon as a worker is free and the requests that wait fill it, or the oldest has waited for `wait_s`. An
+answer follows from its input alone, so the requests of a worker that died go to another, before all others and each in
+a batch of its own: one that kills workers takes no second request with it, and after `tries` workers it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from manyhands.errors import UserError
+
+__all__ = ["BatchAction", "BatchLimits", "Dispatch", "KillReplica", "RefuseRequest", "SendBatch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLimits:
+    """How large batches are, and how long and how many may wait; checked when made."""
+
+    batch: int = 64
+    """Inputs in a batch; a request that has more is a batch of its own."""
+    wait_s: float = 0.002
+    """How long a request waits for others to fill a batch."""
+    waiting: int = 4096
+    """Inputs that may wait; a request that would make them more is refused."""
+    deadline_s: float = 30.0
+    """From a request to its answer."""
+    tries: int = 2
+    """Workers that a request may lose."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "waiting", "tries"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.wait_s < self.deadline_s:
+            raise UserError(
+                f"wait_s={self.wait_s:g} must be from 0 to less than deadline_s={self.deadline_s:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SendBatch:
+    """Have `worker` compute the answers of these."""
+
+    worker: int
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Answer with an HTTP status and one sentence."""
+
+    request: int
+    status: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillReplica:
+    """End a worker that will not come back."""
+
+    worker: int
+
+
+BatchAction: TypeAlias = SendBatch | RefuseRequest | KillReplica
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    size: int
+    asked_at: float
+    lost: int = 0
+    """Workers that died while they had it."""
+
+
+@dataclass(slots=True)
+class _Busy:
+    requests: list[_Request]
+    until: float
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    """What waits, and who works."""
+
+    queue: deque[_Request] = field(default_factory=deque)
+    free: deque[int] = field(default_factory=deque)
+    busy: dict[int, _Busy] = field(default_factory=dict)
+
+
+class Dispatch:
+    """The requests that are not answered yet, and the workers there are; times are seconds of any one clock."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._held = _Held()
+        self._waiting_inputs = 0
+
+    @property
+    def waiting_inputs(self) -> int:
+        """Inputs that no worker has yet."""
+        return self._waiting_inputs
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Workers that compute."""
+        return frozenset(self._held.busy)
+
+    @property
+    def free_workers(self) -> frozenset[int]:
+        """Workers that wait for requests."""
+        return frozenset(self._held.free)
+
+    def asked(self, number: int, size: int, now: float) -> list[BatchAction]:
+        """A request of `size` inputs has come."""
+        if self._waiting_inputs and self._waiting_inputs + size > self.limits.waiting:
+            sentence = f"{self._waiting_inputs} inputs wait already; try again in a moment."
+            return [RefuseRequest(number, 503, sentence)]
+        self._held.queue.append(_Request(number, size, now))
+        self._waiting_inputs += size
+        return self.look(now)
+
+    def free(self, worker: int, now: float) -> list[BatchAction]:
+        """A worker is there, or has answered what it was sent."""
+        self._held.busy.pop(worker, None)
+        self._held.free.append(worker)
+        return self.look(now)
+
+    def gone(self, worker: int, now: float) -> list[BatchAction]:
+        """A worker is dead: what it had goes to another, unless it is too late, or has lost too many."""
+        held = self._held
+        if worker in held.free:
+            held.free.remove(worker)
+        lost = held.busy.pop(worker, None)
+        actions: list[BatchAction] = []
+        for request in reversed(lost.requests if lost is not None else []):
+            request.lost += 1
+            if request.lost >= self.limits.tries:
+                sentence = f"{request.lost} workers died while they computed this; it was given up."
+                actions.append(RefuseRequest(request.number, 503, sentence))
+            else:
+                held.queue.appendleft(request)
+                self._waiting_inputs += request.size
+        return [*actions, *self.look(now)]
+
+    def look(self, now: float) -> list[BatchAction]:
+        """What is due at `now`."""
+        return [*self._too_late(now), *self._stuck(now), *self._batches(now)]
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When something will be due though nothing happens; None: never."""
+        held, times = self._held, [one.until for one in self._held.busy.values() if not one.killed]
+        if held.queue:
+            oldest = held.queue[0]
+            times.append(oldest.asked_at + (self.limits.wait_s if held.free else self.limits.deadline_s))
+        return min(times, default=None)
+
+    def _too_late(self, now: float) -> list[BatchAction]:
+        queue, actions = self._held.queue, list[BatchAction]()
+        while queue and now >= queue[0].asked_at + self.limits.deadline_s:
+            request = self._taken()
+            sentence = f"No worker was free within {self.limits.deadline_s:g} s; try again later."
+            actions.append(RefuseRequest(request.number, 503, sentence))
+        return actions
+
+    def _stuck(self, now: float) -> list[BatchAction]:
+        actions: list[BatchAction] = []
+        for worker, busy in self._held.busy.items():
+            if not busy.killed and now >= busy.until:
+                busy.killed = True
+                actions.append(KillReplica(worker))
+        return actions
+
+    def _batches(self, now: float) -> list[BatchAction]:
+        held, actions = self._held, list[BatchAction]()
+        while held.queue and held.free and self._is_due(now):
+            worker, batch = held.free.popleft(), self._next_batch()
+            until = min(one.asked_at for one in batch) + self.limits.deadline_s
+            held.busy[worker] = _Busy(batch, until)
+            actions.append(SendBatch(worker, tuple(one.number for one in batch)))
+        return actions
+
+    def _is_due(self, now: float) -> bool:
+        oldest = self._held.queue[0]
+        return (
+            oldest.lost > 0
+            or self._waiting_inputs >= self.limits.batch
+            or now >= oldest.asked_at + self.limits.wait_s
+        )
+
+    def _next_batch(self) -> list[_Request]:
+        batch = [self._taken()]
+        size, queue = batch[0].size, self._held.queue
+        while not batch[0].lost and queue and not queue[0].lost and size + queue[0].size <= self.limits.batch:
+            batch.append(self._taken())
+            size += batch[-1].size
+        return batch
+
+    def _taken(self) -> _Request:
+        request = self._held.queue.popleft()
+        self._waiting_inputs -= request.size
+        return request

@@ -1,0 +1,132 @@
+"""What a truncated SVD is asked for, and the sizes that follow from it and the matrix: pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from manyhands.errors import UserError, format_bytes
+
+__all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
+
+OVERSAMPLING: Final = 10
+"""Vectors of a block beyond the rank: the last ones wanted are found the sooner (Halko, Martinsson, Tropp, 2011)."""
+
+_BLOCKS: Final = 6  # of the Krylov space that are kept before it is restarted
+_MOST_GRAM: Final = 1024  # columns up to which all products of two columns may be cheaper than several passes
+_PASSES_EXPECTED: Final = 6
+_LEAST_BLOCK: Final = 1 << 16
+_USUAL_BLOCK: Final = 1 << 22  # stays in the cache between its two products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SvdOptions:
+    """One decomposition, checked when made: a UserError names the field, its value and what is allowed."""
+
+    rank: int = 10
+    """How many singular values and components."""
+    center: bool = False
+    """Subtract the mean of each column first: principal component analysis."""
+    tolerance: float = 1e-8
+    """Ends the iteration: the relative error of every singular value, as estimated from its residual and gap."""
+    passes: int = 100
+    """The most passes over the matrix."""
+    seed: int = 0
+    """Draws the vectors that the iteration begins with."""
+    memory_bytes: int = 2 << 30
+    """What all workers together may hold, besides the interpreter and its libraries."""
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "passes", "memory_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name}={value!r} must be a whole number of at least 1")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise UserError(f"seed={self.seed!r} must be a whole number of at least 0")
+        if not 0 < self.tolerance < 1:
+            raise UserError(f"tolerance={self.tolerance!r} must be a number above 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What of a matrix decides how it is decomposed."""
+
+    rows: int
+    columns: int
+    entries: int
+    is_sparse: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SvdSizes:
+    """How large everything is."""
+
+    shape: Shape
+    rank: int
+    width: int
+    """Vectors of a block."""
+    most: int
+    """Vectors of the Krylov space at most."""
+    is_gram: bool
+    """Whether the first pass takes all products of two columns, after which little is left to do."""
+    block_bytes: int
+    """Of rows that a worker looks at together."""
+    kept_in_memory: bool
+    """Whether the matrix may stay in memory from pass to pass."""
+
+
+def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
+    """SvdSizes that fit into the memory; UserError says how much is needed where none do, and which rank there is."""
+    least = min(shape.rows, shape.columns)
+    if options.rank > least:
+        raise UserError(
+            f"rank={options.rank}: a matrix of {shape.rows:,} rows and {shape.columns:,} columns has at most {least:,}"
+            "; use a smaller rank"
+        )
+    width = min(options.rank + OVERSAMPLING, least)
+    is_gram = _gram_pays(shape, width)
+    for gram in (True, False) if is_gram else (False,):
+        for blocks in range(_BLOCKS, 1, -1):
+            most = width if gram else min(blocks * width, least + width)
+            needed = _needed(shape, width, most, gram, workers)
+            block_bytes = min(_USUAL_BLOCK, (options.memory_bytes - needed) // (4 * workers))
+            if block_bytes >= _least_block(shape):
+                held = needed + 4 * workers * block_bytes
+                return SvdSizes(
+                    shape=shape,
+                    rank=options.rank,
+                    width=width,
+                    most=most,
+                    is_gram=gram,
+                    block_bytes=block_bytes,
+                    kept_in_memory=shape.entries * 8 + held <= options.memory_bytes,
+                )
+    needed = _needed(shape, width, 2 * width, False, workers) + 4 * workers * _least_block(shape)
+    raise UserError(
+        f"memory={format_bytes(options.memory_bytes)} is too little: rank {options.rank} of {shape.columns:,} columns "
+        f"with {workers} workers needs {format_bytes(needed)}; give more, or use a smaller rank or fewer workers"
+    )
+
+
+def _least_block(shape: Shape) -> int:
+    """A row, or some pages."""
+    return max(_LEAST_BLOCK, 8 * shape.columns if not shape.is_sparse else 0)
+
+
+def _needed(shape: Shape, width: int, most: int, is_gram: bool, workers: int) -> int:
+    """Bytes of the Krylov space and of products: each worker's own and what it adds up, and what worker 0 works in."""
+    product = shape.columns * (shape.columns if is_gram else width)
+    space = most * shape.columns + most * most + 2 * shape.columns
+    return 8 * (space + (3 * workers + 3) * product)
+
+
+def _gram_pays(shape: Shape, width: int) -> bool:
+    """Whether all products of two columns take less work than the passes that they save, and than what follows them."""
+    if shape.columns > _MOST_GRAM or shape.columns > shape.rows:
+        return False
+    in_passes = 4.0 * shape.entries * width * _PASSES_EXPECTED
+    per_row = shape.entries / shape.rows
+    in_gram = shape.entries * per_row * (4.0 if shape.is_sparse else 1.0)  # scattered adds are dear
+    return in_gram + 10.0 * shape.columns**3 <= in_passes + 1e8

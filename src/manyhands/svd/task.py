@@ -1,0 +1,133 @@
+"""A truncated SVD as a task whose step is compiled: a Krylov space that grows with every pass over the rows.
+
+* `single`: one thread goes through all rows.
+* `allreduce`, `mirrored`: every worker goes through its part of each portion. After a pass their products, a thin
+  matrix, are added up in worker order; worker 0 extends the space, which all share.
+
+A step is a portion of a pass, so that a large file shows how far it is; what follows a pass follows its last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.facts import Split, Truth
+from manyhands.group.gate import Turn
+from manyhands.group.shared import SharedGroup
+from manyhands.kernel import AnyTask, KernelStep, KernelTask
+from manyhands.memory.segment import Segment
+from manyhands.strategy import Strategy
+from manyhands.svd.kernels import warm
+from manyhands.svd.steps import AllRowsStep, SharedRowsStep
+from manyhands.svd.work import SvdMemory, SvdWork
+
+__all__ = ["SvdTask", "check_strategy"]
+
+_STEP_BYTES: Final = 1 << 26  # a fraction of a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class SvdTask(SvdWork, KernelTask):
+    """Decomposing a stored matrix; `workers` decides how large everything may be."""
+
+    name: ClassVar[str] = "svd"
+
+    step_bytes: int = _STEP_BYTES
+    """Of the matrix, that a worker goes through in a step."""
+
+    @property
+    def samples(self) -> int:
+        """Rows."""
+        return self.matrix.rows
+
+    @property
+    def batch_size(self) -> int:
+        """Some megabytes for each worker."""
+        row_bytes = max(1.0, self.matrix.num_bytes / self.matrix.rows)
+        return max(1, min(self.matrix.rows, int(self.workers * self.step_bytes / row_bytes)))
+
+    @property
+    def epochs(self) -> int:
+        """Passes at most; it ends as soon as all is known."""
+        return self.svd.passes
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """All that changes what comes out, but how long it may go on."""
+        kept = asdict(self.svd)
+        without = ("passes", "allow_overload", "memory_bytes")
+        return {
+            **{name: value for name, value in kept.items() if name not in without},
+            "rows": self.matrix.rows,
+            "columns": self.matrix.columns,
+            "entries": self.matrix.entries,
+            "most": self.sizes.most,
+        }
+
+    @property
+    def record_bytes(self) -> float:
+        """Of a row."""
+        return max(1.0, self.matrix.num_bytes / self.matrix.rows)
+
+    @property
+    def advice(self) -> str:
+        """Squares are too large."""
+        return "scale the matrix down"
+
+    def model(self) -> SvdMemory:
+        """Numbers that are all 0."""
+        return SvdMemory(np.zeros(SvdMemory.count(self.sizes)), self.sizes)
+
+    def shared_model(self, segment: Segment, offset: int) -> SvdMemory:
+        """The same in a segment."""
+        return SvdMemory(segment.array(offset, SvdMemory.count(self.sizes), np.float64), self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the space and of sums."""
+        return 8 * SvdMemory.count(self.sizes)
+
+    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
+        """All rows of each portion."""
+        del turn
+        assert isinstance(model, SvdMemory), "a model of this task"
+        return AllRowsStep(self, model)
+
+    def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
+        """A part of each portion."""
+        return SharedRowsStep(self, group, control_bytes)
+
+    def warm(self) -> None:
+        """Compile what goes through sparse rows."""
+        if self.matrix.is_sparse:
+            warm()
+
+    def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
+        """Itself."""
+        check_strategy(strategy, workers)
+        return self
+
+
+def check_strategy(strategy: Strategy, workers: int) -> None:
+    """UserError where a strategy does not decompose with so many workers."""
+    if not isinstance(workers, int) or workers < 1:
+        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+    if strategy.most_workers is not None and workers > strategy.most_workers:
+        raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
+    alone = strategy.most_workers == 1
+    by_rows = (
+        strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.record_order is None
+    )
+    if not alone and not (by_rows and strategy.trains_compiled):
+        raise UserError(f"strategy {strategy} does not train svd; allowed: single, allreduce, mirrored")
+    if by_rows and strategy != type(strategy)():
+        raise UserError(
+            f"strategy {strategy}: svd adds products up in shared memory once a pass, so it has no other algorithm and "
+            f"no buckets; use {strategy.word}"
+        )

@@ -1,0 +1,123 @@
+"""What came out of a sweep's runs, in order of a metric, and what that says of the settings."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.compare.plan import lower_is_better
+from manyhands.errors import ManyhandsError
+from manyhands.record.plain import number
+from manyhands.store.rundir import RunDirectory
+from manyhands.sweep.plan import SweepPlan, SweepTrial
+
+__all__ = ["SweepRow", "best_first", "read_row", "sentences"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRow:
+    """One trial: what it ended with, or the sentence that it failed with; neither, if it has not ended."""
+
+    trial: SweepTrial
+    final: Mapping[str, float]
+    seconds: float = math.nan
+    samples_per_s: float = math.nan
+    failure: str = ""
+
+    @property
+    def done(self) -> bool:
+        """Whether it came to its end."""
+        return bool(self.final)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        measured = {"seconds": self.seconds, "samples_per_s": self.samples_per_s} if self.done else {}
+        return {
+            "number": self.trial.number,
+            "settings": dict(self.trial.values),
+            "final": dict(self.final),
+            **measured,
+            **({"failure": self.failure} if self.failure else {}),
+        }
+
+
+def read_row(trial: SweepTrial, folder: Path, failure: str = "") -> SweepRow:
+    """What the run in this folder came to; a damaged one is a failure."""
+    if not RunDirectory.is_one(folder):
+        return SweepRow(trial=trial, final={}, failure=failure)
+    try:
+        summary = RunDirectory.open(folder, lock=False).read_summary()
+    except ManyhandsError as error:
+        return SweepRow(trial=trial, final={}, failure=str(error))
+    if summary is None:
+        return SweepRow(trial=trial, final={}, failure=failure)
+    told = summary.get("final")
+    found = {str(name): number(value) for name, value in told.items()} if isinstance(told, dict) else {}
+    final = {name: value for name, value in found.items() if value is not None}
+    return SweepRow(
+        trial=trial,
+        final=final,
+        seconds=_or_nan(number(summary.get("seconds"))),
+        samples_per_s=_or_nan(number(summary.get("samples_per_s"))),
+        failure="" if final else "its summary holds no final value",
+    )
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def best_first(rows: Iterable[SweepRow], metric: str) -> list[SweepRow]:
+    """In the order of the metric, the best first; then those that have none, as they were numbered."""
+    sign = 1 if lower_is_better(metric) else -1
+
+    def place(row: SweepRow) -> tuple[bool, float, int]:
+        value = row.final.get(metric, math.nan)
+        known = math.isfinite(value)
+        return not known, sign * value if known else 0.0, row.trial.number
+
+    return sorted(rows, key=place)
+
+
+def sentences(plan: SweepPlan, rows: Sequence[SweepRow]) -> list[str]:
+    """What the data show: the best trial, how far the settings matter, and what failed."""
+    metric, ranked = plan.metric, best_first(rows, plan.metric)
+    known = [row for row in ranked if math.isfinite(row.final.get(metric, math.nan))]
+    told = []
+    if known:
+        best = known[0]
+        named = _named(best.trial, plan) or "the only combination"
+        told.append(
+            f"Best of {len(known)} runs: {named}, with {metric} {best.final[metric]:.4g} after {best.seconds:.1f} s."
+        )
+        if len(known) > 1:
+            values = [row.final[metric] for row in known]
+            told.append(f"The others end between {values[1]:.4g} and {values[-1]:.4g}.")
+        told += [_effect(plan, setting.name, known) for setting in plan.varying if len(plan.varying) > 1]
+    failed = [row for row in rows if row.failure]
+    if failed:
+        told.append(f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0].failure}")
+    missing = len(rows) - len(known) - len(failed)
+    if missing:
+        told.append(f"{missing} of {len(rows)} runs have not ended.")
+    return told
+
+
+def _named(trial: SweepTrial, plan: SweepPlan) -> str:
+    return ", ".join(f"{setting.name}={trial.values[setting.name]}" for setting in plan.varying)
+
+
+def _effect(plan: SweepPlan, name: str, rows: Sequence[SweepRow]) -> str:
+    """The mean of the metric for each value of a setting, over all values of the others."""
+    means: dict[str, float] = {}
+    for setting in plan.varying:
+        for value in setting.values if setting.name == name else ():
+            of_value = [row.final[plan.metric] for row in rows if row.trial.values[name] == value]
+            if of_value:
+                means[value] = statistics.fmean(of_value)
+    shown = ", ".join(f"{mean:.4g} with {value}" for value, mean in means.items())
+    return f"By {name}, on average: {shown}."

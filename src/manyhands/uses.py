@@ -1,0 +1,44 @@
+"""What can be done with a trained model, by the name of its task: a plain dict, one line for each.
+
+A workload that trains something new adds its line here, and `manyhands predict`, `generate`, `export` and `serve` know
+it: none of them asks for a name. What a line names is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+__all__ = ["USES", "Use", "found_at"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """Where a workload's functions are: each `module:name`, the module under `manyhands`."""
+
+    predictor: str
+    """(path: Path) -> Predictor, of a run's directory or a file of its model; see `inference.predictor`."""
+
+    exporter: str = "exporting:export_weights"
+    """(ExportAsked) -> Export: the model as one file, in as few bits as wanted."""
+
+    begins: bytes = b""
+    """What a file of its model begins with, where that tells it from all others; safetensors files name their task."""
+
+
+USES: dict[str, Use] = {
+    "digits": Use(predictor="inference.images:open_images"),
+    "mnist": Use(predictor="inference.images:open_images"),
+    "language": Use(predictor="inference.text:open_text"),
+    "recurrent": Use(predictor="inference.text:open_text"),
+    "logreg": Use(predictor="regression.predicting:open_logreg", exporter="regression.export:export_logreg"),
+    "svd": Use(predictor="svd.predicting:open_svd", exporter="svd.predicting:export_svd"),
+    "glove": Use(predictor="words.predicting:open_vectors", exporter="words.predicting:export_vectors"),
+}
+
+
+def found_at(home: str) -> Any:
+    """What a line names."""
+    module, _, name = home.partition(":")
+    return getattr(import_module(f"manyhands.{module}"), name)

@@ -1,0 +1,190 @@
+"""A model served by real processes: under load, while its workers are killed and stopped, and from the command line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+import warm
+from manyhands.errors import ManyhandsError
+from manyhands.inference.images import ImagePredictor
+from manyhands.serve.batching import BatchLimits
+from manyhands.serve.model_server import ModelServer, ServeOptions
+from manyhands.tasks.vision import ImageClassifier
+
+pytestmark = pytest.mark.timeout(90)
+
+REQUESTS, CONNECTIONS = 1000, 50
+
+
+def predictor() -> ImagePredictor:
+    torch.manual_seed(0)
+    made = ImagePredictor(ImageClassifier(side=8, white=16, width=4))
+    made.task = "digits"
+    return made
+
+
+@pytest.fixture
+def server() -> Iterator[ModelServer]:
+    options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=20.0))
+    with ModelServer(predictor(), "a model", options) as running:
+        yield running
+
+
+def connected(server: ModelServer) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=30)
+
+
+def ask(connection: http.client.HTTPConnection, server: ModelServer, inputs: Any) -> tuple[int, Any]:
+    connection.request(
+        "POST", "/predict", json.dumps({"inputs": inputs}), {"Authorization": f"Bearer {server.token}"}
+    )
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def awaited(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.01)
+
+
+def answering(server: ModelServer) -> dict[int, int]:
+    """The workers that answer, with their processes."""
+    return {one.number: one.pid for one in server.view().workers if one.state != "starting"}
+
+
+def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server: ModelServer) -> None:
+    awaited(lambda: len(answering(server)) == 2, "both workers")
+    images = np.random.default_rng(0).integers(0, 17, (REQUESTS, 8, 8))
+    expected = [one["label"] for one in predictor().answers(images.astype(np.float32))]
+    answers: dict[int, tuple[int, Any]] = {}
+    failures: list[BaseException] = []
+    deaths = server.view().deaths
+
+    def ask_some(first: int) -> None:
+        connection = connected(server)
+        try:
+            for number in range(first, REQUESTS, CONNECTIONS):
+                answers[number] = ask(connection, server, [images[number].tolist()])
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            connection.close()
+
+    clients = [threading.Thread(target=ask_some, args=(first,)) for first in range(CONNECTIONS)]
+    for client in clients:
+        client.start()
+    awaited(lambda: len(answers) > REQUESTS // 5 or bool(failures), "a fifth of the answers")
+    killed, pid = min(answering(server).items())
+    os.kill(pid, signal.SIGKILL)
+    assert len(answers) < REQUESTS, "the kill came in between"
+    for client in clients:
+        client.join(60)
+    assert failures == []
+    assert {status for status, _ in answers.values()} == {200}, "none is lost"
+    assert [answers[number][1]["answers"][0]["label"] for number in range(REQUESTS)] == expected
+    awaited(lambda: len(answering(server)) == 2, "another in the place of the dead one")
+    assert killed not in answering(server)
+    view = server.view()
+    assert view.deaths == deaths + 1
+    assert any("SIGKILL" in note for note in view.notes), view.notes
+    assert view.requests >= REQUESTS
+    assert view.batch_mean > 1, "requests of several connections share batches"
+    assert 0 < view.p50_ms <= view.p95_ms <= view.p99_ms
+
+
+def test_the_requests_of_a_worker_that_dies_with_them_are_answered_by_another(server: ModelServer) -> None:
+    """All workers are stopped, so that the one that is sent a request has it when it dies."""
+    awaited(lambda: len(answering(server)) == 2, "both workers")
+    pids = list(answering(server).values())
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    said: list[tuple[int, Any]] = []
+    connection = connected(server)
+    asking = threading.Thread(
+        target=lambda: said.append(ask(connection, server, [np.zeros((8, 8)).tolist()]))
+    )
+    asking.start()
+    try:
+        awaited(lambda: any(one.state == "computing" for one in server.view().workers), "it to be sent")
+        (busy,) = [one.pid for one in server.view().workers if one.state == "computing"]
+        os.kill(busy, signal.SIGKILL)
+    finally:
+        for pid in pids:
+            if pid != busy:
+                os.kill(pid, signal.SIGCONT)
+    asking.join(30)
+    connection.close()
+    assert [status for status, _ in said] == [200]
+
+
+def test_bad_requests_over_a_real_socket(server: ModelServer) -> None:
+    connection = connected(server)
+    status, said = ask(connection, server, [[[0] * 8] * 7])
+    assert (status, "input 0: its shape is 7×8" in said["error"]) == (400, True)
+    connection.close()
+    connection = connected(server)
+    connection.putrequest("POST", "/predict")
+    for name, value in (("Authorization", f"Bearer {server.token}"), ("Content-Length", str(1 << 40))):
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()  # before a byte of it was sent
+    assert answer.status == 413
+    assert "at most 8.0 MiB" in json.loads(answer.read())["error"]
+    connection.close()
+
+
+class Unloadable(ImagePredictor):
+    """One that no worker can use."""
+
+    def answers(self, inputs: Any) -> list[Any]:
+        raise ArithmeticError("this model is broken")
+
+
+def test_a_model_that_no_worker_can_serve_is_an_error() -> None:
+    broken = Unloadable(ImageClassifier(side=8, white=16, width=4))
+    server = ModelServer(broken, "broken", ServeOptions(workers=1))
+    with (
+        pytest.raises(ManyhandsError, match=r"no worker could serve the model.*this model is broken"),
+        server,
+    ):
+        pass
+
+
+def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path) -> None:
+    mh.fit(mh.tasks.build("digits", width=4), "single", steps=2, out=tmp_path / "run")
+    command = [sys.executable, "-m", "manyhands", "serve", "run", "--workers", "1"]
+    with warm.Popen(command, cwd=tmp_path, stderr=PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = ""
+        for line in process.stderr:
+            told += line
+            if line.startswith("Ctrl-C"):
+                break
+        found = re.search(r"curl -s http://(\S+)/predict -H 'Authorization: Bearer (\S+)' -d '(.*)'", told)
+        assert found is not None, told
+        connection = http.client.HTTPConnection(found[1], timeout=30)
+        connection.request("POST", "/predict", found[3], {"Authorization": f"Bearer {found[2]}"})
+        answer = connection.getresponse()
+        assert (answer.status, list(json.loads(answer.read()))) == (200, ["answers"])
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert "the server has ended" in process.communicate(timeout=30)[1]
+        assert process.returncode == 0

@@ -1,0 +1,83 @@
+"""HOGWILD! against density: examples as scikit-learn reads them, chances as scipy has them, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from sklearn.datasets import load_svmlight_file
+
+from compared import measured
+from manyhands.compare.density import density_cells, density_page, density_rows, density_sentences
+from manyhands.compare.figures import Figures, figures
+from manyhands.compare.plan import parse_strategies
+from manyhands.errors import UserError
+from manyhands.regression.synthetic import SparseProblem, shared_chance, write_examples
+
+
+@pytest.mark.parametrize(
+    ("features", "nonzeros"), [(1000, 2), (1000, 20), (50, 25), (50, 26), (10, 10), (7, 1)]
+)
+def test_the_chance_to_share_is_the_hypergeometric_one(features: int, nonzeros: int) -> None:
+    none = scipy.stats.hypergeom(features, nonzeros, nonzeros).pmf(0)
+    assert shared_chance(features, nonzeros) == pytest.approx(1 - none, rel=1e-9)
+
+
+def test_examples_have_the_density_that_was_asked_for(tmp_path: Path) -> None:
+    problem = SparseProblem(features=80, examples=5000, density=0.05, seed=3)
+    write_examples(problem, tmp_path / "a")
+    table, labels = load_svmlight_file(str(tmp_path / "a"), n_features=80)
+    assert table.shape == (5000, 80)
+    assert set(np.diff(table.indptr)) == {4}
+    assert set(table.data) == {1.0}
+    assert 0.2 < (labels > 0).mean() < 0.8
+    assert np.asarray((table > 0).mean(0)).min() > 0.03, "every feature is drawn alike"
+    pairs = np.random.default_rng(0).integers(0, 5000, (4000, 2))
+    shared = (
+        np.asarray(table[pairs[:, 0]].multiply(table[pairs[:, 1]]).sum(1))[pairs[:, 0] != pairs[:, 1]] > 0
+    )
+    assert shared.mean() == pytest.approx(shared_chance(80, 4), abs=0.03)
+    write_examples(problem, tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"density": 0.0}, {"density": 1.5}, {"features": 0}, {"examples": 1}])
+def test_problems_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=next(iter(change))):
+        SparseProblem(**{"features": 10, "examples": 5, "density": 0.5, **change})  # type: ignore[arg-type]
+
+
+def compared(*runs: tuple[float, float]) -> Figures:
+    """By strategy: the seconds of a step, and the loss of the last pass."""
+    strategies = [(one, 2) for one in parse_strategies("single; hogwild")]
+    found = [measured(n, step_s=step_s).scored({"pass_loss": loss}) for n, (step_s, loss) in enumerate(runs)]
+    return figures(strategies, found, None, 5)
+
+
+def test_rows_are_beside_the_first_strategy_at_the_same_density() -> None:
+    found = {0.2: (1.0, compared((0.1, 0.5), (0.2, 0.6))), 0.01: (0.05, compared((0.1, 0.4), (0.05, 0.4)))}
+    rows = density_rows(found)
+    assert [(row.density, row.strategy) for row in rows] == [
+        (0.01, "single"),
+        (0.01, "hogwild"),
+        (0.2, "single"),
+        (0.2, "hogwild"),
+    ]
+    assert [row.speedup for row in rows] == pytest.approx([1, 2, 1, 0.5])
+    assert [row.excess for row in rows] == pytest.approx([0, 0, 0, 0.1])
+    assert density_cells(rows)[1] == ["hogwild", "0.01", "5.0 %", "200", "2.00", "0.4000", "+0.0000"]
+    (told,) = density_sentences(rows)
+    assert "hogwild is 2.00 times as fast as single where two examples share a feature in 5.0 %" in told
+    assert "0.50 times where they do in 100 %; its loss is +0.0000 and +0.1000 above." in told
+    page = density_page("<t>", rows, [told], "c", {})
+    assert "&lt;t&gt;" in page
+    assert page.count("<figure") == 2
+
+
+def test_what_did_not_run_has_no_row() -> None:
+    strategies = [(one, 2) for one in parse_strategies("single; hogwild")]
+    nothing = figures(strategies, [], None, 5)
+    assert density_rows({0.1: (0.5, nothing)}) == []
+    assert density_sentences([]) == ["No run came to its end."]

@@ -1,0 +1,126 @@
+"""FedBuff beside what it must equal: a loop by hand over the same arrivals, FedAvg where nobody is late, one run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import UserError
+from manyhands.federated.algorithms.base import FederatedFacts
+from manyhands.federated.algorithms.buff import FedBuff, duration_s
+from rounds import Played, play_rounds
+
+RATE = 0.1
+
+
+def samples(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(5, 2, dtype=torch.float64, generator=generator)
+    return inputs, inputs @ torch.tensor([[1.0], [-2.0]], dtype=torch.float64) + 0.3 * seed
+
+
+PARTIES = {f"party {at}": samples(at) for at in range(9)}
+
+
+def task() -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Linear(2, 1, bias=False).double(),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        data=mh.Parties(PARTIES),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+        batch_size=8,
+    )
+
+
+def weight_of(played: Played) -> np.ndarray:
+    return next(iter(played.model.parameters())).detach().numpy().flatten()
+
+
+def schedule(rounds: int, clients: int, per_round: int, size: int) -> list[list[tuple[int, int]]]:
+    """By an event loop of its own: (client, version) of each round's updates."""
+    made = FedBuff(size)
+    made.attach(FederatedFacts(clients=clients, per_round=per_round))
+    return [
+        [(one.client, one.number) for one in made.given(number, (), [torch.full((1,), float(number))])]
+        for number in range(rounds)
+    ]
+
+
+def test_a_step_is_the_mean_of_the_buffer_each_update_from_the_model_it_began_with() -> None:
+    torch.manual_seed(0)
+    versions = [next(iter(task().model().parameters())).detach().numpy().flatten().copy()]
+    late = 0
+    for number, round_of in enumerate(schedule(12, 9, 6, 2)):
+        step = np.zeros(2)
+        for client, version in round_of:
+            inputs, targets = (one.numpy() for one in list(PARTIES.values())[client])
+            mine = versions[version].copy()
+            for _ in range(2):
+                mine -= RATE * 2 / 5 * inputs.T @ (inputs @ mine - targets.flatten())
+            step += (mine - versions[version]) / np.sqrt(1 + number - version) / 2
+            late += number - version
+        versions.append(versions[-1] + step)
+    words = "federated partition=natural batch=all epochs=2 fraction=0.67 algorithm=fedbuff:2"
+    run = play_rounds(task(), words, 12)
+    np.testing.assert_allclose(weight_of(run), versions[-1], rtol=0, atol=1e-9)
+    told = run.exchange.told()["algorithm"]
+    assert told["staleness"]["mean"] == pytest.approx(late / 24)
+    assert told["staleness"]["mean"] > 1, "six are under way, and two make a step"
+
+
+def test_where_a_step_waits_for_everybody_it_is_fedavg() -> None:
+    words = "federated partition=natural batch=2 algorithm="
+    buffered, average = (play_rounds(task(), words + one, 3) for one in ("fedbuff:9", "fedavg"))
+    np.testing.assert_allclose(weight_of(buffered), weight_of(average), rtol=0, atol=1e-12)
+    assert buffered.exchange.told()["algorithm"]["staleness"] == {"mean": 0.0, "max": 0}
+
+
+def test_arrivals_are_in_the_order_of_time_and_nobody_is_under_way_twice() -> None:
+    made = FedBuff(3)
+    made.attach(FederatedFacts(clients=20, per_round=8, seed=5))
+    counts, before = np.zeros(20), 0.0
+    for number in range(300):
+        back = made.given(number, (), [torch.full((1,), float(number))])
+        assert len({one.client for one in back}) == 3
+        for one in back:
+            assert float(one.weights[0]) == one.number == number - one.staleness
+            counts[one.client] += 1
+        memory = made.memory()
+        away = [client for _, client, _ in memory["underway"]]
+        assert len(set(away)) == len(away) == 8
+        assert memory["clock_s"] >= before
+        before = memory["clock_s"]
+        assert {version for version, _ in memory["versions"]} == {
+            version for _, _, version in memory["underway"]
+        }
+    speeds = [np.mean([duration_s(5, client, trip) for trip in range(50)]) for client in range(20)]
+    slow, fast = int(np.argmax(speeds)), int(np.argmin(speeds))
+    assert counts[fast] > counts[slow] > 0
+    waiting = sum(max(duration_s(5, client, trip) for client in range(8)) for trip in range(112))
+    assert before < waiting / 2, "as many updates in synchronous rounds of eight, each as long as its slowest"
+
+
+def test_a_resumed_run_goes_on_with_those_under_way() -> None:
+    words = "federated partition=natural batch=2 fraction=0.7 algorithm=fedbuff:2"
+    whole = play_rounds(task(), words, 9)
+    parts = play_rounds(task(), words, 5, after=play_rounds(task(), words, 4))
+    np.testing.assert_array_equal(weight_of(whole), weight_of(parts))
+    assert whole.exchange.told()["algorithm"] == parts.exchange.told()["algorithm"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("algorithm=fedbuff:0", "fedbuff:0: .* a whole number of at least 1"),
+        ("algorithm=fedbuff:2.5", "fedbuff:2.5: .* a whole number"),
+        ("clients=10 fraction=0.3 algorithm=fedbuff:4", "takes 4 updates, and 3 clients are under way"),
+        ("algorithm=fedbuff:4 secure=yes", "not with algorithm=fedbuff:4: its clients begin with different"),
+        ("algorithm=fedbuff:4 clip=1", "uses more of a client than its update"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        mh.Federated.parse(f"federated {words}")

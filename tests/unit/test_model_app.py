@@ -1,0 +1,271 @@
+"""What a served model says to requests of every kind, without a socket and without a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from manyhands.analyse.serving import Answered, ReplicaState, ServingTally, ServingView, percentile
+from manyhands.draw.serving import serving_metrics, serving_report, serving_sections, serving_title
+from manyhands.errors import UserError
+from manyhands.inference.predictor import Predictor
+from manyhands.serve.guard import Guard
+from manyhands.serve.model_app import BodyLimits, ModelApp
+from manyhands.serve.model_server import ServeOptions
+from manyhands.serve.replica import answer_batch
+from manyhands.serve.replicas import Staffing
+from manyhands.serve.server import Drawn, PageApp
+
+GUARD = Guard(token="secret")
+LIMITS = BodyLimits(num_bytes=1000, inputs=3, slowest_s=0.05)
+GOOD = {"authorization": "Bearer secret", "host": "127.0.0.1:1"}
+
+
+class Doubler(Predictor[list[float]]):
+    """Doubles numbers; 13 is beyond it."""
+
+    takes = "a number"
+    example = 1.0
+
+    def blocks(self, source: str, read_as: Any) -> Any:
+        raise AssertionError
+
+    def inputs(self, values: Sequence[Any]) -> list[float]:
+        for value in values:
+            if not isinstance(value, int | float):
+                raise UserError(f"{value!r} is no number")
+        return [float(value) for value in values]
+
+    def together(self, parts: Sequence[list[float]]) -> list[float]:
+        return [number for part in parts for number in part]
+
+    def answers(self, inputs: list[float]) -> list[Any]:
+        if 13 in inputs:
+            raise ArithmeticError("unlucky")
+        return [2 * number for number in inputs]
+
+
+class Alone:
+    """In the place of a switchboard: one worker, which is this process."""
+
+    async def ask(self, body: bytes, size: int) -> tuple[int, bytes]:
+        (said,) = answer_batch(Doubler(), [json.loads(body)])
+        assert size == len(json.loads(body)["inputs"])
+        return said.pop("status"), json.dumps(said).encode()
+
+
+def view(**changes: Any) -> ServingView:
+    tally = ServingTally(0.0)
+    fields = {
+        "model": "runs/d", "task": "digits", "takes": "a <row>", "example": "[0]", "waiting": 2, "wanted": 2,
+        "workers": (ReplicaState(number=1, pid=7, state="free", batches=3, inputs=9),),
+        **tally.figures(3.0),
+    }  # fmt: skip
+    return ServingView(**{**fields, **changes})
+
+
+def app(tally: ServingTally | None = None) -> ModelApp:
+    drawn = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
+    page: PageApp[Any] = PageApp(view, GUARD, serving_metrics, drawn=drawn, period_s=0.0)
+    return ModelApp(Alone(), page, GUARD, tally or ServingTally(0.0), LIMITS)  # type: ignore[arg-type]
+
+
+def asked(
+    content: Any = b"", *, method: str = "POST", path: str = "/predict", **headers: str
+) -> httpx.Response:
+    body = content if isinstance(content, bytes) or callable(content) else json.dumps(content).encode()
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app())  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+            sent = body() if callable(body) else body
+            return await client.request(method, path, content=sent, headers={**GOOD, **headers})
+
+    return asyncio.run(ask())
+
+
+def test_a_request_gets_an_answer_for_each_input() -> None:
+    answer = asked({"inputs": [1, 2.5]})
+    assert (answer.status_code, answer.json()) == (200, {"answers": [2.0, 5.0]})
+    assert answer.headers["cache-control"] == "no-store"
+
+
+async def in_pieces() -> Any:
+    for _ in range(200):
+        yield b"1" * 10
+
+
+async def slowly() -> Any:
+    yield b"{"
+    await asyncio.sleep(5)
+    yield b"}"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        (b"", 400, "The body is no JSON"),
+        (b"inputs=1", 400, "The body is no JSON"),
+        (b'{"inputs": [1]}'.decode().encode("utf-16"), 400, "The body is no JSON"),
+        (b"[" * 900, 400, "The body is no JSON"),
+        ([1, 2], 400, 'no array of inputs; send {"inputs": [...]}'),
+        ({"inputs": 3}, 400, "no array of inputs"),
+        ({"inputs": []}, 400, "no array of inputs"),
+        ({"input": [1]}, 400, "no array of inputs"),
+        ({"inputs": ["a cat"]}, 400, "'a cat' is no number"),
+        ({"inputs": [1, 2, 3, 4]}, 413, "at most 3 inputs, not 4"),
+        (b" " * 1001, 413, "at most 1000 B"),
+        (in_pieces, 413, "at most 1000 B"),
+        (slowly, 408, "did not come whole within 0.05 s"),
+        ({"inputs": [13]}, 500, "the model failed: ArithmeticError: unlucky"),
+    ],
+)
+def test_what_makes_no_sense_gets_a_sentence(content: Any, status: int, said: str) -> None:
+    answer = asked(content)
+    assert answer.status_code == status
+    assert said in answer.json()["error"]
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
+    """Whoever waits for its bytes would wait for ever: `receive` has none."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("it was read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [
+        (b"host", b"127.0.0.1:1"),
+        (b"authorization", b"Bearer secret"),
+        (b"content-length", b"9" * 4000),
+    ]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
+    asyncio.run(app()(scope, receive, send))
+    assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize(
+    ("headers", "method", "status"),
+    [
+        ({"authorization": "Bearer wrong"}, "POST", 401),
+        ({"authorization": ""}, "POST", 401),
+        ({"host": "evil.example"}, "POST", 403),
+        ({"origin": "http://evil.example"}, "POST", 403),
+        ({}, "GET", 405),
+        ({}, "PUT", 405),
+    ],
+)
+def test_strangers_are_refused(headers: dict[str, str], method: str, status: int) -> None:
+    answer = asked({"inputs": [1]}, method=method, **headers)
+    assert answer.status_code == status
+    assert answer.json()["error"].endswith(".")
+    if status == 405:
+        assert answer.headers["allow"] == "POST"
+
+
+def test_everything_else_is_the_page() -> None:
+    assert asked(method="GET", path="/").text.startswith("<!DOCTYPE html>")
+    assert asked(method="GET", path="/metrics").text.count("manyhands_serve_workers 1\n") == 1
+    assert asked(method="GET", path="/report", authorization="Bearer no").status_code == 401
+    assert asked(method="GET", path="/other").status_code == 404
+
+
+def test_answers_are_counted_and_strangers_are_not() -> None:
+    tally = ServingTally(0.0)
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=app(tally))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+            for content, headers in (({"inputs": [1, 2]}, GOOD), ({}, GOOD), ({}, {"host": "127.0.0.1:1"})):
+                await client.post("/predict", json=content, headers=headers)
+
+    asyncio.run(ask())
+    assert dict(tally.figures(1e9)["by_status"]) == {200: 1, 400: 1}  # type: ignore[call-overload]
+    assert tally.inputs == 2
+
+
+def test_one_bad_request_of_a_batch_leaves_the_others_alone() -> None:
+    bodies = [{"inputs": [1]}, {"inputs": [None]}, {"inputs": [13, 1]}, {"inputs": [2, 3]}]
+    said = answer_batch(Doubler(), bodies)
+    assert [one["status"] for one in said] == [200, 400, 500, 200]
+    assert (said[0]["answers"], said[3]["answers"]) == ([2.0], [4.0, 6.0])
+
+
+def test_workers_are_replaced_unless_none_ever_answers() -> None:
+    staffing = Staffing()
+    assert [staffing.replaces(worker) for worker in (1, 2, 3)] == [True, True, False]
+    staffing = Staffing()
+    for worker in range(50):
+        staffing.ready(worker)
+        assert staffing.replaces(worker)
+    assert [staffing.replaces(worker) for worker in (60, 61)] == [True, True]
+    staffing.ready(62)
+    assert [staffing.replaces(worker) for worker in (62, 63, 64)] == [True, True, True]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 999])
+def test_percentiles_are_numpys(count: int) -> None:
+    numbers = sorted(np.random.default_rng(count).random(count).tolist())
+    for percent in (50, 95, 99):
+        expected = np.percentile(numbers, percent, method="inverted_cdf")
+        assert percentile(numbers, percent) == expected
+    assert math.isnan(percentile([], 50))
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    tally = ServingTally(100.0)
+    for number in range(40):
+        tally.answered(Answered(100 + number / 4, 0.001 * number, 200 if number % 4 else 503, 2))
+    tally.batch(8)
+    tally.batch(4)
+    figures = tally.figures(110.0)
+    assert figures["requests_per_s"] == pytest.approx(4.0)
+    assert figures["inputs_per_s"] == pytest.approx(6.0)
+    assert figures["batch_mean"] == 6
+    assert figures["curve"] == tuple((float(second), 4.0) for second in range(10))
+    assert figures["p50_ms"] == pytest.approx(sorted(number for number in range(40) if number % 4)[14])
+
+
+class Balanced(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta", "link", "br", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_says_what_is_wrong_and_shows_nothing_as_code() -> None:
+    figures: Callable[..., str] = lambda **changes: "".join(serving_sections(view(**changes)).values())  # noqa: E731
+    for text in (
+        figures(),
+        figures(by_status=((200, 3), (400, 2), (503, 1)), curve=((0.0, 3.0), (1.0, 4.0))),
+    ):
+        parser = Balanced()
+        parser.feed(text)
+        assert parser.open == []
+    assert "1 of 2 workers answer" in figures()
+    assert "a &lt;row&gt;" in figures()
+    assert "2 requests made no sense" in figures(by_status=((400, 2),))
+    assert "1 requests were answered with 5xx" in figures(by_status=((503, 1),))
+    assert "Every request was answered" in figures(wanted=1)
+    assert serving_report(view()).startswith("<!DOCTYPE html>")
+
+
+def test_workers_must_be_some() -> None:
+    with pytest.raises(UserError, match="workers=0"):
+        ServeOptions(workers=0)

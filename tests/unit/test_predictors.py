@@ -1,0 +1,296 @@
+"""What trained models answer: as the module itself does, whatever the file, alone or beside others."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.cli.predict import generate_command, predict_command
+from manyhands.data.images import ImageShape, read_images
+from manyhands.errors import DataError, UserError
+from manyhands.exporting import export_run
+from manyhands.inference.images import ImagePredictor
+from manyhands.inference.opening import open_predictor
+from manyhands.inference.predictor import ReadAs
+from manyhands.inference.text import Prompt, TextGenerator, chosen
+from manyhands.regression.labels import Labels
+from manyhands.regression.model import MODEL_FILE, LogregModel
+from manyhands.tasks import TASKS
+from manyhands.tasks.digits import read_digits
+from manyhands.tasks.language import Transformer
+from manyhands.tasks.recurrent import RecurrentNetwork
+from manyhands.tasks.vision import ImageClassifier
+from manyhands.uses import USES, found_at
+from manyhands.words.vectors import Vectors
+
+SHAPE = ImageShape(8, 16)
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "digits"
+    mh.fit(mh.tasks.build("digits"), "single", steps=60, out=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray[Any, Any]:
+    return read_digits()[0][:50].reshape(-1, 8, 8)
+
+
+def write_idx(path: Path, images: np.ndarray[Any, Any], compressed: bool = False) -> None:
+    content = struct.pack(">2xBB3I", 8, 3, *images.shape) + images.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if compressed else content)
+
+
+def test_every_task_that_can_be_trained_can_be_asked() -> None:
+    assert set(TASKS) <= set(USES)
+    for use in USES.values():
+        assert callable(found_at(use.predictor))
+        assert callable(found_at(use.exporter))
+
+
+def test_images_are_the_same_from_every_kind_of_file(tmp_path: Path, pixels: np.ndarray[Any, Any]) -> None:
+    np.save(tmp_path / "a", pixels)
+    np.save(tmp_path / "columns", np.asfortranarray(pixels[:, None].astype(np.float64)))
+    np.save(tmp_path / "flat", pixels.reshape(-1, 64))
+    write_idx(tmp_path / "idx", pixels)
+    write_idx(tmp_path / "packed", pixels, compressed=True)
+    (tmp_path / "array").write_text(json.dumps(pixels.tolist()))
+    (tmp_path / "request").write_text(json.dumps({"inputs": pixels.tolist()}))
+    for name in ("a.npy", "columns.npy", "flat.npy", "idx", "packed", "array", "request"):
+        np.testing.assert_array_equal(read_images(str(tmp_path / name), SHAPE), pixels, name)
+
+
+def test_a_picture_is_scaled_to_what_the_model_knows(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    image.fromarray(grey).save(tmp_path / "one.png")
+    (read,) = read_images(str(tmp_path / "one.png"), SHAPE)
+    np.testing.assert_allclose(read, grey * (16 / 255), rtol=1e-6)
+    image.fromarray(np.zeros((28, 28), np.uint8)).save(tmp_path / "large.png")
+    with pytest.raises(DataError, match=r"28×28 pixels; the model was trained on 8×8"):
+        read_images(str(tmp_path / "large.png"), SHAPE)
+
+
+def test_without_pillow_pictures_are_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    (tmp_path / "one.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(UserError, match=r"pip install .manyhands\[images\]"):
+        read_images(str(tmp_path / "one.png"), SHAPE)
+
+
+def npy(**header: Any) -> bytes:
+    text = repr({"descr": "<f4", "fortran_order": False, "shape": (1, 8, 8), **header}).encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (npy() + bytes(10), "its header tells of 256 B of float32, and 10 B follow"),
+        (npy(shape=(1 << 40, 8, 8)) + bytes(256), "its header tells of"),
+        (npy(descr="|O") + bytes(64 * 8), "its header tells of"),
+        (b"\x93NUMPY\x07\x00", "npy|version"),
+        (b"[[1, 2], [3]]", "different lengths"),
+        (b'[["a"]]', "what is no number"),
+        (b"[[[1, 2], [3, 4]]]", "its shape is 1×2×2; an image is 8×8 numbers from 0 to 16"),
+        (json.dumps([[[17] * 8] * 8]).encode(), "its values go from 17 to 17"),
+        (b"[[NaN]]", "its shape"),
+        (b'{"input": []}', "it must be an array of images"),
+        (b"[" * 100_000, "JSON|recursion"),
+        (b"[]", "its shape is 0|no image"),
+        (b"\0\0\x08\x02" + struct.pack(">2I", 2, 3) + bytes(6), "its shape is 2×3"),
+    ],
+)
+def test_files_that_hold_no_images_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(DataError, match=f"bad.*({said})"):
+        read_images(str(tmp_path / "bad"), SHAPE)
+
+
+def test_the_classes_are_those_of_the_module(digits_run: Path, pixels: np.ndarray[Any, Any]) -> None:
+    predictor = open_predictor(digits_run)
+    model = mh.load(digits_run)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(pixels).unsqueeze(1)).softmax(1).max(1)
+    answers = predictor.answers(predictor.inputs(pixels.tolist()))
+    assert [one["label"] for one in answers] == expected.indices.tolist()
+    assert [one["probability"] for one in answers] == pytest.approx(expected.values.tolist(), abs=2e-6)
+    halves = [predictor.inputs(part.tolist()) for part in (pixels[:20], pixels[20:])]
+    together = predictor.answers(predictor.together(halves))
+    assert [one["label"] for one in together] == [one["label"] for one in answers]
+    assert predictor.answers(predictor.inputs([predictor.example]))[0]["label"] in range(10)
+
+
+def test_predict_prints_a_line_for_each_input(
+    digits_run: Path, tmp_path: Path, pixels: np.ndarray[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_idx(tmp_path / "some", pixels)
+    predict_command(digits_run, str(tmp_path / "some"))
+    lines = capsys.readouterr().out.splitlines()
+    labels = [int(line.split()[0]) for line in lines]
+    right = read_digits()[1][:50].tolist()
+    assert len(labels) == 50
+    assert sum(ours == theirs for ours, theirs in zip(labels, right, strict=True)) >= 40
+    exported = export_run(digits_run, precision="int8").path
+    predict_command(exported, str(tmp_path / "some"), out=tmp_path / "lines")
+    assert len((tmp_path / "lines").read_text().splitlines()) == 50
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([[[0] * 8] * 7], "input 0: its shape is 7×8"),
+        ([[[0] * 8] * 8, "a cat"], "input 1: it holds"),
+        ([[[[0] * 8] * 8] * 2], "input 0 holds 2 images"),
+        ([[0] * 8] * 8, "input 0: its shape is 8"),
+        ([None], "input 0"),
+        ([{"a": 1}], "input 0"),
+        ([[[-1] * 8] * 8], "input 0: its values go from -1"),
+        ([[[float("nan")] * 8] * 8], "input 0: its values"),
+        ([[[10**400] * 8] * 8], "input 0"),
+    ],
+)
+def test_json_that_is_no_image_is_refused(values: list[Any], said: str) -> None:
+    predictor = ImagePredictor(ImageClassifier(side=8, white=16, width=4))
+    with pytest.raises(UserError, match=said):
+        predictor.inputs(values)
+
+
+def written_plainly(model: nn.Module, context: int, prompt: str, length: int) -> bytes:
+    """The likeliest bytes one after another, without batches and without filling up."""
+    text = list(prompt.encode())
+    for _ in range(length):
+        with torch.inference_mode():
+            scores: Tensor = model(torch.tensor([text[-context:]]))
+        text.append(int(scores[0, -1].argmax()))
+    return bytes(text[len(prompt.encode()) :])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Transformer(context=12, layers=2, width=16, heads=2).double(),
+        RecurrentNetwork(layers=2, width=16).double(),
+    ],
+    ids=["language", "recurrent"],
+)
+def test_texts_go_on_beside_others_as_they_do_alone(model: nn.Module) -> None:
+    generator = TextGenerator(model, context=12)
+    prompts = [
+        Prompt(prompt=prompt, length=length, temperature=0)
+        for prompt, length in (("a", 30), ("a longer prompt, beyond the context", 7), ("é", 18))
+    ]
+    for prompt, written in zip(prompts, generator.continued(prompts), strict=True):
+        assert bytes(written) == written_plainly(model, 12, prompt.prompt, prompt.length)
+
+
+def test_bytes_are_drawn_as_the_temperature_says() -> None:
+    scores = torch.tensor([0.0, 1.0, 2.0])
+    for temperature in (0.5, 1.0, 3.0):
+        drawn_from = torch.Generator().manual_seed(3)
+        drawn = torch.tensor([chosen(scores, temperature, drawn_from) for _ in range(3000)])
+        expected = (scores / temperature).softmax(0)
+        counted = torch.bincount(drawn, minlength=3) / len(drawn)
+        spread = (expected * (1 - expected) / len(drawn)).sqrt()
+        assert ((counted - expected).abs() < 4 * spread).all()
+    assert chosen(scores, 1e-300, torch.Generator()) == 2
+
+
+def test_a_seed_fixes_what_is_written() -> None:
+    torch.manual_seed(0)
+    generator = TextGenerator(Transformer(context=8, layers=1, width=8, heads=1), context=8)
+    prompts = generator.inputs(["x", {"prompt": "x", "seed": 1}, {"prompt": "x", "seed": 0}])
+    first, other, again = generator.continued(prompts)
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, "input 0 is no text"),
+        ("", "prompt is ''"),
+        ({"length": 3}, "prompt is ''"),
+        ({"prompt": "a", "lenght": 3}, "did you mean 'length'"),
+        ({"prompt": "a", "length": 10**9}, "length is 1000000000; it must be a whole number from 1 to 4096"),
+        ({"prompt": "a", "length": True}, "length is True"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
+        ({"prompt": "a", "seed": -1}, "seed is -1"),
+        ({"prompt": "\ud800"}, "no text"),
+    ],
+)
+def test_prompts_that_make_no_sense_are_refused(value: Any, said: str) -> None:
+    generator = TextGenerator(RecurrentNetwork(layers=1, width=4), context=4)
+    with pytest.raises(UserError, match=said):
+        generator.inputs([value])
+
+
+def test_generate_writes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], digits_run: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("ab" * 3000)
+    task = mh.tasks.build("recurrent", path=text, context=8, width=16, layers=1, learning_rate=0.03)
+    mh.fit(task, "single", steps=60, out=tmp_path / "run")
+    generate_command(tmp_path / "run", prompt="ba", length=6, temperature=0.0, seed=0)
+    assert capsys.readouterr().out == "babababa\n"
+    with pytest.raises(UserError, match="manyhands generate RUN --prompt"):
+        predict_command(tmp_path / "run", "hello")
+    with pytest.raises(UserError, match="writes no text; manyhands predict"):
+        generate_command(digits_run)
+
+
+def test_sparse_lines_are_asked_one_by_one(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).normal(size=401).astype(np.float32)
+    LogregModel(table=table, labels=Labels(-1.0, 1.0)).save(tmp_path / MODEL_FILE)
+    predictor = open_predictor(tmp_path)
+    lines = ["+1 1:1 7:0.5", "-1 3:1 400:2"]
+    (tmp_path / "examples").write_text("".join(f"{line}\n" for line in lines))
+    (block,) = predictor.blocks(str(tmp_path / "examples"), ReadAs())
+    answers = predictor.answers(predictor.inputs(lines))
+    assert answers == predictor.answers(block)
+    margin = float(table[0]) + float(table[2]) + 0.5 * float(table[8])  # the bias lies before feature 0
+    assert answers[0]["probability"] == pytest.approx(1 / (1 + np.exp(-margin)), rel=1e-6)
+    both = predictor.together([predictor.inputs(lines[:1]), predictor.inputs(lines[1:])])
+    assert predictor.answers(both) == answers
+    for bad in (["+1 1:1\n+1 2:1"], [3], ["# only a comment"], ["+1 one:1"]):
+        with pytest.raises(UserError, match="input"):
+            predictor.inputs(bad)
+
+
+def test_words_are_asked(tmp_path: Path) -> None:
+    directions = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
+    Vectors(["king", "queen", "cat"], directions).save_text(tmp_path / "vectors.txt")
+    predictor = found_at(USES["glove"].predictor)(tmp_path)
+    (inputs,) = predictor.blocks("king", ReadAs())
+    assert [line.split()[0] for line in predictor.lines(inputs)] == ["queen", "cat"]
+    with pytest.raises(UserError, match="'dog' is not among the 3 words"):
+        predictor.inputs(["dog"])
+
+
+def test_what_is_no_model_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        open_predictor(tmp_path)
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        open_predictor(tmp_path / "nothing")
+    task = mh.Task(
+        model=lambda: nn.Linear(2, 1),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        data=(torch.ones(8, 2),),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    mh.fit(task, "single", steps=1, out=tmp_path / "own")
+    with pytest.raises(UserError, match=r"mh\.load\(path, task="):
+        open_predictor(tmp_path / "own")
