@@ -22,6 +22,7 @@ from manyhands.tasks import build
 __all__ = ["Fleet"]
 
 _LOOK_S = 0.05
+_PROGRAM = Path(__file__).with_name("fleet_program.py")
 SCHEMA = "images=uint8:1x8x8,labels=int64"
 
 
@@ -99,7 +100,7 @@ class Fleet:
         return self.folder / f"device-{number}"
 
     def _started(self, words: list[str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "manyhands", "federated", *words]
+        command = [sys.executable, str(_PROGRAM), "federated", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # there are more of them than cores
         return warm.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
 

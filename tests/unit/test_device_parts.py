@@ -181,3 +181,18 @@ def test_bad_input_is_one_sentence(
     assert sentence in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "x").exists(), "what was refused leaves no run behind"
+
+
+def test_a_server_to_which_nobody_comes_gives_up_and_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["federated", "serve", "digits", "--rounds", "1", "--patience", "0.2", "--out", "run"]
+    assert run_command(monkeypatch, *words) == 1
+    assert "the server gave up after 0 rounds" in capsys.readouterr().err
+    assert run_command(monkeypatch, *words) == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert run_command(monkeypatch, *words, "--resume") == 1
+    assert "enrol once" not in capsys.readouterr().out, "the places are those of the first start"
+    assert len((tmp_path / "run" / "enrolment-tokens.txt").read_text().split()) == 10
+    assert (tmp_path / "run" / "enrolment-tokens.txt").stat().st_mode & 0o777 == 0o600
