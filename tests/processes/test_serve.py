@@ -188,3 +188,21 @@ def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert "the server has ended" in process.communicate(timeout=30)[1]
         assert process.returncode == 0
+
+
+def test_the_page_brings_what_was_asked(server: ModelServer) -> None:
+    """The events that a browser's page is made of, read without one."""
+    connection = connected(server)
+    assert ask(connection, server, [np.zeros((8, 8)).tolist()] * 2)[0] == 200
+    connection.request("GET", "/events", headers={"Authorization": f"Bearer {server.token}"})
+    stream = connection.getresponse()
+    events: dict[str, Any] = {}
+    while "sections" not in events:
+        name, data = stream.readline().decode().strip(), stream.readline().decode().strip()
+        assert stream.readline() == b"\n"
+        events[name.removeprefix("event: ")] = json.loads(data.removeprefix("data: "))
+    connection.close()
+    assert events["title"] == "digits · served by 2 workers"
+    assert list(events["sections"]) == ["now", "wrong", "latency", "throughput", "workers", "how", "notes"]
+    assert "1 × 200" in events["sections"]["notes"]
+    assert "/predict" in events["sections"]["how"]

@@ -30,7 +30,7 @@ from manyhands.store.exported import check_precision
 from manyhands.task import Task
 from manyhands.tasks import build
 
-__all__ = ["MODELS", "InferenceModel", "format_table", "run_bench"]
+__all__ = ["MODELS", "AskedModel", "format_table", "run_bench"]
 
 _WAIT_S = 120.0
 _BEFORE_S = 0.3  # from the last that is ready to the moment when all begin
@@ -39,7 +39,7 @@ _COMPARED = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InferenceModel:
+class AskedModel:
     """What is measured of each model."""
 
     options: Mapping[str, Any]
@@ -60,10 +60,10 @@ def _windows(task: Task) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(task.evaluation[:_COMPARED, :-1])).long()
 
 
-MODELS: dict[str, InferenceModel] = {
-    "digits": InferenceModel(options={"width": 32}, steps=40, inputs=_images),
-    "language": InferenceModel(options={}, steps=20, inputs=_windows),
-    "recurrent": InferenceModel(options={}, steps=20, inputs=_windows),
+MODELS: dict[str, AskedModel] = {
+    "digits": AskedModel(options={"width": 32}, steps=40, inputs=_images),
+    "language": AskedModel(options={}, steps=20, inputs=_windows),
+    "recurrent": AskedModel(options={}, steps=20, inputs=_windows),
 }
 """By the name of its task."""
 
