@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ def plain_products(model: nn.Module) -> Iterator[None]:
     keeps it.
     """
     of_onednn = (nn.modules.conv._ConvNd, nn.RNNBase)
-    backend = torch.backends.mkldnn
+    backend: Any = torch.backends.mkldnn
     if not backend.enabled or any(isinstance(module, of_onednn) for module in model.modules()):
         yield
         return
