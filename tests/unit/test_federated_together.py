@@ -14,6 +14,7 @@ from manyhands.errors import UserError
 from manyhands.federated.algorithms import ALGORITHMS, FederatedFacts, algorithm_named
 from manyhands.federated.clients import LocalWork, held, held_names
 from manyhands.federated.playing import Crowd, Playing, players_for
+from manyhands.federated.products import plain_products
 from manyhands.federated.samples import Samples, columns_of
 from manyhands.federated.stacked import steps_of
 from manyhands.federated.strategy import ALL, AUTO
@@ -270,3 +271,14 @@ def test_the_data_of_parties_become_columns_with_the_samples_where_they_were() -
     assert found[1].tolist() == [int(one[1]) for one in expected]
     assert columns_of(mh.Parties({"a": (inputs, labels), "b": {"x": inputs}})) is None
     assert columns_of([("text", 1)]) is None
+
+
+def test_products_are_plain_while_a_model_of_linear_layers_is_trained_and_not_afterwards() -> None:
+    before = torch.backends.mkldnn.enabled
+    with plain_products(flat(nn.Linear(36, 3))):
+        assert not torch.backends.mkldnn.enabled
+    with pytest.raises(KeyError), plain_products(flat(nn.Linear(36, 3))):
+        raise KeyError
+    assert torch.backends.mkldnn.enabled == before
+    with plain_products(network()):
+        assert torch.backends.mkldnn.enabled == before, "convolutions are oneDNN's"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.products import plain_products
 from manyhands.federated.samples import Samples
 from manyhands.federated.strategy import ALL
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
@@ -135,9 +136,10 @@ class ClientTrainer:
     def _run(self, one: ClientAssignment, correct: Callable[[], None] | None) -> tuple[float, int]:
         """Steps over the client's samples; their mean loss, and how many."""
         losses, steps = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        for chosen in batches(self._work, one.samples, self._seed, one.number, one.client):
-            losses += self._step(chosen, correct)
-            steps += 1
+        with plain_products(self._copy):
+            for chosen in batches(self._work, one.samples, self._seed, one.number, one.client):
+                losses += self._step(chosen, correct)
+                steps += 1
         return float(losses) / max(1, steps), steps
 
     @torch.no_grad()

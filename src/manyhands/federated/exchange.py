@@ -57,7 +57,14 @@ def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRound
 
 
 def _is_finite(update: ClientUpdate) -> bool:
-    return math.isfinite(update.loss) and all(bool(one.isfinite().all()) for one in update.change)
+    return math.isfinite(update.loss) and all(map(_all_finite, update.change))
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """By its extremes, which are not finite where any item is not: one pass, and no tensor of answers."""
+    if not tensor.numel():
+        return True
+    return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
 
 
 class FederatedExchange(Exchange):
@@ -209,9 +216,12 @@ class FederatedExchange(Exchange):
     def _add(self, update: ClientUpdate, step: int) -> None:
         """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
         assert self._tally is not None, "a round has begun"
-        if _is_finite(update):  # or what is kept for the next time would not be
-            update = self._coding.carried(update, step, len(self._algorithm.layers.shared(self._weights)))
-        if not _is_finite(update):
+        finite = _is_finite(update)
+        if finite:  # or what is kept for the next time would not be
+            shared = len(self._algorithm.layers.shared(self._weights))
+            sent, update = update, self._coding.carried(update, step, shared)
+            finite = update is sent or _is_finite(update)
+        if not finite:
             self._refused += 1
             if self._private is None:
                 return

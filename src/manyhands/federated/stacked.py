@@ -24,6 +24,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 
 from manyhands.federated.algorithms import FederatedAlgorithm
 from manyhands.federated.clients import LocalWork, batches
+from manyhands.federated.products import plain_products
 from manyhands.federated.replayed import ReplayedGradients
 from manyhands.federated.samples import Samples
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
@@ -224,7 +225,8 @@ class StackedTrainer:
         for step in steps_of([work.batches for work in works]):
             if step.active < active:
                 active = self._shrink(step.active)
-            gradients, losses = self._computed(step)
+            with plain_products(self._model):
+                gradients, losses = self._computed(step)
             with torch.no_grad():
                 self._losses[: step.active] += losses
                 for row, gradient in zip(self._rows, gradients, strict=True):
