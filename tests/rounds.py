@@ -12,6 +12,7 @@ import manyhands as mh
 from manyhands.federated.exchange import FederatedExchange
 from manyhands.federated.strategy import Federated
 from manyhands.strategy import Strategy
+from manyhands.task import Metric
 from manyhands.training.computing import Computer
 from manyhands.training.exchange import LocalStep, Traffic
 
@@ -37,6 +38,10 @@ class _Task:
 
     def __init__(self, task: mh.Task) -> None:
         self.task = task
+
+    def measures(self) -> dict[str, Metric]:
+        """Nothing but the task's own."""
+        return dict(self.task.metrics)
 
     def slow_down(self, step: int, seconds: float) -> None:
         """Never."""
