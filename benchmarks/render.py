@@ -281,6 +281,32 @@ def gbdt_speed() -> str:
     return f"**{result['trees']} trees, {result['cores']} cores**\n\n{markdown(rows)}"
 
 
+def svd_speed() -> str:
+    """CPU-seconds to the same error beside scikit-learn and scipy."""
+    result = load("svd")
+    rows = [["", "peer", "its error", "CPU-seconds", "ours", "our error", "passes", "peer ÷ ours"]]
+    for row in result["rows"]:
+        ratio = row["peer_cpu_s"] / row["ours_cpu_s"]
+        times = [f"{row[name]:.3g}" for name in ("peer_cpu_s", "ours_cpu_s")]
+        errors = [f"{row[name]:.0e}" for name in ("peer_error", "ours_error")]
+        line = [
+            row["work"],
+            f"`{row['peer']}`",
+            errors[0],
+            *times,
+            errors[1],
+            str(row["passes"]),
+            f"{ratio:.2f}×",
+        ]
+        rows.append(line)
+    about = (
+        f"**Rank {result['rank']}, {result['threads']} thread of linear algebra for everyone, {result['cores']} cores "
+        f"({result['machine']}), median of {result['rounds']}**; the largest file took {result['memory_mib']:.0f} MiB "
+        "more than none"
+    )
+    return f"{about}\n\n{markdown(rows)}"
+
+
 def stragglers(scenario: str) -> Callable[[], str]:
     """Updates per second and the share of time waiting, live and simulated, for one kind of straggler."""
 
@@ -397,6 +423,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "regression": regression_speed,
     "gbdt": gbdt_speed,
     "startup": startup_times,
+    "svd": svd_speed,
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
     "wavefronts": wavefronts,
