@@ -74,7 +74,7 @@ def record(spec: SimulationSpec, witness: Witness | None = None) -> Recorded:
         policy=spec.policy,
         steps=spec.steps,
         logs=logs,
-        computed=scribe.computed,
+        computed=scribe.pushed,
         versions={
             s: len(store.groups) for s, store in enumerate(run.stores) if isinstance(store, LedgerStore)
         },
@@ -120,7 +120,7 @@ class _Scribe(Witness):
     def __init__(self, shards: int, witness: Witness | None) -> None:
         self._witness = witness
         self._shards = shards
-        self.computed: dict[int, list[ComputedRow]] = {}
+        self.pushed: dict[int, list[ComputedRow]] = {}
 
     def computes(self, *arguments: Any) -> None:
         if self._witness is not None:
@@ -147,7 +147,7 @@ class _Scribe(Witness):
             self._witness.sends(source, to, message, now_s)
         if not isinstance(message, Push) or message.skip:
             return
-        rows = self.computed.setdefault(message.member, [])
+        rows = self.pushed.setdefault(message.member, [])
         name = (message.slot, message.clock, message.member)
         at = next((n for n, row in enumerate(rows) if row.name == name), len(rows))
         if at == len(rows):

@@ -17,7 +17,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["Later", "add_later", "forks_workers", "group_of"]
 
-_COMPILED = {"glove": False, "logreg": False, "svd": True, "gbdt": True}
+_COMPILED = {"glove": False, "logreg": False, "svd": True, "gbdt": False}
 """Tasks with kernels of their own, and whether their usual strategy has workers in processes."""
 
 _PLAIN: dict[str, Any] = {
