@@ -30,6 +30,7 @@ class Use:
 USES: dict[str, Use] = {
     "digits": Use(predictor="inference.images:open_images"),
     "mnist": Use(predictor="inference.images:open_images"),
+    "line": Use(predictor="inference.numbers:open_numbers"),
     "language": Use(predictor="inference.text:open_text"),
     "recurrent": Use(predictor="inference.text:open_text"),
     "logreg": Use(predictor="regression.predicting:open_logreg", exporter="regression.export:export_logreg"),

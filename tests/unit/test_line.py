@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.data.plan import BatchPlan
+from manyhands.inference.opening import open_predictor
+from manyhands.inference.predictor import ReadAs
 from manyhands.tasks import build
 from manyhands.tasks.builtin import TaskEnd
 from manyhands.tasks.line import alone, least_squares, line_table, own_parts
@@ -100,3 +103,21 @@ def test_the_command_shows_the_table(tmp_path: Path) -> None:
     table = json.loads((tmp_path / "run.json").read_text())["table"]
     alone_row, together = table["rows"][:2]
     assert alone_row[1:] == together[1:]  # one worker is all of them
+
+
+def test_a_line_that_was_found_is_asked_for_more_points(tmp_path: Path) -> None:
+    run = mh.fit(build("line"), "single", steps=20, out=tmp_path / "run")
+    predictor = open_predictor(tmp_path / "run")
+    a, b = (float(one.detach()) for one in run.model.parameters())
+    (tmp_path / "points").write_text("0.5\n-2\n")
+    [points] = predictor.blocks(str(tmp_path / "points"), ReadAs())
+    assert predictor.answers(points) == pytest.approx([a * 0.5 + b, a * -2 + b])
+    for bad, sentence in (
+        (["x"], "input 0 is 'x'; it must be a finite number"),
+        ([1, math.inf], "input 1 is 'inf'"),
+    ):
+        with pytest.raises(mh.UserError, match=sentence):
+            predictor.inputs(bad)
+    (tmp_path / "points").write_text("once")
+    with pytest.raises(mh.UserError, match="with a number on each line"):
+        list(predictor.blocks(str(tmp_path / "points"), ReadAs()))

@@ -46,6 +46,7 @@ def predict_command(
     - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
     - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
     - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
+    - line: a text with a number on each line; y for each.
     - glove: a word, or words as in "king - man + woman"; the nearest words.
     - language, recurrent: see `manyhands generate`.
 
