@@ -18,6 +18,9 @@ from manyhands.cluster.template import kept_pid
 # Read when torch is imported, here and in what tests start: its threads sleep while they wait, and do not spin on cores
 # that other tests need. A process that trained with two threads beside others took eight times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault(
+    "KMP_INIT_AT_FORK", "FALSE"
+)  # as scikit-learn sets it where a test imports that: for all alike
 
 # how long a busy machine takes to draw an example decides no test
 settings.register_profile("manyhands", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -56,7 +56,7 @@ ROWS = {
     "ps": Row(text="ps servers=2"),
     "hogwild": Row(text="hogwild order=turns"),
     "local": Row(text="local steps=1", optimizer="sgd"),
-    "federated": Row(text="federated clients=4 batch=all", optimizer="sgd", calls=2),
+    "federated": Row(text="federated clients=4 batch=all together=1", optimizer="sgd", calls=2),
     "pipeline": Row(text="pipeline microbatches=3", calls=3),
     "tensor": Row(text="tensor slices=2"),
 }

@@ -17,10 +17,13 @@ import warm
 
 pytestmark = pytest.mark.timeout(120)
 
+# On some processors torch leaves open what it has read of them under /sys: that is not ours to close.
 PROBE = """
 import json, os, sys
 from pathlib import Path
 print("asked", file=sys.stderr)
+ends = {one: Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")}
+ends = [one for one, end in ends.items() if end.exists() and not os.readlink(end).startswith("/sys/devices/")]
 print(json.dumps({
     "argv": sys.argv, "original": sys.orig_argv, "path": sys.path, "main": __name__,
     "module": sys.modules["__main__"].__dict__ is globals(), "file": globals().get("__file__"),
@@ -28,7 +31,7 @@ print(json.dumps({
     "environment": dict(os.environ), "shown": Path("/proc/self/environ").read_text().split("\\0")[:-1],
     "command": Path("/proc/self/comm").read_text(), "stdin": sys.stdin.read(), "warnings": sys.warnoptions,
     "streams": [[s.encoding, s.errors, s.line_buffering, s.write_through] for s in (sys.stdout, sys.stderr)],
-    "passed": os.read(int(os.environ["PASSED"]), 5).decode(), "open": sorted(os.listdir("/proc/self/fd")),
+    "passed": os.read(int(os.environ["PASSED"]), 5).decode(), "open": sorted(ends),
     "int": repr(__import__("signal").getsignal(2)), "cores": sorted(os.sched_getaffinity(0)),
 }))
 """

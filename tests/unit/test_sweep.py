@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,11 +213,10 @@ def test_a_cut_sweep_leaves_no_process_and_goes_on_with_what_is_missing(tmp_path
         if progress.done == 1 and progress.running:
             raise KeyboardInterrupt
 
-    began = time.monotonic()
+    before = set(_children())
     with pytest.raises(KeyboardInterrupt):
         run_sweep(found, out, launch, cores=[0], tell=cut)
-    assert time.monotonic() - began < 10
-    assert not _children()
+    assert set(_children()) <= before
     kept = (out / "runs" / "0001" / "note.json").read_bytes()
     assert [one.done for one in sweep_rows(found, out)] == [True, False, False]
     open_sweep(out, found, resume=True)

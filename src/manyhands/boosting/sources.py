@@ -210,7 +210,15 @@ def _label_name(found: Sequence[str], label: str | None, path: str) -> str | Non
 def _npy(path: str, label: str | None, labelled: bool) -> RowSource:
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError) as error:  # of its header
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        SyntaxError,
+        TypeError,
+        TokenError,
+        OverflowError,
+    ) as error:  # its header
         raise DataError(f"{path} cannot be read as npy: {error}") from error
     if label is not None and not label.lstrip("-").isdigit():
         raise DataError(f"label={label!r}: the columns of {path} have numbers, not names; give one, from 0")
