@@ -51,6 +51,19 @@ def a_task(**fields: object) -> mh.Task:
     return mh.Task(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def _any_number_of_steps_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.federated.playing._FEW_STEPS", 0)
+
+
+def test_for_a_round_of_few_steps_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, playing = played(a_task(), AUTO)
+    assert playing.together > 1
+    monkeypatch.setattr("manyhands.federated.playing._FEW_STEPS", 10**6)
+    _, playing = played(a_task(), AUTO)
+    assert str(playing) == "clients were trained one after another: a round has few steps"
+
+
 def split() -> list[np.ndarray]:
     return np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
 

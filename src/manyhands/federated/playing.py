@@ -7,6 +7,7 @@ of two copies must be the plain one. What it found is a sentence of the run's su
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ _LARGE_KERNEL: Final = 1 << 14  # items of a convolution's weights
 _WITHOUT_RULE: Final = "batching rule"  # in a warning of torch
 _OPERATION: Final = re.compile(r"aten::\w+")
 _TRIED: Final = 2  # samples in the batch of a trial
+_FEW_STEPS: Final = (
+    64  # of all clients in a round: loading torch.func takes longer than they do, in every process
+)
 
 
 class Players(Protocol):
@@ -99,6 +103,8 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Play
         return Playing(1, "together=1 says so")
     if crowd.each_round == 1:
         return Playing(1, "a worker has one in a round")
+    if crowd.wanted == AUTO and _steps(work, crowd) < _FEW_STEPS:
+        return Playing(1, "a round has few steps")
     cannot = _cannot(task, model)
     if cannot:
         return Playing(1, cannot)
@@ -108,6 +114,12 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Play
     if slower:
         return Playing(1, slower)
     return Playing(min(crowd.each_round, _fitting(model)), "the model is large")
+
+
+def _steps(work: LocalWork, crowd: Crowd) -> int:
+    """That one worker's clients take in a round, about."""
+    mean = sum(crowd.sizes) / len(crowd.sizes)
+    return round(crowd.each_round * work.epochs * (1 if work.batch == ALL else math.ceil(mean / work.batch)))
 
 
 def _fitting(model: nn.Module) -> int:
