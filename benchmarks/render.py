@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.errors import format_bytes
 from render_choosing import choosing
-from render_federated import federated_mnist
+from render_federated import federated_gpu, federated_mnist
 from render_inference import inference_speed
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
@@ -421,6 +421,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "offload": offload,
     "pipeline bubbles": pipeline_bubbles,
     "pipeline speed": pipeline_speed,
+    "federated gpu": federated_gpu,
     "federated mnist": federated_mnist,
     "regression": regression_speed,
     "gbdt": gbdt_speed,

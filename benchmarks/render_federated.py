@@ -24,3 +24,12 @@ def federated_mnist() -> str:
             [name, str(statistics.median(counts)), told, str(paper), f"{first['rate']:g}", f"{speed:.0f}"]
         )
     return f"**{result['machine']}**, torch {result['torch']}\n\n{markdown(rows)}"
+
+
+def federated_gpu() -> str:
+    """How many simulated clients train in a second on a GPU."""
+    result = load("federated-gpu")
+    rows = [["model and clients", "clients in a round", "clients/s"]]
+    for one in result["settings"].values():
+        rows.append([one["about"], str(one["each_round"]), f"{one['manyhands']['clients_per_s']:,.0f}"])
+    return f"**{result['machine']}**\n\n{markdown(rows)}"
