@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manyhands.errors import format_bytes
 from render_choosing import choosing
+from render_exploring import density_speed, scaling_speed
 from render_federated import federated_gpu, federated_mnist
 from render_inference import inference_speed
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
@@ -397,6 +398,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "backend speed": backend_speed,
     "choosing": choosing,
     "codecs": codecs_speed,
+    "density": density_speed,
+    "scaling": scaling_speed,
     "links": links_speed,
     "tls": tls_cost,
     "hosts": hosts_speed,

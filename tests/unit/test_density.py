@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from manyhands.compare.density import density_cells, density_page, density_rows,
 from manyhands.compare.figures import Figures, figures
 from manyhands.compare.plan import parse_strategies
 from manyhands.errors import UserError
+from manyhands.regression.options import LogregOptions
 from manyhands.regression.synthetic import SparseProblem, shared_chance, write_examples
+from manyhands.regression.task import LogregTask
 
 
 @pytest.mark.parametrize(
@@ -31,12 +35,15 @@ def test_examples_have_the_density_that_was_asked_for(tmp_path: Path) -> None:
     table, labels = load_svmlight_file(str(tmp_path / "a"), n_features=80)
     assert table.shape == (5000, 80)
     assert set(np.diff(table.indptr)) == {4}
-    assert set(table.data) == {1.0}
+    assert set(table.data) == {1.0, -1.0}
     assert 0.2 < (labels > 0).mean() < 0.8
     assert np.asarray((table > 0).mean(0)).min() > 0.03, "every feature is drawn alike"
     pairs = np.random.default_rng(0).integers(0, 5000, (4000, 2))
     shared = (
-        np.asarray(table[pairs[:, 0]].multiply(table[pairs[:, 1]]).sum(1))[pairs[:, 0] != pairs[:, 1]] > 0
+        np.asarray(abs(table[pairs[:, 0]]).multiply(abs(table[pairs[:, 1]])).sum(1))[
+            pairs[:, 0] != pairs[:, 1]
+        ]
+        > 0
     )
     assert shared.mean() == pytest.approx(shared_chance(80, 4), abs=0.03)
     write_examples(problem, tmp_path / "b")
@@ -74,10 +81,34 @@ def test_rows_are_beside_the_first_strategy_at_the_same_density() -> None:
     page = density_page("<t>", rows, [told], "c", {})
     assert "&lt;t&gt;" in page
     assert page.count("<figure") == 2
+    assert "density, log scale" in page
+
+
+def test_densities_are_evenly_spaced_by_their_powers_of_ten() -> None:
+    rows = density_rows({10.0**-n: (1.0, compared((0.1, 0.5), (0.1, 0.5))) for n in range(4)})
+    drawn = re.findall(r'<path class="curve[^"]*"[^>]* d="M([^"]+)"', density_page("t", rows, [], "c", {}))
+    assert drawn
+    for path in drawn:
+        xs = [float(point.split(",")[0]) for point in path.split()]
+        assert np.diff(xs) == pytest.approx([np.diff(xs)[0]] * 3, abs=0.2)
+
+
+def test_without_the_first_strategy_there_is_nothing_to_stand_beside() -> None:
+    strategies = [(one, 2) for one in parse_strategies("single; hogwild")]
+    alone = figures(strategies, [measured(1).scored({"pass_loss": 0.5})], None, 5)
+    assert density_rows({0.1: (0.5, alone), 0.2: (0.6, compared((0.1, 0.5), (0.1, 0.5)))})[0].density == 0.2
+
+
+@pytest.mark.parametrize("nonzeros", [1, 10, 100, 1000])
+def test_at_every_density_a_pass_has_steps_for_all_workers(nonzeros: int) -> None:
+    examples = min(200_000, 2_000_000 // nonzeros)
+    parsed = SimpleNamespace(examples=examples, entries=examples * nonzeros, scale=1.0)
+    task = LogregTask.of(parsed, LogregOptions())  # type: ignore[arg-type]
+    assert examples / task.batch_size > 14
 
 
 def test_what_did_not_run_has_no_row() -> None:
     strategies = [(one, 2) for one in parse_strategies("single; hogwild")]
     nothing = figures(strategies, [], None, 5)
     assert density_rows({0.1: (0.5, nothing)}) == []
-    assert density_sentences([]) == ["No run came to its end."]
+    assert "nothing to compare" in density_sentences([])[0]

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from manyhands.data.rows import Rows
 from manyhands.errors import NonFinite, UserError
 from manyhands.fitting import fit
+from manyhands.regression.batches import Bag
 from manyhands.regression.examples import Labelled
 from manyhands.regression.options import LogregOptions
 from manyhands.regression.parsed import ParsedBlocks
@@ -43,14 +45,17 @@ def draw(examples: int, seed: int = 3) -> Labelled:
     return Labelled(rows, targets)
 
 
-def entries(rows: Rows, row: int) -> Iterator[tuple[int, float]]:
+def entries(rows: Rows, row: int, bias: bool) -> Iterator[tuple[int, float]]:
     """The bias as feature 0, then the features from 1."""
-    yield 0, 1.0
+    if bias:
+        yield 0, 1.0
     for entry in range(rows.starts[row], rows.starts[row + 1]):
         yield int(rows.indices[entry]) + 1, float(rows.values[entry])
 
 
-def plain(learner: str, block: Labelled, passes: int, rate: float, l1: float, l2: float) -> tuple[Any, float]:
+def plain(
+    learner: str, block: Labelled, passes: int, rate: float, l1: float, l2: float, bias: bool = True
+) -> tuple[Any, float]:
     """The published rules, one number at a time, in double precision: the weights and the last pass's mean loss."""
     rows = block.rows
     w, n, z = np.zeros(FEATURES + 1), np.zeros(FEATURES + 1), np.zeros(FEATURES + 1)
@@ -59,11 +64,11 @@ def plain(learner: str, block: Labelled, passes: int, rate: float, l1: float, l2
         loss = 0.0
         for row in range(len(rows)):
             seen += 1
-            margin = sum(w[i] * x for i, x in entries(rows, row))
+            margin = sum(w[i] * x for i, x in entries(rows, row, bias))
             chance = 1 / (1 + math.exp(-margin))
             y, c = float(block.targets[row]), float(rows.weights[row])
             loss -= c * (y * math.log(chance) + (1 - y) * math.log(1 - chance))
-            for i, x in entries(rows, row):
+            for i, x in entries(rows, row, bias):
                 lasso, ridge = (l1, l2) if i else (0.0, 0.0)
                 g = c * (chance - y) * x
                 if learner == "ftrl":
@@ -100,6 +105,26 @@ def test_double_precision_follows_the_published_rules(learner: str, l1: float, l
     expected, loss = plain(learner, block, 2, 0.3, l1, l2)
     np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-10)
     assert losses[1] == pytest.approx(loss, abs=1e-10)
+
+
+@pytest.mark.parametrize("learner", ["sgd", "adagrad", "ftrl"])
+def test_without_a_bias_the_features_alone_learn(learner: str) -> None:
+    block = draw(400)
+    weights, losses = trained([block], dtype="float64", learner=learner, rate=0.3, bias=False, passes=2)
+    expected, loss = plain(learner, block, 2, 0.3, 0.0, 0.0, bias=False)
+    assert weights[0] == 0
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-10)
+    assert losses[1] == pytest.approx(loss, abs=1e-10)
+
+
+def test_batches_leave_a_bias_alone_that_is_not_learned() -> None:
+    batch = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), torch.tensor([1.0, 2.0, 3.0]), 2
+    for learns in (True, False):
+        bag = Bag(3, learns)
+        margins, _ = bag(*batch)
+        margins.sum().backward()
+        assert bag.table.weight.grad is not None
+        assert (bag.bias.grad is not None) == learns
 
 
 def test_l1_of_ftrl_leaves_weights_at_exactly_zero() -> None:

@@ -25,7 +25,7 @@ COUNTS = (1, 2, 4, 8, 16)
 def test_the_fit_finds_the_share_that_made_the_speeds(share: float) -> None:
     speeds = {n: amdahl_speedup(share, n) for n in COUNTS}
     assert fit_amdahl(speeds) == pytest.approx(share, abs=1e-12)
-    curve = scaling_curve({n: [100 * speed] for n, speed in speeds.items()}, speeds, {})
+    curve = scaling_curve({n: [100 * speed] for n, speed in speeds.items()}, speeds, {}, 16)
     assert curve.limit == (pytest.approx(1 / share) if share else math.inf)
     assert [point.amdahl for point in curve.points] == pytest.approx(list(speeds.values()))
 
@@ -46,7 +46,7 @@ def test_the_fit_of_noisy_speeds_is_numpys_least_squares() -> None:
 def test_speeds_beyond_any_law_stay_a_share() -> None:
     assert fit_amdahl({1: 1.0, 2: 2.5}) == 0.0
     assert fit_amdahl({1: 1.0, 2: 0.5}) == 1.0
-    assert fit_amdahl({1: 1.0}) == 0.0
+    assert fit_amdahl({1: 1.0}) is None
 
 
 @pytest.mark.parametrize(
@@ -66,20 +66,49 @@ def test_the_knee_is_where_more_workers_bring_less_than_half(
 
 
 def test_a_curve_has_medians_and_their_range() -> None:
-    curve = scaling_curve({1: [90, 110, 100], 2: [150, 190, 170]}, {1: 1.0, 2: 2.0}, {2: 0.25})
+    curve = scaling_curve({1: [90, 110, 100], 2: [150, 190, 170]}, {1: 1.0, 2: 2.0}, {2: 0.25}, 2)
     first, second = curve.points
     assert (first.speedup, second.speedup) == (1.0, 1.7)
     assert (second.low, second.samples_per_s, second.high) == (150, 170, 190)
     assert second.efficiency == 0.85
     assert scaling_cells(curve)[1] == ["2", "170", "150", "190", "1.70", "85 %", "1.70", "2.00", "25 %"]
-    told = " ".join(scaling_sentences(curve, cores=1))
+    told = " ".join(scaling_sentences(curve))
     assert "There is no knee up to 2 workers" in told
-    assert "Amdahl's fit: 18 % of a step does not get shorter" in told  # 2 / 1.7 - 1
+    assert "18 % of a step does not get shorter" in told  # 2 / 1.7 - 1
+    assert "would be at most 5.7 times as fast" in told
     assert "forecasts more for 2 workers: 2.00 times" in told
-    assert "More than 1 workers share" in told
+    assert "take turns" not in told
     page = scaling_page("<t>", curve, [told], "manyhands scaling", {"cores": "2"})
     assert "&lt;t&gt;" in page
     assert page.count("<polyline") + page.count('class="curve') >= 4
+
+
+def test_workers_that_share_cores_are_no_part_of_the_fit() -> None:
+    speeds = {1: 1.0, 2: amdahl_speedup(0.25, 2), 4: 0.8, 8: 0.5}
+    curve = scaling_curve({n: [speed] for n, speed in speeds.items()}, speeds, {}, cores=2)
+    assert curve.serial_share == pytest.approx(0.25)
+    assert curve.limit == pytest.approx(4)
+    assert curve.points[-1].amdahl == pytest.approx(amdahl_speedup(0.25, 8))
+    told = " ".join(scaling_sentences(curve))
+    assert "The knee is at 2 workers" in told
+    assert "going on to 4 brings less than half" in told
+    assert "This machine has 2 cores; more workers than that take turns on them." in told
+
+
+def test_on_one_core_amdahls_law_is_not_fitted() -> None:
+    curve = scaling_curve({1: [100.0], 2: [90.0]}, {1: 1.0, 2: 1.0}, {}, cores=1)
+    assert curve.serial_share is None
+    assert curve.to_dict()["limit"] is None
+    assert scaling_cells(curve)[1][6] == ""
+    told = " ".join(scaling_sentences(curve))
+    assert "1 worker is the fastest." in told
+    assert "Amdahl's law is not fitted" in told
+    assert "Amdahl's fit" not in scaling_page("t", curve, [], "c", {}).split("How this was made")[0]
+
+
+def test_where_every_run_is_slower_nothing_gets_shorter() -> None:
+    curve = scaling_curve({1: [100.0], 2: [60.0]}, {1: 1.0, 2: 1.0}, {}, cores=2)
+    assert "nothing of a step gets shorter" in " ".join(scaling_sentences(curve))
 
 
 def test_the_forecast_is_exact_where_nothing_lies_between_the_workers() -> None:

@@ -132,7 +132,11 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
     path = out / f"density-{problem.density:g}.libsvm"
     write_examples(problem, path)
     options = LogregOptions(
-        learner=asked.learner, passes=asked.passes, seed=asked.seed, allow_overload=asked.allow_overload
+        learner=asked.learner,
+        passes=asked.passes,
+        bias=False,  # every example would share it, whatever the density
+        seed=asked.seed,
+        allow_overload=asked.allow_overload,
     )
     settings = CompareSettings(
         workers=asked.workers,
@@ -153,11 +157,15 @@ def _leave(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
     from manyhands.store.atomic import write_atomically
 
     told, command = density_sentences(rows), shlex.join(["manyhands", *sys.argv[1:]])
-    title = f"Update density · {asked.features:,} features · {asked.workers} workers"
+    title = (
+        f"Update density · {asked.features:,} features · {asked.workers} worker{'s' * (asked.workers != 1)}"
+    )
     page = density_page(title, rows, told, command, machine())
     write_atomically(out / _REPORT, [page.encode()])
     figures = {
         "features": asked.features,
+        "workers": asked.workers,
+        "repeats": asked.repeats,
         "command": command,
         "machine": machine(),
         "rows": [row.to_dict() for row in rows],

@@ -111,7 +111,8 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
         raise typer.Exit(128 + number) from None
     step_s = task.batch_size / statistics.median(rates[1])
     forecast = forecast_speedups(task, strategy, counts, step_s, settings)
-    _leave(entry.name, str(strategy), scaling_curve(rates, forecast, waiting), len(cores), out, common.json)
+    curve = scaling_curve(rates, forecast, waiting, len(cores))
+    _leave(entry.name, str(strategy), curve, common.repeats, out, common.json)
 
 
 def _counts(text: str | None, cores: int) -> list[int]:
@@ -142,20 +143,21 @@ def _settings(common: _Common, cores: list[int]) -> ScalingSettings:
 
 
 def _leave(
-    task: str, strategy: str, curve: ScalingCurve, cores: int, out: Path, json_file: Path | None
+    task: str, strategy: str, curve: ScalingCurve, repeats: int, out: Path, json_file: Path | None
 ) -> None:
     from manyhands.compare.machine import machine
     from manyhands.draw.table import words_table
     from manyhands.scaling.report import SCALING_HEAD, scaling_cells, scaling_page, scaling_sentences
     from manyhands.store.atomic import write_atomically
 
-    told, command = scaling_sentences(curve, cores), shlex.join(["manyhands", *sys.argv[1:]])
+    told, command = scaling_sentences(curve), shlex.join(["manyhands", *sys.argv[1:]])
     title = f"{task} · {strategy} · {curve.points[0].workers} to {curve.points[-1].workers} workers"
     page = scaling_page(title, curve, told, command, machine())
     write_atomically(out / _REPORT, [page.encode()])
     figures = {
         "task": task,
         "strategy": strategy,
+        "repeats": repeats,
         "command": command,
         "machine": machine(),
         **curve.to_dict(),
@@ -172,7 +174,7 @@ def _leave(
     print_next(
         where_the_time_goes_there=f"explain {out / f'{curve.points[-1].workers:03d}-workers-1'}",
         with_more_workers_than_cores=f"simulate {task} --strategy ps --workers {4 * curve.points[-1].workers}",
-        which_strategy_is_best=f"compare {task} --workers {curve.knee}",
+        which_strategy_is_best=f"compare {task} --workers {max(2, curve.knee)}",
     )
 
 

@@ -25,7 +25,10 @@ DENSITY_HEAD = (
     "difference",
 )
 
-_TITLE = "How likely two examples share a feature; medians over the repeats; speed and loss beside the first strategy"
+_TITLE = (
+    "Density: the share of all features that an example has; share features: how likely two examples have one in "
+    "common. Medians over the repeats; speed and loss beside the first strategy"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +53,10 @@ class DensityRow:
 
 
 def density_rows(found: Mapping[float, tuple[float, Figures]]) -> list[DensityRow]:
-    """By density: how likely two examples share a feature there, and the comparison. What failed has no row."""
+    """By density: how likely two examples share a feature there, and the comparison.
+
+    What failed has no row, and where the first strategy failed there is nothing to stand beside.
+    """
     rows = []
     for density, (shared, figures) in sorted(found.items()):
         known = [
@@ -58,6 +64,8 @@ def density_rows(found: Mapping[float, tuple[float, Figures]]) -> list[DensityRo
             for row in figures.rows
             if row.samples_per_s is not None and "pass_loss" in row.final
         ]
+        if not known or known[0][0] != figures.rows[0].name:
+            continue
         rows += [
             DensityRow(
                 density=density,
@@ -92,7 +100,7 @@ def density_cells(rows: Sequence[DensityRow]) -> list[list[str]]:
 def density_sentences(rows: Sequence[DensityRow]) -> list[str]:
     """For each strategy but the first: how its speed and its loss change from the sparsest to the densest problem."""
     if not rows:
-        return ["No run came to its end."]
+        return ["There is nothing to compare: the first strategy did not finish at any density."]
     first, told = rows[0].strategy, []
     for name in dict.fromkeys(row.strategy for row in rows if row.strategy != first):
         own = [row for row in rows if row.strategy == name]
@@ -124,7 +132,7 @@ def density_page(
         series = [
             Series(
                 name=name,
-                xs=[row.shared for row in rows if row.strategy == name],
+                xs=[row.density for row in rows if row.strategy == name],
                 ys=[getattr(row, field) for row in rows if row.strategy == name],
             )
             for name in names
@@ -132,8 +140,9 @@ def density_page(
         chart = line_chart(
             series,
             title=f"{heading}, over density",
-            x_label="chance that two examples share a feature",
+            x_label="density",
             y_label=label,
+            log_x=True,
         )
         charts.append(section(field, heading, chart))
     machine = " · ".join(f"{name} {value}" for name, value in facts.items())

@@ -61,26 +61,34 @@ def line_chart(
     title: str,
     x_label: str,
     y_label: str,
+    log_x: bool = False,
     log_y: bool = False,
     from_zero: bool = False,
     empty: str = "Nothing yet.",
 ) -> str:
     """Curves over one pair of axes, with a legend; those that lie on one another are striped, and said to.
 
-    With `log_y` values that are not positive are left out. `from_zero` begins the upward axis at 0. Without any point
-    the picture has the same size and says `empty`.
+    On a logarithmic axis values that are not positive are left out. `from_zero` begins the upward axis at 0. Without
+    any point the picture has the same size and says `empty`.
     """
-    shown = [(one.name, _gaps(one, log_y)) for one in series]
+    shown = [(one.name, _gaps(one, log_x, log_y)) for one in series]
     points = [point for _, runs in shown for run in runs for point in run]
     if not points:
         return _nothing(title, empty)
-    xs, x_ticks = linear([x for x, _ in points], _LEFT, _WIDTH - _RIGHT, 5, tight=True)
+    across = [x for x, _ in points]
+    if log_x:
+        xs, x_ticks = logarithmic(across, _LEFT, _WIDTH - _RIGHT)
+    else:
+        xs, x_ticks = linear(across, _LEFT, _WIDTH - _RIGHT, 5, tight=True)
     upward = [y for _, y in points]
     if log_y:
         ys, y_ticks = logarithmic(upward, _HEIGHT - _BOTTOM, _TOP)
     else:
         ys, y_ticks = linear([0.0, *upward] if from_zero else upward, _HEIGHT - _BOTTOM, _TOP, 5)
-    drawn = [*_frame(xs, x_ticks, ys, y_ticks, x_label, f"{y_label}, log scale" if log_y else y_label)]
+    labels = [
+        f"{label}, log scale" if is_log else label for label, is_log in ((x_label, log_x), (y_label, log_y))
+    ]
+    drawn = [*_frame(xs, x_ticks, ys, y_ticks, *labels)]
     groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
     for index, (name, runs) in enumerate(shown):
         drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))
@@ -258,11 +266,12 @@ def data_table(
     )
 
 
-def _gaps(series: Series, positive: bool) -> list[list[tuple[float, float]]]:
+def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
     """The points that can be drawn, parted where some cannot."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
-        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not positive):
+        is_drawn = (x > 0 or not positive_x) and (y > 0 or not positive_y)
+        if math.isfinite(x) and math.isfinite(y) and is_drawn:
             runs[-1].append((float(x), float(y)))
         elif runs[-1]:
             runs.append([])

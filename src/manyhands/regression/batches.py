@@ -69,17 +69,22 @@ class CsrDataset:
 
 
 class Bag(nn.Module):
-    """A weight per feature and a bias, all 0 at first; a margin is the bias and the weights times the values."""
+    """A weight per feature and a bias, all 0 at first; a margin is the bias and the weights times the values.
 
-    def __init__(self, size: int) -> None:
+    Where it does not learn a bias, that stays 0.
+    """
+
+    def __init__(self, size: int, learns_bias: bool = True) -> None:
         super().__init__()
+        self._learns_bias = learns_bias
         self.table = nn.Embedding(size, 1, _weight=torch.zeros(size, 1))
         self.bias = Parameter(torch.zeros(1))
 
     def forward(self, rows: Tensor, of: Tensor, values: Tensor, examples: int) -> tuple[Tensor, Tensor]:
         """The margins of `examples`, and the weights of all entries."""
         weights = self.table(rows).squeeze(1)
-        return self.bias.expand(examples).index_add(0, of, weights * values), weights
+        bias = self.bias if self._learns_bias else self.bias.detach()
+        return bias.expand(examples).index_add(0, of, weights * values), weights
 
 
 def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
@@ -95,7 +100,7 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     last = rows.examples - options.batch * (steps - 1)
     scheduler = partial(_by_examples, batch=options.batch) if options.learner == "sgd" else None
     return Task(
-        model=partial(Bag, rows.size),
+        model=partial(Bag, rows.size, options.bias),
         loss=partial(_loss, l2=0.0 if options.learner == "ftrl" else options.l2),
         data=CsrDataset(rows),
         optimizer=partial(_optimizer, options=options),

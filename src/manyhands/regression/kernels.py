@@ -86,20 +86,24 @@ def _ftrl_row(table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any, b
 def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: Any, settings: Any) -> None:
     """Move the bias and the weights of one example, whose loss has the derivative `slope` in its margin.
 
-    The bias has no penalty: it is no feature.
+    The bias has no penalty: it is no feature. Without one its row is not written, for all examples would share it.
     """
     l1, l2, beta = settings[1], settings[2], settings[3]
     zero = beta - beta
+    has_bias = settings[4] != zero
     if rule == SGD:
-        _sgd_row(table, uint64(0), slope, rate, zero, zero, zero)
+        if has_bias:
+            _sgd_row(table, uint64(0), slope, rate, zero, zero, zero)
         for j in range(indices.size):
             _sgd_row(table, _place(indices[j], 1), slope * values[j], rate, l1, l2, zero)
     elif rule == ADAGRAD:
-        _adagrad_row(table, uint64(0), slope, rate, zero, zero, beta)
+        if has_bias:
+            _adagrad_row(table, uint64(0), slope, rate, zero, zero, beta)
         for j in range(indices.size):
             _adagrad_row(table, _place(indices[j], 2), slope * values[j], rate, l1, l2, beta)
     else:
-        _ftrl_row(table, uint64(0), slope, rate, zero, zero, beta)
+        if has_bias:
+            _ftrl_row(table, uint64(0), slope, rate, zero, zero, beta)
         for j in range(indices.size):
             _ftrl_row(table, _place(indices[j], 4), slope * values[j], rate, l1, l2, beta)
 
@@ -119,8 +123,9 @@ def train(
     """Learn from rows `span[0]` to `span[1]`; add their loss before each update to `sums`, and say how waiting ended.
 
     `rows` are starts, indices, values and weights of a `Rows`, `targets` its labels as 0 and 1. `settings` are rate,
-    l1, l2 and beta in the table's own type. `seen` examples came before row 0. `turn` is that of a `Gate`, at which an
-    example has the number of those before it. Returns REACHED, or how a wait ended that others did not let end well.
+    l1, l2, beta and whether there is a bias (1 or 0), in the table's own type. `seen` examples came before row 0.
+    `turn` is that of a `Gate`, at which an example has the number of those before it. Returns REACHED, or how a wait
+    ended that others did not let end well.
     """
     starts, indices, values, weights = rows
     width = 1 if rule == SGD else 2 if rule == ADAGRAD else 4
@@ -165,7 +170,7 @@ def warm(dtype: str = "float32") -> None:
     table, sums = np.zeros(4, dtype), np.zeros(2)
     empty = np.zeros(0, np.float32)
     rows = np.zeros(1, np.int64), np.zeros(0, np.int32), empty, empty
-    settings = np.ones(4, dtype)
+    settings = np.ones(5, dtype)
     train(table, rows, empty, (0, 0), SGD, settings, tuple(Turn()), 0, sums)
     margins(table, rows, sums[:0])
 

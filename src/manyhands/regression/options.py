@@ -32,6 +32,8 @@ class LogregOptions:
     paper's λ1, beside the sum of all losses."""
     l2: float = 0.0
     """λ of λ/2·w², in the same places."""
+    bias: bool = True
+    """Learn a weight that every example has. Workers that share memory always meet at it."""
     batch: int = 256
     """Examples in a step of the strategies that work on batches (allreduce and ps); the others take one at a time."""
     seed: int = 0

@@ -1,8 +1,8 @@
 """Examples of a chosen density, to see what it does to workers that update one memory without locks.
 
-Each example has so many of the features, drawn alike, and a label by a hidden set of weights. Two examples that are
-learned at the same time disturb each other where they share a feature: how likely that is follows from the density
-alone (Niu, Recht, Ré and Wright, "HOGWILD!", 2011, call it the sparsity of the hypergraph).
+Each example has so many of the features, drawn alike, with values of 1 or -1, and a label by a hidden set of weights.
+Two examples that are learned at the same time disturb each other where they share a feature: how likely that is follows
+from the density alone (Niu, Recht, Ré and Wright, "HOGWILD!", 2011, call it the sparsity of the hypergraph).
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def write_examples(problem: SparseProblem, path: Path) -> None:
             left -= count
             keys = draw.random((count, problem.features), np.float32)
             rows = np.sort(np.argpartition(keys, problem.nonzeros - 1, axis=1)[:, : problem.nonzeros], axis=1)
-            yes = (hidden[rows].sum(1) > 0) ^ (draw.random(count) < _NOISE)
+            signs = np.where(draw.random(rows.shape) < 0.5, -1, 1)  # or dense examples would all be the same
+            yes = ((hidden[rows] * signs).sum(1) > 0) ^ (draw.random(count) < _NOISE)
             file.writelines(
-                f"{'+1' if label else '-1'} {' '.join(f'{feature + 1}:1' for feature in row)}\n"
-                for label, row in zip(yes.tolist(), rows.tolist(), strict=True)
+                f"{'+1' if label else '-1'} {' '.join(f'{at}:{sign}' for at, sign in zip(row, own, strict=True))}\n"
+                for label, row, own in zip(yes.tolist(), (rows + 1).tolist(), signs.tolist(), strict=True)
             )

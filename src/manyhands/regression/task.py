@@ -30,6 +30,7 @@ from manyhands.strategy import Strategy
 __all__ = ["LogregMemory", "LogregTask", "check_strategy"]
 
 _MOST, _LEAST = 1 << 14, 1 << 13  # examples of a step: a millisecond or more
+_LEAST_ENTRIES = 1 << 17  # features that take a millisecond: examples with many of them need not be as many
 _PER_PASS = 16  # steps that a short file has, so that all workers have some
 
 
@@ -65,7 +66,8 @@ class LogregTask(KernelTask):
     @property
     def batch_size(self) -> int:
         """Enough for all workers, and for what Python does around a step to cost nothing."""
-        return min(_MOST, max(_LEAST, -(-self.samples // _PER_PASS)))
+        least = min(_LEAST, -(-_LEAST_ENTRIES * self.samples // max(1, self.parsed.entries)))
+        return min(_MOST, max(least, -(-self.samples // _PER_PASS)))
 
     @property
     def epochs(self) -> int:
@@ -135,7 +137,7 @@ class _ExampleStep(KernelStep):
         self._parsed = task.parsed.opened()
         self._samples = task.samples
         self._rule = RULES[task.logreg.learner]
-        settings = [task.logreg.rate, task.logreg.l1, task.logreg.l2, BETA]
+        settings = [task.logreg.rate, task.logreg.l1, task.logreg.l2, BETA, float(task.logreg.bias)]
         self._settings = np.array(settings, task.dtype)
 
     def fill(self) -> None:

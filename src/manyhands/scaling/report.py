@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 from manyhands.draw.charts import Series, data_table, document, line_chart, section
-from manyhands.scaling.curve import ScalingCurve
+from manyhands.scaling.curve import ScalingCurve, amdahl_speedup
 
 __all__ = ["SCALING_HEAD", "scaling_cells", "scaling_page", "scaling_sentences"]
 
@@ -34,7 +35,7 @@ def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
             f"{point.high:,.0f}",
             f"{point.speedup:.2f}",
             f"{100 * point.efficiency:.0f} %",
-            f"{point.amdahl:.2f}",
+            "" if point.amdahl is None else f"{point.amdahl:.2f}",
             f"{point.forecast:.2f}",
             f"{100 * point.waiting:.0f} %",
         ]
@@ -42,36 +43,54 @@ def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
     ]
 
 
-def scaling_sentences(curve: ScalingCurve, cores: int) -> list[str]:
+def scaling_sentences(curve: ScalingCurve) -> list[str]:
     """What the data show: the knee, Amdahl's fit, and where the simulator sees it otherwise."""
     best = max(curve.points, key=lambda point: point.speedup)
-    at_knee = next(point for point in curve.points if point.workers == curve.knee)
-    told = [f"{best.workers} workers are the fastest, {best.speedup:.2f} times as fast as one."]
-    if curve.is_past:
-        told.append(
-            f"The knee is at {curve.knee} worker{'s' * (curve.knee > 1)} ({at_knee.speedup:.2f} times, efficiency "
-            f"{100 * at_knee.efficiency:.0f} %): the next step brings less than half of what it would at best."
-        )
-    else:
-        told.append(
-            f"There is no knee up to {curve.knee} workers: every step brings at least half of its best."
-        )
-    share = 100 * curve.serial_share
-    limit = f"at most {curve.limit:.1f} times" if math.isfinite(curve.limit) else "without a limit"
-    told.append(
-        f"Amdahl's fit: {share:.0f} % of a step does not get shorter with more workers, so any number of them is "
-        f"{limit} as fast."
-    )
+    told = [
+        f"{_workers(best.workers)} is the fastest."
+        if best.workers == 1
+        else f"{_workers(best.workers)} are the fastest, {best.speedup:.2f} times as fast as one.",
+        _about_the_knee(curve),
+        _about_amdahl(curve),
+    ]
     last = curve.points[-1]
     if abs(last.forecast / last.speedup - 1) > 0.1:
         word = "more" if last.forecast > last.speedup else "less"
         told.append(
-            f"The simulator, which knows computing, messages and cores alone, forecasts {word} for {last.workers} "
-            f"workers: {last.forecast:.2f} times."
+            f"The simulator, which models computing, messages and cores and nothing else, forecasts {word} for "
+            f"{last.workers} workers: {last.forecast:.2f} times."
         )
-    if last.workers > cores:
-        told.append(f"More than {cores} workers share the {cores} cores that there are.")
+    if last.workers > curve.cores:
+        told.append(
+            f"This machine has {curve.cores} core{'s' * (curve.cores > 1)}; more workers than that take turns on them."
+        )
     return told
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}"
+
+
+def _about_the_knee(curve: ScalingCurve) -> str:
+    if not curve.is_past:
+        return f"There is no knee up to {curve.knee} workers: each step up brings at least half of what it could."
+    at_knee, after = next((here, then) for here, then in pairwise(curve.points) if here.workers == curve.knee)
+    return (
+        f"The knee is at {_workers(curve.knee)} ({at_knee.speedup:.2f} times, efficiency "
+        f"{100 * at_knee.efficiency:.0f} %): going on to {after.workers} brings less than half of what it could."
+    )
+
+
+def _about_amdahl(curve: ScalingCurve) -> str:
+    if curve.serial_share is None or curve.limit is None:
+        return "Amdahl's law is not fitted: with one core, no two numbers of workers have a core each."
+    if curve.serial_share == 1:
+        return "Amdahl's fit: nothing of a step gets shorter with more workers, even where each has a core."
+    limit = f"at most {curve.limit:.1f} times" if math.isfinite(curve.limit) else "without a limit"
+    return (
+        f"Amdahl's fit, to the runs whose workers had a core each: {100 * curve.serial_share:.0f} % of a step does not "
+        f"get shorter with more workers, so any number of them would be {limit} as fast."
+    )
 
 
 def scaling_page(
@@ -79,14 +98,12 @@ def scaling_page(
 ) -> str:
     """The whole page; it needs nothing from elsewhere."""
     counts = [float(point.workers) for point in curve.points]
-    smooth = [1 + (counts[-1] - 1) * place / 60 for place in range(61)]
-    series = [
-        Series(name="measured", xs=counts, ys=[point.speedup for point in curve.points]),
-        Series(
-            name="Amdahl's fit",
-            xs=smooth,
-            ys=[1 / (curve.serial_share + (1 - curve.serial_share) / n) for n in smooth],
-        ),
+    series = [Series(name="measured", xs=counts, ys=[point.speedup for point in curve.points])]
+    if curve.serial_share is not None:
+        smooth = [1 + (counts[-1] - 1) * place / 60 for place in range(61)]
+        fitted = [amdahl_speedup(curve.serial_share, n) for n in smooth]
+        series.append(Series(name="Amdahl's fit", xs=smooth, ys=fitted, note="a core for each"))
+    series += [
         Series(name="simulator", xs=counts, ys=[point.forecast for point in curve.points]),
         Series(name="at best", xs=counts, ys=counts),
     ]
@@ -104,7 +121,8 @@ def scaling_page(
         f"<p><code>{escape(command)}</code></p><p>{escape(machine)}</p><p>The same steps with each number of workers, "
         "one run after the other, repeats interleaved; each on as many cores as it has workers, or all. "
         "Starting processes and evaluating do not count. The knee is the last number of workers up to which the speed "
-        "grew by at least half as much as their number.</p>"
+        "grew by at least half as much as their number. Amdahl's law is fitted to the runs with at most as many "
+        "workers as cores; for more workers its column says what it would be with a core for each.</p>"
     )
     return document(
         title,
