@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from manyhands.simulate.driver import Observer, simulate
+from manyhands.simulate.driver import simulate
 from manyhands.simulate.faults import (
     Fault,
     FaultRole,
@@ -19,6 +19,7 @@ from manyhands.simulate.faults import (
 )
 from manyhands.simulate.models import Ledger, Model, SimulatedTrained, Store
 from manyhands.simulate.network import NetworkModel
+from manyhands.simulate.observer import Observer
 from manyhands.simulate.run import SimulatedRun
 from manyhands.simulate.spec import ComputeModel, SimulationSpec, Timing
 from manyhands.simulate.witness import Witness, WitnessedPromise

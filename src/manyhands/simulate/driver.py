@@ -56,6 +56,7 @@ from manyhands.simulate.clock import Agenda
 from manyhands.simulate.faults import Fault, FaultRole, Kill, Pause, SlowLink, WorkerComes, WorkerGoes
 from manyhands.simulate.models import Store
 from manyhands.simulate.network import Network
+from manyhands.simulate.observer import Observer
 from manyhands.simulate.processes import (
     Assignment,
     Copy,
@@ -70,46 +71,9 @@ from manyhands.simulate.processes import (
 from manyhands.simulate.run import SimulatedHappening, SimulatedRun, WorkerTimes
 from manyhands.simulate.spec import SimulationSpec
 
-__all__ = ["Observer", "new_server", "simulate"]
+__all__ = ["new_server", "simulate"]
 
 _CARRIERS = (Push, Parameters, Forward, Install)  # what has a gradient, or as much, beside it
-
-
-class Observer:
-    """Sees what happens in a simulated run, and does nothing about it; a test overrides what it wants to see."""
-
-    def starts(self, member: int, role: FaultRole) -> None:
-        """A process is started."""
-
-    def waited(self, slot: int, work: Work, waited_for: int, since_s: float, now_s: float) -> None:
-        """A worker has what it asked for; the last shard to answer had waited for a slot, or for nobody (-1)."""
-
-    def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
-        """A worker begins to compute from what it has read of each shard."""
-
-    def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
-        """It has the gradient, and pushes it now."""
-
-    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
-        """A member sends a message."""
-
-    def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
-        """A message is there, with so much beside it; who gets it may be busy with another."""
-
-    def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
-        """The primary of a shard takes an optimizer step."""
-
-    def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
-        """A server has learned that it serves a shard from now on."""
-
-    def restores(self, shard: int, copy: Copy, now_s: float) -> None:
-        """No replica of a shard was left: a server is told to go on from this snapshot."""
-
-    def over(self, shard: int, server: ServerProcess) -> None:
-        """All is over, perhaps once more: `server` is to leave the shard as it is."""
-
-    def happens(self, happening: SimulatedHappening) -> None:
-        """A fault, a recovery or a loss."""
 
 
 def new_server(member: int, spec: SimulationSpec) -> ServerCore:

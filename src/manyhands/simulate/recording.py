@@ -17,8 +17,8 @@ from manyhands.server.live.reports import Evaluated, StepComputed
 from manyhands.server.log import StepRow
 from manyhands.server.messages import LEAD, Message, Parameters, Push, Read, Work
 from manyhands.server.updates import ComputedRow
-from manyhands.simulate.driver import Observer
 from manyhands.simulate.faults import FaultRole
+from manyhands.simulate.observer import Observer
 from manyhands.simulate.task_model import SimulatedTask
 from manyhands.training.booking import StepBook
 from manyhands.training.exchange import Traffic

@@ -12,9 +12,9 @@ from typing import Any
 
 from manyhands.server.log import LateRow, LostRow, SlotsRow, StepRow
 from manyhands.server.messages import LEAD, Ack, Message, Outcome, Work
-from manyhands.simulate.driver import Observer
 from manyhands.simulate.faults import FaultRole
 from manyhands.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
+from manyhands.simulate.observer import Observer
 from manyhands.simulate.processes import Copy, ServerProcess
 from manyhands.simulate.run import SimulatedHappening, SimulatedRun
 
