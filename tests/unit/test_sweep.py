@@ -7,6 +7,8 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
+from manyhands.compare.plan import lower_is_better
 from manyhands.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.errors import DataError, UserError
+from manyhands.store.lock import RunLock
 from manyhands.sweep.plan import SweepPlan, SweepSetting, SweepTrial, parse_values
 from manyhands.sweep.report import sweep_cells, sweep_page
 from manyhands.sweep.results import SweepRow, best_first, sentences
-from manyhands.sweep.run import SweepProgress, cores_of, open_sweep, run_sweep, sweep_rows
+from manyhands.sweep.run import SweepProgress, cores_of, open_sweep, read_plan, run_sweep, sweep_rows
+from manyhands.tasks import TASKS
 
 
 def plan(metric: str = "accuracy", **settings: Sequence[str]) -> SweepPlan:
@@ -87,6 +92,28 @@ def test_runs_are_in_the_order_of_their_metric_whichever_way_that_goes() -> None
     ]
     assert [one.trial.number for one in best_first(rows, "accuracy")] == [2, 1, 3, 4]
     assert [one.trial.number for one in best_first(rows, "loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [("accuracy", False), ("absolute_error", True), ("bits_per_byte", True), ("loss", True), ("auc", False)],
+)
+def test_the_best_is_the_least_of_what_should_be_small(metric: str, lower: bool) -> None:
+    rows = [row(1, {}, **{metric: 1.0}), row(2, {}, **{metric: 2.0})]
+    assert best_first(rows, metric)[0].trial.number == (1 if lower else 2)
+
+
+def test_every_metric_of_a_built_in_task_has_a_known_direction() -> None:
+    higher, seen = {"accuracy"}, set()
+    for entry in TASKS.values():
+        try:
+            task = entry.build()
+        except UserError:  # it needs a file
+            continue
+        for metric in task.metrics:
+            assert lower_is_better(metric) == (metric not in higher), metric
+            seen.add(metric)
+    assert seen >= {"accuracy", "absolute_error", "bits_per_byte"}
 
 
 def test_what_the_data_show_is_the_best_run_and_the_mean_by_setting() -> None:
@@ -226,6 +253,46 @@ def test_a_cut_sweep_leaves_no_process_and_goes_on_with_what_is_missing(tmp_path
     assert (out / "runs" / "0003").is_dir()
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("left", [[], [".sweep.json.writing"]])
+def test_a_sweep_killed_before_its_plan_was_written_begins(
+    left: list[str], resume: bool, tmp_path: Path
+) -> None:
+    for name in left:
+        (tmp_path / name).write_text("{")
+    open_sweep(tmp_path, plan(), resume=resume)
+    assert read_plan(tmp_path / "sweep.json") == plan()
+
+
+def test_a_sweep_killed_before_its_first_run_goes_on(tmp_path: Path) -> None:
+    found = plan(rate=("0.1",))
+    open_sweep(tmp_path / "s", found, resume=False)
+    assert not (tmp_path / "s" / "runs").exists()
+    open_sweep(tmp_path / "s", found, resume=True)
+    (done,) = run_sweep(found, tmp_path / "s", launch, cores=[0])
+    assert done.final == {"accuracy": 0.1}
+
+
+def test_a_run_of_a_killed_sweep_is_waited_for(tmp_path: Path) -> None:
+    found, folder = plan(rate=("0.1",)), tmp_path / "s" / "runs" / "0001"
+    open_sweep(tmp_path / "s", found, resume=False)
+    folder.mkdir(parents=True)
+    held = RunLock(folder / "run.lock")
+    held.acquire()
+    let_go: list[float] = []
+
+    def leave() -> None:
+        let_go.append(time.monotonic())
+        held.close()
+
+    timer = threading.Timer(0.3, leave)
+    timer.start()
+    run_sweep(found, tmp_path / "s", launch, cores=[0])
+    timer.join()
+    (begun,) = notes(tmp_path / "s")
+    assert begun["begin"] >= let_go[0]  # type: ignore[operator]
+
+
 def _children() -> list[str]:
     return (Path("/proc") / str(os.getpid()) / "task" / str(os.getpid()) / "children").read_text().split()
 
@@ -244,7 +311,12 @@ def test_a_run_that_fails_says_why_and_is_tried_again(tmp_path: Path) -> None:
 def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     found = plan()
     with pytest.raises(UserError, match=r"holds no sweep \(sweep.json is missing\)"):
+        open_sweep(tmp_path / "nowhere", found, resume=True)
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(UserError, match=r"holds no sweep \(sweep.json is missing\)"):
         open_sweep(tmp_path, found, resume=True)
+    with pytest.raises(UserError, match=r"it has 'mine\.txt' in it"):
+        open_sweep(tmp_path, found, resume=False)
     open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(UserError, match="add --resume to go on with it, or choose another"):
         open_sweep(tmp_path / "s", found, resume=False)

@@ -30,7 +30,8 @@ __all__ = [
 DEFAULT_STRATEGIES = "allreduce; central; ps; ps consistency=bounded:4; ps consistency=async; hogwild"
 """One of each kind that trains any task."""
 
-_LOWER = ("loss", "error", "perplexity")
+_LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")
+_LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte, per character: of what is left to say
 _TARGET = re.compile(r"\s*(?P<metric>[^<>=\s]+)\s*(?P<sign><=|>=|=)\s*(?P<value>\S+)\s*")
 
 
@@ -117,7 +118,8 @@ def workers_of(strategy: Strategy, workers: int) -> int:
 
 def lower_is_better(metric: str) -> bool:
     """Whether a metric of this name is better when it is smaller."""
-    return metric.lower().endswith(_LOWER)
+    name = metric.lower()
+    return name.endswith(_LOWER) or name.startswith(_LOWER_BEGINS)
 
 
 def default_target(finals: Sequence[Mapping[str, float]]) -> Target | None:

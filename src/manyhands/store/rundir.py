@@ -128,6 +128,11 @@ class RunDirectory:
         """Whether there is a run at `path`."""
         return (path / _CONFIG).exists()
 
+    @staticmethod
+    def is_live(path: Path) -> bool:
+        """Whether a live run has the directory at `path`, or is about to make it a run."""
+        return bool(RunLock.is_held(path / _LOCK))
+
     @property
     def events_path(self) -> Path:
         """Where the processes of the run put their events."""

@@ -5,7 +5,8 @@
     OUT/runs/0001.log    what its process said
 
 A trial whose run has a summary is done. One that was cut goes on from its newest checkpoint. Nothing else is kept, so a
-sweep that was killed at any moment goes on from what its runs have.
+sweep that was killed at any moment goes on from what its runs have: before its plan was written it begins, and runs of
+the killed sweep that have not left yet are waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.store.atomic import reason, write_json
+from manyhands.store.atomic import make_directory, reason, write_json
 from manyhands.store.lock import RunLock
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
@@ -43,6 +44,7 @@ Launch = Callable[[Sequence[int], Sequence[str]], list[str]]
 """(cores, words of a `manyhands` command) -> the command line of a process that runs it on those cores."""
 
 _PLAN, _LOCK, _RUNS = "sweep.json", "sweep.lock", "runs"
+_UNFINISHED = {f".{_PLAN}.writing"}  # left by one that was killed while its plan was being written
 _FORMAT, _VERSION = "manyhands sweep", 1
 _LOOK_S = 0.05
 _END_S = 20.0  # for a run to leave in good order
@@ -61,18 +63,21 @@ class SweepProgress:
 
 
 def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
-    """Begin a sweep in a new or empty directory, or go on with the one there; UserError says what is in the way."""
+    """Begin a sweep in a new or empty directory, or go on with the one there; UserError says what is in the way.
+
+    A sweep that was killed before its plan was written left an empty directory, in which `resume` begins.
+    """
     path = out / _PLAN
-    if not resume:
-        try:
-            taken = next(out.iterdir(), None) if out.exists() else None
-            if taken is None:
-                (out / _RUNS).mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
-        if taken is not None:
-            more = "add --resume to go on with it, or " if path.exists() else ""
-            raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); {more}choose another")
+    try:
+        taken = sorted({entry.name for entry in out.iterdir()} - _UNFINISHED) if out.exists() else None
+        if not resume and not taken:
+            make_directory(out)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
+    if not resume and taken:
+        more = "add --resume to go on with it, or " if path.exists() else ""
+        raise UserError(f"--out {out} is not empty (it has {taken[0]!r} in it); {more}choose another")
+    if not resume or taken == []:
         write_json(path, {"format": _FORMAT, "version": _VERSION, **plan.to_dict()})
         return
     conflict = read_plan(path).conflict(plan)
@@ -124,6 +129,7 @@ def run_sweep(
     A trial that fails is a row with its sentence. When this returns or raises, no process of it is left.
     """
     with _held(out):
+        _await_runs(plan, out)
         waiting = [row.trial for row in sweep_rows(plan, out) if not row.done]
         crew = _Crew(plan, out, launch, cores, jobs)
         num_trials, to_do, began = len(plan.trials()), len(waiting), time.monotonic()
@@ -147,6 +153,17 @@ def _progress(trials: int, to_do: int, waiting: int, crew: _Crew, began: float) 
     return SweepProgress(
         done=trials - to_do + ended, trials=trials, running=len(crew.running), seconds_left=left_s
     )
+
+
+def _await_runs(plan: SweepPlan, out: Path) -> None:
+    """Wait for runs of a sweep that was killed, which have been told to end; one that does not will be refused."""
+    deadline = time.monotonic() + _END_S
+    for trial in plan.trials():
+        folder = out / _RUNS / trial.folder
+        while RunDirectory.is_live(folder):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_S)
 
 
 @contextmanager
@@ -173,6 +190,7 @@ class _Crew:
         self, plan: SweepPlan, out: Path, launch: Launch, cores: Sequence[int], jobs: int | None
     ) -> None:
         self._plan, self._runs, self._launch = plan, out / _RUNS, launch
+        make_directory(self._runs)
         self._free, self._all = list(cores), tuple(cores)
         self._jobs = jobs
         self.running: list[_Running] = []
