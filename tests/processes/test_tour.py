@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from commands import run_command
-from manyhands.tour.lesson import Lesson, LessonCommand, lessons, read_lesson
+from manyhands.tour.lesson import Lesson, LessonCommand, lessons, read_lesson, shown_in_terminal
 
 LESSONS = lessons()
 
@@ -35,8 +36,11 @@ def test_an_exercise_fails_until_it_is_solved(
     lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(AssertionError, match=r"\w"):
+    with pytest.raises(AssertionError, match=r"\w") as failed:
         run_file(lesson.exercise, "exercise.py")
+    assert Path(failed.traceback[-1].path).name == "exercise.py", (
+        "it is the exercise that fails, and nothing below it"
+    )
     run_file(lesson.solution, "solution.py")
 
 
@@ -76,13 +80,41 @@ def test_bad_input_gets_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_lesson_is_walked_step_by_step(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_lesson_is_walked_step_by_step(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from manyhands.cli.tour import tour_command
 
+    monkeypatch.chdir(tmp_path)
     tour_command(2, yes=True)
     shown = capfd.readouterr().out
     assert "$ manyhands schedule ring --workers 4" in shown
     assert "Exercise: Four workers exchange gradients" in shown
+    assert "<!--" not in shown
+    assert "Picture: A ring of four workers, round by round, in docs/figures/allreduce-ring.svg" in shown
+
+
+def test_a_lesson_can_be_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.cli import tour
+
+    places: list[Path] = []
+
+    def run(command: list[str], *, cwd: Path, check: bool) -> SimpleNamespace:
+        assert not (cwd / "tour").exists(), "the first --out of a lesson is new"
+        places.append(cwd)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tour, "subprocess", SimpleNamespace(run=run))
+    for _ in range(2):
+        tour.tour_command(1, yes=True)
+    assert len(places) == 4
+    assert len(set(places)) == 2
+
+
+def test_marks_and_links_are_not_shown_in_a_terminal() -> None:
+    page = "See [this](../a.md):\n\n<!-- table -->\n| a |\n<!-- /table -->\n\n![A b](../figures/c.svg)\n"
+    assert shown_in_terminal(page) == "See this:\n\n| a |\n\nPicture: A b, in docs/figures/c.svg\n"
 
 
 @pytest.mark.parametrize(

@@ -47,21 +47,27 @@ def tour_command(
 
 
 def _walk(lesson: Lesson, *, asks: bool) -> None:
+    """Show a lesson step by step; what its commands write is in a new folder, so that it can be taken again."""
+    from manyhands.cli.commands import fresh_directory
     from manyhands.tour.lesson import LessonCommand
 
+    place = fresh_directory(f"tour-{lesson.number}")
     typer.echo(f"{lesson.number}. {lesson.title}\n")
     for step in lesson.steps:
         if not isinstance(step, LessonCommand):
-            typer.echo(f"{step.text}\n")
+            typer.echo(f"{_plain(step.text)}\n")
             continue
         typer.echo(str(step))
         if asks and not typer.confirm("run it?", default=True):
             continue
-        done = subprocess.run([sys.executable, "-m", "manyhands", *step.arguments], check=False)
+        place.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run([sys.executable, "-m", "manyhands", *step.arguments], cwd=place, check=False)
         if done.returncode:
             raise typer.Exit(done.returncode)
         typer.echo()
-    typer.echo(f"Exercise: {lesson.question}\n")
+    if place.exists():
+        typer.echo(f"The commands ran in {place}, where their runs are.\n")
+    typer.echo(f"Exercise: {_plain(lesson.question)}\n")
     typer.echo(f"manyhands tour {lesson.number} --exercise mine.py writes the file to change,")
     typer.echo(f"manyhands tour {lesson.number} --solution shows what to change in it.")
 
@@ -74,10 +80,16 @@ def _write(path: Path, lesson: Lesson) -> None:
         raise UserError(f"--exercise {path}: is there already; name another file, or remove it") from None
     except OSError as error:
         raise UserError(f"--exercise {path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"{lesson.question}\n\nChange {path}, and run it: python {path}")
+    typer.echo(f"{_plain(lesson.question)}\n\nChange {path}, and run it: python {path}")
 
 
 def _show_solution(lesson: Lesson) -> None:
     for leaving, coming in lesson.changes:
         typer.echo(f"- {leaving}\n+ {coming}")
-    typer.echo(f"\n{lesson.answer}")
+    typer.echo(f"\n{_plain(lesson.answer)}")
+
+
+def _plain(text: str) -> str:
+    from manyhands.tour.lesson import shown_in_terminal
+
+    return shown_in_terminal(text)

@@ -19,11 +19,22 @@ from typing import Final
 
 from manyhands.errors import UserError
 
-__all__ = ["Lesson", "LessonCommand", "Prose", "lesson_numbered", "lessons", "read_lesson"]
+__all__ = [
+    "Lesson",
+    "LessonCommand",
+    "Prose",
+    "lesson_numbered",
+    "lessons",
+    "read_lesson",
+    "shown_in_terminal",
+]
 
 _PROMPT: Final = "$ manyhands "
 _FENCE: Final = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _TITLE: Final = re.compile(r"# (\d+)\. (.+)\n")
+_MARK: Final = re.compile(r"^<!-- .*? -->\n?", re.MULTILINE)
+_PICTURE: Final = re.compile(r"!\[([^\]]*)\]\((?:\.\./)?([^)]+)\)")
+_LINK: Final = re.compile(r"\[([^\]]*)\]\([^)]+\)")
 _EXERCISE, _SOLUTION = "\n## Exercise\n", "\n## Solution\n"
 
 
@@ -110,6 +121,12 @@ def lesson_numbered(number: int) -> Lesson:
     if number not in found:
         raise UserError(f"lesson {number}: there are lessons 1 to {max(found)}; `manyhands tour` lists them")
     return found[number]
+
+
+def shown_in_terminal(text: str) -> str:
+    """Paragraphs of a page as a terminal shows them: without marks and links, and a picture by its file's name."""
+    named = _PICTURE.sub(r"Picture: \1, in docs/\2", _MARK.sub("", text))
+    return _LINK.sub(r"\1", named)
 
 
 def _steps(body: str) -> Iterator[Prose | LessonCommand]:
