@@ -35,7 +35,12 @@ def test_strategies_side_by_side(
     )  # fmt: skip
     printed = capfd.readouterr()
     assert status == 0, printed.err
-    assert printed.out.splitlines()[-1] == "report  both/report.html"
+    *_, report, heading, explain, watch, scaling = printed.out.splitlines()
+    assert (report, heading) == ("report  both/report.html", "next")
+    fastest = explain.split()[2]
+    assert (tmp_path / fastest / "summary.json").exists()
+    assert (explain.split()[1], watch.split()[1:3]) == ("explain", ["watch", fastest])
+    assert scaling.split()[:3] == ["manyhands", "scaling", "digits"]
     assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
     assert printed.err.splitlines()[0] == f"run 1 of 4 · {names[0]}"
     figures = json.loads((tmp_path / "f.json").read_text())

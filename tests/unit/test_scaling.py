@@ -144,7 +144,7 @@ def test_a_run_that_fails_ends_it_with_what_it_said(tmp_path: Path) -> None:
         return [sys.executable, "-c", "print('manyhands: no room'); raise SystemExit(3)"]
 
     settings = ScalingSettings(steps=1, cores=(0,))
-    with pytest.raises(ManyhandsError, match="the run with 1 workers ended with status 3: no room"):
+    with pytest.raises(ManyhandsError, match="the run with 1 worker ended with status 3: no room"):
         measure_scaling(
             ["train", "line"], Strategy.parse("mirrored"), [1, 2], tmp_path / "s", settings, launch
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from manyhands.cli.commands import (
     AllowOverload,
@@ -21,18 +20,20 @@ from manyhands.cli.commands import (
     fresh_directory,
     half,
     option_parameters,
+    print_next,
     write_json,
 )
 from manyhands.cli.environment import start_own_workers
 from manyhands.cli.process import spare_the_compiler
-from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, parse_strategies
+from manyhands.cli.status_line import status_line, table_console, time_left
+from manyhands.compare.plan import DEFAULT_STRATEGIES, Target, Trial, parse_strategies
 from manyhands.sweep.plan import parse_values
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.compare.narrate import Conditions
-    from manyhands.compare.run import Comparison, Score, Tell
+    from manyhands.compare.run import Comparison, Progress, Score, Tell
     from manyhands.kernel import AnyTask
 
 __all__ = ["Compared", "compare_app", "run_comparison", "show_progress"]
@@ -194,33 +195,39 @@ def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json
     }
     write_json(out / "figures.json", figures)
     write_json(json_file, figures)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = table_console(_WIDTH)
     console.print(measures_table(found.figures), highlight=False)
     if found.figures.scores:
         console.print(scores_table(found.figures), highlight=False)
     console.print(promises_table(found.figures), highlight=False)
     console.print(" ".join(sentences), highlight=False, markup=False)
     console.print(f"report  {path}", highlight=False, markup=False, soft_wrap=True)
+    if not found.interrupted:
+        _print_next(found, task, out)
+
+
+def _print_next(found: Comparison, task: str, out: Path) -> None:
+    """What to look at next: the fastest run, and how far more workers would go; nothing where no run ended."""
+    ended = [row for row in found.figures.rows if row.runs and row.samples_per_s is not None]
+    if not ended:
+        return
+    best = max(ended, key=lambda row: row.samples_per_s.median if row.samples_per_s else 0.0)
+    folder = out / Trial(place=best.runs[0].place, repeat=best.runs[0].repeat).folder(best.strategy)
+    commands = {"where_the_time_of_the_fastest_goes": f"explain {folder}", "its_page": f"watch {folder}"}
+    if task in TASKS:
+        commands["how_far_more_workers_help"] = f"scaling {task}"
+    print_next(**commands)
 
 
 @contextmanager
 def show_progress(before: str = "") -> Iterator[Tell]:
-    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere; `before` begins it."""
-    console = Console(stderr=True)
-    status = console.status("starting")
+    """Shows which run is on; `before` begins the line."""
+    with status_line() as say:
 
-    def tell(progress: Any) -> None:
-        left = progress.seconds_left
-        when = "" if left is None else f" · about {left:.0f} s left"
-        line = f"{before}run {progress.done + 1} of {progress.runs} · {progress.strategy}{when}"
-        if console.is_terminal:
-            status.update(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        def tell(progress: Progress) -> None:
+            run = f"run {progress.done + 1} of {progress.runs} · {progress.strategy}"
+            say(f"{before}{run}{time_left(progress.seconds_left)}")
 
-    with status:
         yield tell
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from manyhands.cli.commands import (
     AllowOverload,
@@ -21,6 +20,7 @@ from manyhands.cli.commands import (
     write_json,
 )
 from manyhands.cli.compare import show_progress
+from manyhands.cli.status_line import table_console
 from manyhands.compare.plan import parse_strategies
 from manyhands.errors import UserError
 from manyhands.sweep.plan import parse_values
@@ -173,14 +173,12 @@ def _leave(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
     }
     write_json(out / "figures.json", figures)
     write_json(asked.json, figures)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = table_console(_WIDTH)
     console.print(words_table(title, DENSITY_HEAD, density_cells(rows)), highlight=False)
     console.print(" ".join(told), highlight=False, markup=False)
     console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
     print_next(
-        one_of_the_problems_alone=f"train logreg --train {largest} --strategy hogwild",
+        one_of_the_problems_alone=f"train logreg --train {largest} --strategy hogwild --no-bias",
         other_densities="compare sparse --density 0.001,0.01,0.1,1",
     )

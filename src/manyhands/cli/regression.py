@@ -80,6 +80,9 @@ class _Learning:
     ] = None
     l1: Annotated[float, typer.Option(help="Penalty λ·|w|: of each example; of all of them with ftrl.")] = 0.0
     l2: Annotated[float, typer.Option(help="Penalty λ/2·w², likewise.")] = 0.0
+    no_bias: Annotated[
+        bool, typer.Option("--no-bias", help="Learn no weight that every example has.")
+    ] = False
     batch: Annotated[int, typer.Option(help="Examples in a step of allreduce, mirrored, central and ps.")] = (
         256
     )
@@ -243,6 +246,7 @@ def _options(asked: _Learning, seed: int, allow_overload: bool) -> LogregOptions
         rate=asked.rate,
         l1=asked.l1,
         l2=asked.l2,
+        bias=not asked.no_bias,
         batch=asked.batch,
         seed=seed,
         allow_overload=allow_overload,

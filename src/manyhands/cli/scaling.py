@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from manyhands.cli.child import child_command
 from manyhands.cli.commands import (
@@ -28,6 +27,7 @@ from manyhands.cli.commands import (
 from manyhands.cli.environment import start_own_workers
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.simulate import parse_seconds
+from manyhands.cli.status_line import status_line, table_console, time_left
 from manyhands.errors import UserError
 from manyhands.sweep.plan import flag, parse_values
 from manyhands.tasks import TASKS
@@ -165,9 +165,7 @@ def _leave(
     }
     write_json(out / "figures.json", figures)
     write_json(json_file, figures)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = table_console(_WIDTH)
     console.print(words_table(title, SCALING_HEAD, scaling_cells(curve)), highlight=False)
     console.print(" ".join(told), highlight=False, markup=False)
     console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
@@ -180,20 +178,13 @@ def _leave(
 
 @contextmanager
 def _told() -> Iterator[Callable[[ScalingProgress], None]]:
-    """Shows which run is on: a line that changes on a terminal, and a line a run elsewhere."""
-    console = Console(stderr=True)
-    status = console.status("starting")
+    """Shows which run is on."""
+    with status_line() as say:
 
-    def tell(progress: ScalingProgress) -> None:
-        left = progress.seconds_left
-        when = "" if left is None else f" · about {left:.0f} s left"
-        line = f"run {progress.done + 1} of {progress.runs} · {progress.workers} workers{when}"
-        if console.is_terminal:
-            status.update(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        def tell(progress: ScalingProgress) -> None:
+            workers = f"{progress.workers} worker{'s' * (progress.workers > 1)}"
+            say(f"run {progress.done + 1} of {progress.runs} · {workers}{time_left(progress.seconds_left)}")
 
-    with status:
         yield tell
 
 

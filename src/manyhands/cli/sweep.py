@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from manyhands.cli.child import child_command
 from manyhands.cli.commands import (
@@ -27,6 +26,7 @@ from manyhands.cli.commands import (
 from manyhands.cli.environment import start_own_workers
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import Resume
+from manyhands.cli.status_line import status_line, table_console, time_left
 from manyhands.errors import UserError, nearest
 from manyhands.sweep.plan import SweepPlan, SweepSetting, parse_values
 from manyhands.tasks import TASKS
@@ -191,12 +191,16 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
     page = sweep_page(plan, rows, told, command, machine())
     write_atomically(out / _REPORT, [page.encode()])
     ranked = best_first(rows, plan.metric)
-    figures = {**plan.to_dict(), "command": command, "rows": [row.to_dict() for row in ranked], "told": told}
+    figures = {
+        **plan.to_dict(),
+        "command": command,
+        "machine": machine(),
+        "rows": [row.to_dict() for row in ranked],
+        "told": told,
+    }
     write_json(out / "figures.json", figures)
     write_json(json_file, figures)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = table_console(_WIDTH)
     console.print(words_table(f"{plan.task}, by {plan.metric}", head, cells), highlight=False)
     console.print(" ".join(told), highlight=False, markup=False)
     console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
@@ -210,20 +214,13 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
 
 @contextmanager
 def _told() -> Iterator[Callable[[SweepProgress], None]]:
-    """Shows how far it is: a line that changes on a terminal, and a line for each change elsewhere."""
-    console = Console(stderr=True)
-    status = console.status("starting")
+    """Shows how far it is."""
+    with status_line() as say:
 
-    def tell(progress: SweepProgress) -> None:
-        left = progress.seconds_left
-        when = "" if left is None else f" · about {left:.0f} s left"
-        line = f"{progress.done} of {progress.trials} done · {progress.running} under way{when}"
-        if console.is_terminal:
-            status.update(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        def tell(progress: SweepProgress) -> None:
+            far = f"{progress.done} of {progress.trials} done · {progress.running} under way"
+            say(f"{far}{time_left(progress.seconds_left)}")
 
-    with status:
         yield tell
 
 

@@ -15,13 +15,12 @@ from manyhands.compare.plan import Trial
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.simulate import ComputeModel, NetworkModel, SimulationSpec, simulate
 from manyhands.strategy import Strategy
-from manyhands.sweep.run import Launch, last_said
+from manyhands.sweep.run import Launch, end_processes, last_said
 from manyhands.task import Task
 
 __all__ = ["ScalingProgress", "ScalingSettings", "forecast_speedups", "measure_scaling", "require_counts"]
 
 _FORECAST_ROUNDS = 40
-_END_S = 20.0  # for a run to leave in good order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +118,9 @@ def _run(command: Sequence[str], log: Path, workers: int) -> None:
     try:
         status = process.wait()  # its own watchdog ends a run that stands still
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_processes([process])
     if status:
-        raise ManyhandsError(f"the run with {workers} workers ended with status {status}: {last_said(log)}")
+        raise ManyhandsError(f"the run with {workers} worker{'s' * (workers > 1)} ended with status {status}: {last_said(log)}")
 
 
 def forecast_speedups(

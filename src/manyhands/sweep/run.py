@@ -32,6 +32,7 @@ __all__ = [
     "Launch",
     "SweepProgress",
     "cores_of",
+    "end_processes",
     "last_said",
     "open_sweep",
     "read_plan",
@@ -242,16 +243,21 @@ class _Crew:
 
     def end(self) -> None:
         """Ask all runs that are under way to end, and wait until they have; what does not is killed."""
-        for one in self.running:
-            one.process.terminate()
-        deadline = time.monotonic() + _END_S
-        for one in self.running:
-            try:
-                one.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+        end_processes([one.process for one in self.running])
         self.running = []
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask all of them to end, and wait until they have; what does not within 20 seconds is killed."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def last_said(log: Path) -> str:
