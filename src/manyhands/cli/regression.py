@@ -80,9 +80,9 @@ class _Learning:
     ] = None
     l1: Annotated[float, typer.Option(help="Penalty λ·|w|: of each example; of all of them with ftrl.")] = 0.0
     l2: Annotated[float, typer.Option(help="Penalty λ/2·w², likewise.")] = 0.0
-    no_bias: Annotated[
-        bool, typer.Option("--no-bias", help="Learn no weight that every example has.")
-    ] = False
+    no_bias: Annotated[bool, typer.Option("--no-bias", help="Learn no weight that every example has.")] = (
+        False
+    )
     batch: Annotated[int, typer.Option(help="Examples in a step of allreduce, mirrored, central and ps.")] = (
         256
     )

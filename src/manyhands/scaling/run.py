@@ -120,7 +120,9 @@ def _run(command: Sequence[str], log: Path, workers: int) -> None:
     finally:
         end_processes([process])
     if status:
-        raise ManyhandsError(f"the run with {workers} worker{'s' * (workers > 1)} ended with status {status}: {last_said(log)}")
+        raise ManyhandsError(
+            f"the run with {workers} worker{'s' * (workers > 1)} ended with status {status}: {last_said(log)}"
+        )
 
 
 def forecast_speedups(
