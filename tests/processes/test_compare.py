@@ -35,7 +35,9 @@ def test_strategies_side_by_side(
     )  # fmt: skip
     printed = capfd.readouterr()
     assert status == 0, printed.err
-    assert printed.out.splitlines()[-1] == "report  both/report.html"
+    *_, report, following, watched, _ = printed.out.splitlines()
+    assert (report, following) == ("report  both/report.html", "next")
+    assert watched.split("#")[0].split() == ["manyhands", "watch", "both/01-allreduce-1"]
     assert "Worker 1 was slowed on purpose, 10 times" in " ".join(printed.out.split())
     assert printed.err.splitlines()[0] == f"run 1 of 4 · {names[0]}"
     figures = json.loads((tmp_path / "f.json").read_text())

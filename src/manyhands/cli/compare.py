@@ -21,6 +21,7 @@ from manyhands.cli.commands import (
     fresh_directory,
     half,
     option_parameters,
+    print_next,
     write_json,
 )
 from manyhands.cli.environment import start_own_workers
@@ -164,6 +165,11 @@ def run_comparison(
         raise typer.Exit(end.status)
     if found.failed:
         raise typer.Exit(1)
+    first = sorted(path.parent for path in out.glob("*/config.json"))[0]
+    print_next(
+        the_page_of_the_first_run=f"watch {first}",
+        where_its_time_goes=f"explain {first}",
+    )
 
 
 def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json_file: Path | None) -> None:

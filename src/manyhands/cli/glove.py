@@ -23,6 +23,7 @@ from manyhands.cli.commands import (
     command_to_resume,
     fresh_directory,
     own_command,
+    print_next,
     write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
@@ -273,6 +274,11 @@ def _train(asked: _TrainGlove) -> None:
         _print_neighbours(
             {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}
         )
+    print_next(
+        the_nearest_words=f"predict {out} {learnt.vectors.words[0]}",
+        what_they_know=f"glove eval {out / 'vectors.txt'} --analogies FILE",
+        the_same_over_HTTP=f"serve {out}",
+    )
 
 
 def _learning(asked: _TrainGlove) -> Learning:
