@@ -123,9 +123,11 @@ class _TrainGlove(_Vectors):
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareGlove(_Vectors, Compared):
-    """The options of `compare glove`."""
+    """The options of `compare glove`; less than `train glove` does, for every strategy trains, and servers slowly."""
 
-    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 5
+    window: Annotated[int, typer.Option(help="Words on each side that count as context; 15 in `train`.")] = 5
+    passes: Annotated[int, typer.Option(help="Passes over all records; 15 in `train`.")] = 3
+    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved; 2 or more tell spread.")] = 1
     strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
         "single; hogwild; allreduce; tensor; ps consistency=async"
     )
