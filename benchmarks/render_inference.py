@@ -8,7 +8,10 @@ from results_read import has, load, markdown
 def inference_speed() -> str:
     """Inputs a second for each model, workers and batch, a column for each precision."""
     if not has("inference"):
-        return "*Not measured yet: `manyhands bench inference --json benchmarks/results/inference.json`.*"
+        return (
+            "*Not measured yet: `manyhands bench inference --models digits,language,recurrent --batches 1,8,64 "
+            "--json benchmarks/results/inference.json`.*"
+        )
     result = load("inference")
     precisions = list(dict.fromkeys(row["precision"] for row in result["rows"]))
     cells = {

@@ -191,6 +191,33 @@ def _read_model(folder: Path) -> object:
     return model.evaluate(model.file(folder / "rows"))
 
 
+def _exported(folder: Path) -> None:
+    from manyhands.store.exported import write_exported
+    from manyhands.tasks.vision import ImageClassifier
+
+    about = {"task": "digits", "options": json.dumps({"width": 4}), "steps": "7"}
+    weights = ImageClassifier(side=8, white=16, width=4).state_dict()
+    write_exported(folder / "model.safetensors", weights, "int8", about)
+
+
+def _decomposed(folder: Path) -> None:
+    from manyhands.svd.model import SvdModel
+
+    components = np.linalg.qr(np.random.default_rng(3).normal(size=(5, 2)))[0].T
+    model = SvdModel(
+        singular_values=np.array([3.0, 1.0]), components=components, mean=np.ones(5), rows=12, energy=11.0
+    )
+    model.save(folder / "model.safetensors")
+
+
+def _ask_model(folder: Path) -> object:
+    """Whatever the file says that it is a model of, asked for one answer."""
+    from manyhands.inference.opening import open_predictor
+
+    predictor = open_predictor(folder / "model.safetensors")
+    return predictor.answers(predictor.inputs([predictor.example]))
+
+
 def _boosted(folder: Path) -> None:
     from manyhands.boosting.options import GbdtOptions
     from manyhands.boosting.sources import ArraySource
@@ -550,6 +577,8 @@ READERS = {
         Reader(name="matrix-parquet", make=_parquet, read=_matrix),
         Reader(name="logreg", make=_write(_LIBSVM), read=_learn),
         Reader(name="logreg-model", make=_model, read=_read_model, files=("model.safetensors",)),
+        Reader(name="exported-model", make=_exported, read=_ask_model, files=("model.safetensors",)),
+        Reader(name="svd-model", make=_decomposed, read=_ask_model, files=("model.safetensors",)),
         Reader(name="gbdt-model", make=_boosted, read=_read_boosted, files=("model.txt",)),
         Reader(name="gbdt-npy", make=_array, read=_learn_array, files=("sample.npy",)),
         Reader(name="vectors-text", make=_vectors("text"), read=_read_vectors),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from manyhands.errors import UserError
@@ -45,6 +46,14 @@ class ExportAsked:
     precision: str = "fp32"
     test: Path | None = None
     """Examples to measure on, for a workload that has no evaluation data of its own."""
+
+    def own(self, name: str) -> Path:
+        """The file `name` of the run, or the file that was named in the place of a run."""
+        return self.run / name if self.run.is_dir() else self.run
+
+    def target(self, name: str) -> Path:
+        """Where to write: `out`, or `name` beside the model."""
+        return self.out if self.out is not None else self.own(name).with_name(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +94,10 @@ def load(path: str | Path, task: Task | None = None) -> nn.Module:
     exported = read_exported(place)
     about = exported.about
     options = _options(about.get("options", "{}"), place)
-    built = task or _builtin(about.get("task", ""), options, place, with_data=False)
-    return _filled(built, exported.weights)
+    if task is None:
+        task = _builtin(about.get("task", ""), options, place, with_data=False)
+        _check_shapes(task, exported.weights, place)
+    return _filled(task, exported.weights)
 
 
 def recorded_options(path: str | Path) -> Mapping[str, Any]:
@@ -185,6 +196,22 @@ def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: b
         )
     entry = TASKS[name]
     return entry.build(**options) if with_data else entry.without_data(**options)
+
+
+def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> None:
+    """Before memory is taken for a model that a file's header tells of: its weights must be those of the file."""
+    with preserved(), torch.device("meta"):
+        model = task.model()
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    for name, value in weights.items():
+        if name in wanted and value.shape != wanted[name]:
+            raise UserError(
+                f"model {place} was not written by `manyhands export`: {name} is of shape {tuple(value.shape)}, and "
+                f"its options make it {tuple(wanted[name])}"
+            )
+    lacking = next((name for name, _ in model.named_parameters() if name not in weights), None)
+    if lacking is not None:
+        raise UserError(f"model {place} was not written by `manyhands export`: it has no {lacking}")
 
 
 def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:

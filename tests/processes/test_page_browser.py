@@ -3,32 +3,22 @@
 import functools
 import http.server
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from browsing import CUT, awaited, browsing, complaints, needs_a_browser, sized, text_of
 from compared import measured
 from manyhands.analyse.view import Phase, RunView, Staleness
 from manyhands.serve.dashboard import Dashboard
 from views import run_view, starting_view
 
-CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
-missing = [str(path) for path in (CHROMIUM, CHROMEDRIVER) if not path.exists()]
-pytestmark = [
-    pytest.mark.skipif(
-        bool(missing), reason=f"no browser to test with: {', '.join(missing)} is not installed"
-    ),
-    pytest.mark.timeout(120),
-]
+pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
 
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-    "--host-resolver-rules=MAP other.example 127.0.0.1",  # a name that was re-bound to this machine
-)  # fmt: skip
+REBOUND = "--host-resolver-rules=MAP other.example 127.0.0.1"  # a name that was re-bound to this machine
 FAREWELL = "the run has ended; manyhands watch RUN opens it again"
 PLACES = """
   return [...document.querySelectorAll("section, h1")].map((one) => {
@@ -50,17 +40,8 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(CHROMEDRIVER)))
-    driver.set_page_load_timeout(30)
-    yield driver
-    driver.quit()
+    with browsing(tmp_path_factory.mktemp("browser"), REBOUND) as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -74,13 +55,6 @@ def dashboard(shown: Shown) -> Iterator[Dashboard]:
         yield one
 
 
-def sized(browser: Any, width: int, height: int) -> None:
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
-    )
-
-
 def opened(browser: Any, url: str, width: int = 1280, height: int = 800) -> None:
     """Open the page at a size, and wait until it is live; what was logged before is forgotten."""
     sized(browser, width, height)
@@ -91,24 +65,8 @@ def opened(browser: Any, url: str, width: int = 1280, height: int = 800) -> None
     awaited(browser, lambda: "What is missing here" in text_of(browser, "notes"), "its first content")
 
 
-def awaited(browser: Any, condition: Callable[[], bool], what: str) -> None:
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda _: condition(), f"waited for {what}")
-
-
-def text_of(browser: Any, key: str) -> str:
-    return browser.execute_script("return document.getElementById(arguments[0])?.textContent ?? ''", key)
-
-
 def line_of(browser: Any) -> str:
     return text_of(browser, "line")
-
-
-def complaints(browser: Any) -> list[str]:
-    return [
-        entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")
-    ]
 
 
 def test_the_page_shows_the_run_and_the_token_leaves_the_address(browser: Any, dashboard: Dashboard) -> None:
@@ -320,17 +278,6 @@ def test_it_fits_and_the_keyboard_reaches_everything(
     assert levels == ["H1"] + ["H2"] * 12
 
 
-CUT = """
-  const cut = [], main = document.getElementById("main");
-  for (const one of main.querySelectorAll("dd, td, th, caption, .scroll, .fill, section, li, p, figcaption")) {
-    if (getComputedStyle(one).overflowX !== "visible" && one.scrollWidth > one.clientWidth + 1) cut.push(one);
-    const text = document.createRange();
-    text.selectNodeContents(one);
-    const card = one.closest("section").getBoundingClientRect(), box = text.getBoundingClientRect();
-    if (box.width > 0 && (box.right > card.right || box.left < card.left)) cut.push(one);
-  }
-  return [...new Set(cut)].filter((one) => !one.closest("thead")).map((one) => one.outerHTML.slice(0, 80));
-"""
 BLANKS = """
   return Object.fromEntries([...document.querySelectorAll("section:not(.absent)")].map((one) => {
     const inside = [...one.querySelectorAll("h2, p, li, dd, td, svg, progress")];

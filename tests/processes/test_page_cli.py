@@ -71,7 +71,9 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
     assert "20 of 20" in sections["now"]
     assert "ended" in sections["now"]
     assert farewell == f"The run has ended; manyhands watch {run} opens this page again."
-    assert out.splitlines()[-1] == f"report  {run / 'report.html'}"
+    *_, report, following, _, _, last = out.splitlines()
+    assert (report, following) == (f"report  {run / 'report.html'}", "next")
+    assert last.split() == ["manyhands", "serve", str(run), "#", "the", "model", "over", "HTTP"]
     assert "20 of 20" in (run / "report.html").read_text()
 
     with command("watch", str(run)) as watching:

@@ -151,6 +151,36 @@ def test_bad_requests_over_a_real_socket(server: ModelServer) -> None:
     connection.close()
 
 
+def test_who_sends_far_too_much_still_reads_why(server: ModelServer) -> None:
+    """A client that looks for the answer when it has sent all of it, as most do."""
+    connection = connected(server)
+    body = b'{"inputs": [' + b" " * (20 << 20) + b"]}"
+    connection.request("POST", "/predict", body, {"Authorization": f"Bearer {server.token}"})
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert "at most 8.0 MiB" in json.loads(answer.read())["error"]
+    connection.close()
+
+
+def test_a_worker_that_computes_for_too_long_is_replaced_and_its_request_told() -> None:
+    options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=1.0))
+    with ModelServer(predictor(), "a model", options) as server:
+        awaited(lambda: len(answering(server)) == 1, "the worker")
+        ((number, pid),) = answering(server).items()
+        os.kill(pid, signal.SIGSTOP)
+        connection = connected(server)
+        begun = time.monotonic()
+        status, said = ask(connection, server, [np.zeros((8, 8)).tolist()])
+        assert (status, "not computed within 1 s" in said["error"]) == (503, True)
+        assert 0.9 < time.monotonic() - begun < 10
+        connection.close()
+        awaited(lambda: bool(answering(server)) and number not in answering(server), "another worker")
+        connection = connected(server)
+        assert ask(connection, server, [np.zeros((8, 8)).tolist()])[0] == 200
+        connection.close()
+        assert server.view().deaths == 1
+
+
 class Unloadable(ImagePredictor):
     """One that no worker can use."""
 

@@ -5,45 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from browsing import CUT, awaited, browsing, coloured, complaints, needs_a_browser, sized, text_of
 from manyhands.inference.images import ImagePredictor
 from manyhands.serve.model_server import ModelServer, ServeOptions
 from manyhands.tasks.vision import ImageClassifier
 
-CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
-missing = [str(path) for path in (CHROMIUM, CHROMEDRIVER) if not path.exists()]
-pytestmark = [
-    pytest.mark.skipif(
-        bool(missing), reason=f"no browser to test with: {', '.join(missing)} is not installed"
-    ),
-    pytest.mark.timeout(120),
-]
-
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-)  # fmt: skip
+pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Any]:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(CHROMEDRIVER)))
-    driver.set_page_load_timeout(30)
-    yield driver
-    driver.quit()
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browsing(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -53,16 +32,6 @@ def server() -> Iterator[ModelServer]:
     predictor.task = "digits"
     with ModelServer(predictor, "a model", ServeOptions(workers=2)) as running:
         yield running
-
-
-def text_of(browser: Any, key: str) -> str:
-    return browser.execute_script("return document.getElementById(arguments[0])?.textContent ?? ''", key)
-
-
-def awaited(browser: Any, condition: Callable[[], bool], what: str) -> None:
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda _: condition(), f"waited for {what}")
 
 
 def ask(server: ModelServer) -> int:
@@ -75,10 +44,18 @@ def ask(server: ModelServer) -> int:
         return int(answer.status)
 
 
-def test_the_page_is_live_and_shows_requests_and_deaths(browser: Any, server: ModelServer) -> None:
+def opened(browser: Any, server: ModelServer, width: int = 1280, height: int = 800) -> None:
+    sized(browser, width, height)
+    browser.get("about:blank")
+    browser.get_log("browser")
     browser.get(server.url)
     awaited(browser, lambda: text_of(browser, "line") == "connected", "the page to become live")
-    awaited(browser, lambda: "Every request was answered" in text_of(browser, "wrong"), "both workers")
+    awaited(browser, lambda: "What happened" in text_of(browser, "notes"), "its first content")
+
+
+def test_the_page_is_live_and_shows_requests_and_deaths(browser: Any, server: ModelServer) -> None:
+    opened(browser, server)
+    awaited(browser, lambda: "all workers are there" in text_of(browser, "wrong"), "both workers")
     assert browser.title == "digits · served by 2 workers"
     assert browser.current_url == f"{server.address}/", "the token leaves the address"
     assert [ask(server) for _ in range(3)] == [200] * 3
@@ -88,10 +65,42 @@ def test_the_page_is_live_and_shows_requests_and_deaths(browser: Any, server: Mo
     os.kill(server.view().workers[0].pid, signal.SIGKILL)
     awaited(browser, lambda: "died and were replaced: 1" in text_of(browser, "notes"), "the death to be told")
     awaited(browser, lambda: "worker 3" in text_of(browser, "workers"), "the one that replaced it")
-    assert [one for one in browser.get_log("browser") if one["level"] == "SEVERE"] == []
+    assert complaints(browser) == []
 
 
 def test_without_the_token_the_page_says_so_and_shows_nothing(browser: Any, server: ModelServer) -> None:
+    browser.get("about:blank")
     browser.get(f"{server.address}/")
     awaited(browser, lambda: "token is missing or wrong" in text_of(browser, "line"), "the refusal")
     assert text_of(browser, "workers") == ""
+
+
+SHADES = """
+  const brightness = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, one) => sum + Number(one), 0) / 3;
+  const card = getComputedStyle(document.querySelector("section"));
+  return [brightness(card.backgroundColor), brightness(card.color)];
+"""
+FREE = """
+  const right = (one) => one.getBoundingClientRect().right, all = [...document.querySelectorAll("section")];
+  const edge = Math.max(...all.map(right));
+  const rows = Map.groupBy(all, (one) => Math.round(one.getBoundingClientRect().top));
+  return Math.max(...[...rows.values()].map((row) => edge - Math.max(...row.map(right))));
+"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (800, 600), (1280, 800)])
+def test_it_fills_every_width_and_follows_light_and_dark(
+    browser: Any, server: ModelServer, width: int, height: int
+) -> None:
+    opened(browser, server, width, height)
+    assert ask(server) == 200
+    awaited(browser, lambda: "1 × 200" in text_of(browser, "notes"), "the request to be shown")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(CUT) == []
+    assert browser.execute_script(FREE) <= 1, "no row of cards ends before the others"
+    for scheme, paper_is_bright in (("light", True), ("dark", False)):
+        coloured(browser, scheme)
+        paper, ink = browser.execute_script(SHADES)
+        assert (paper > ink) is paper_is_bright
+        assert abs(paper - ink) > 100, "what is written can be read"
+    coloured(browser, "light")

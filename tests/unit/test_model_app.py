@@ -17,12 +17,14 @@ from manyhands.analyse.serving import Answered, ReplicaState, ServingTally, Serv
 from manyhands.draw.serving import serving_metrics, serving_report, serving_sections, serving_title
 from manyhands.errors import UserError
 from manyhands.inference.predictor import Predictor
+from manyhands.serve.batching import BatchLimits
 from manyhands.serve.guard import Guard
 from manyhands.serve.model_app import BodyLimits, ModelApp
 from manyhands.serve.model_server import ServeOptions
-from manyhands.serve.replica import answer_batch
+from manyhands.serve.replica import LENGTH, answer_batch, answers_frame
 from manyhands.serve.replicas import Staffing
 from manyhands.serve.server import Drawn, PageApp
+from manyhands.serve.switchboard import Switchboard
 
 GUARD = Guard(token="secret")
 LIMITS = BodyLimits(num_bytes=1000, inputs=3, slowest_s=0.05)
@@ -72,10 +74,10 @@ def view(**changes: Any) -> ServingView:
     return ServingView(**{**fields, **changes})
 
 
-def app(tally: ServingTally | None = None) -> ModelApp:
+def app(tally: ServingTally | None = None, limits: BodyLimits = LIMITS) -> ModelApp:
     drawn = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
     page: PageApp[Any] = PageApp(view, GUARD, serving_metrics, drawn=drawn, period_s=0.0)
-    return ModelApp(Alone(), page, GUARD, tally or ServingTally(0.0), LIMITS)  # type: ignore[arg-type]
+    return ModelApp(Alone(), page, GUARD, tally or ServingTally(0.0), limits)  # type: ignore[arg-type]
 
 
 def asked(
@@ -135,11 +137,16 @@ def test_what_makes_no_sense_gets_a_sentence(content: Any, status: int, said: st
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
-    """Whoever waits for its bytes would wait for ever: `receive` has none."""
+    """It has its answer before the first byte; what it still sends is dropped, so that it comes to read that."""
     sent: list[Any] = []
+    left = 3
 
     async def receive() -> Any:
-        raise AssertionError("it was read")
+        nonlocal left
+        left -= 1
+        assert [one["type"] for one in sent] == ["http.response.start", "http.response.body"]
+        assert sent[1]["more_body"], "the connection stays open"
+        return {"type": "http.request", "body": b" " * 100, "more_body": left > 0}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -152,6 +159,64 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
     asyncio.run(app()(scope, receive, send))
     assert sent[0]["status"] == 413
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert left == 0, "all of it was taken in"
+    assert not sent[-1].get("more_body", False)
+
+
+@pytest.mark.parametrize("endless", [True, False], ids=["sends on", "says nothing"])
+def test_who_is_refused_and_goes_on_is_not_listened_to_for_ever(endless: bool) -> None:
+    limits = BodyLimits(num_bytes=1000, refused_bytes=5000, refused_s=0.05)
+    sent: list[Any] = []
+    taken = 0
+
+    async def receive() -> Any:
+        nonlocal taken
+        await asyncio.sleep(0 if endless else 60)
+        taken += 1000
+        return {"type": "http.request", "body": b" " * 1000, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1:1"), (b"authorization", b"Bearer wrong")]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
+    asyncio.run(app(limits=limits)(scope, receive, send))
+    assert sent[0]["status"] == 401
+    assert taken == (5000 if endless else 0)
+    assert not sent[-1].get("more_body", False), "it was ended"
+
+
+def test_requests_that_come_at_the_same_time_are_held_within_the_limit() -> None:
+    """Ten of 1,000 bytes in pieces, none of which says how many there will be, where 3,500 may be held."""
+    limits = BodyLimits(num_bytes=1000, held_bytes=3500, refused_s=0.01)
+    served = app(limits=limits)
+    content = json.dumps({"inputs": [1]}).encode().ljust(1000)
+
+    async def one() -> int:
+        pieces = [content[begin : begin + 100] for begin in range(0, 1000, 100)]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            await asyncio.sleep(0)  # the others' turn
+            piece = pieces.pop(0) if pieces else b""
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"host", b"127.0.0.1:1"), (b"authorization", b"Bearer secret")]
+        scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers}
+        await served(scope, receive, send)
+        return int(sent[0]["status"])
+
+    async def all_of_them() -> list[int]:
+        statuses = await asyncio.gather(*(one() for _ in range(10)))
+        return [*statuses, await one()]
+
+    *together, alone = asyncio.run(all_of_them())
+    assert set(together) == {200, 503}
+    assert alone == 200, "what was held is given back, of those that were refused, too"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +266,40 @@ def test_one_bad_request_of_a_batch_leaves_the_others_alone() -> None:
     assert (said[0]["answers"], said[3]["answers"]) == ([2.0], [4.0, 6.0])
 
 
+def test_a_number_that_no_worker_foresaw_is_told_and_kills_none() -> None:
+    """`float(10**400)` is an OverflowError, which the predictor above does not expect."""
+    said = answer_batch(Doubler(), [{"inputs": [10**400]}, {"inputs": [4]}])
+    assert [one["status"] for one in said] == [500, 200]
+    assert said[0]["error"].startswith("the model failed: OverflowError")
+
+
+def test_answers_that_are_not_finite_are_told_as_such_and_are_no_broken_json() -> None:
+    said = answer_batch(Doubler(), [{"inputs": [1e308]}, {"inputs": [4]}])
+    told = answers_frame(said)
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is no JSON")
+
+    first, second = json.loads(told[LENGTH.size :], parse_constant=refuse)
+    assert first["status"] == 500
+    assert "no finite number" in first["error"]
+    assert second == {"status": 200, "answers": [8.0]}
+
+
+def test_who_waits_when_the_server_ends_is_told() -> None:
+    async def ask_and_close() -> list[tuple[int, bytes]]:
+        switchboard = Switchboard(BatchLimits(), ServingTally(0.0), lambda worker: None)
+        asking = asyncio.create_task(switchboard.ask(b'{"inputs": [1]}', 1))
+        await asyncio.sleep(0)
+        assert switchboard.waiting == 1
+        switchboard.close()
+        return [await asyncio.wait_for(asking, 1), await asyncio.wait_for(switchboard.ask(b"{}", 1), 1)]
+
+    for status, answer in asyncio.run(ask_and_close()):
+        assert status == 503
+        assert "The server is ending" in json.loads(answer)["error"]
+
+
 def test_workers_are_replaced_unless_none_ever_answers() -> None:
     staffing = Staffing()
     assert [staffing.replaces(worker) for worker in (1, 2, 3)] == [True, True, False]
@@ -232,8 +331,21 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert figures["requests_per_s"] == pytest.approx(4.0)
     assert figures["inputs_per_s"] == pytest.approx(6.0)
     assert figures["batch_mean"] == 6
+    assert figures["lately"] == ((200, 30), (503, 10))
+    assert tally.figures(167.6)["lately"] == ((200, 7), (503, 2)), "those before 107.6 s are forgotten"
     assert figures["curve"] == tuple((float(second), 4.0) for second in range(10))
     assert figures["p50_ms"] == pytest.approx(sorted(number for number in range(40) if number % 4)[14])
+
+
+def test_seconds_without_requests_are_forgotten_as_all_others() -> None:
+    tally = ServingTally(0.0)
+    for second in range(0, 7000, 7):
+        tally.answered(Answered(second + 0.5, 0.001, 200, 1))
+    assert len(tally._seconds) <= 300 // 7 + 2
+    curve = tally.figures(6994.9)["curve"]
+    assert isinstance(curve, tuple)
+    assert len(curve) == 300
+    assert sum(count for _, count in curve) == len(range(6699, 6994, 7))
 
 
 class Balanced(HTMLParser):
@@ -253,16 +365,17 @@ def test_the_page_says_what_is_wrong_and_shows_nothing_as_code() -> None:
     figures: Callable[..., str] = lambda **changes: "".join(serving_sections(view(**changes)).values())  # noqa: E731
     for text in (
         figures(),
-        figures(by_status=((200, 3), (400, 2), (503, 1)), curve=((0.0, 3.0), (1.0, 4.0))),
+        figures(lately=((200, 3), (400, 2), (503, 1)), curve=((0.0, 3.0), (1.0, 4.0))),
     ):
         parser = Balanced()
         parser.feed(text)
         assert parser.open == []
     assert "1 of 2 workers answer" in figures()
     assert "a &lt;row&gt;" in figures()
-    assert "2 requests made no sense" in figures(by_status=((400, 2),))
-    assert "1 requests were answered with 5xx" in figures(by_status=((503, 1),))
-    assert "Every request was answered" in figures(wanted=1)
+    assert "2 requests were answered with 4xx" in figures(lately=((400, 2),))
+    assert "1 request was answered with 5xx" in figures(lately=((503, 1),))
+    assert "Every request of the last minute was answered" in figures(wanted=1)
+    assert "3 × 400" in figures(by_status=((400, 3),))
     assert serving_report(view()).startswith("<!DOCTYPE html>")
 
 

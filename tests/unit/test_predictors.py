@@ -15,16 +15,24 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.boosting.options import GbdtOptions
+from manyhands.boosting.sources import ArraySource
+from manyhands.boosting.text_format import MODEL_TEXT, write_model
+from manyhands.boosting.training import TableChoice, train_gbdt
 from manyhands.cli.predict import generate_command, predict_command
 from manyhands.data.images import ImageShape, read_images
 from manyhands.errors import DataError, UserError
 from manyhands.exporting import export_run
 from manyhands.inference.images import ImagePredictor
+from manyhands.inference.numbers import NumberPredictor
 from manyhands.inference.opening import open_predictor
-from manyhands.inference.predictor import ReadAs
+from manyhands.inference.predictor import Predictor, ReadAs
 from manyhands.inference.text import Prompt, TextGenerator, chosen
 from manyhands.regression.labels import Labels
 from manyhands.regression.model import MODEL_FILE, LogregModel
+from manyhands.store.exported import write_exported
+from manyhands.svd.model import SvdModel
+from manyhands.svd.predicting import SvdPredictor
 from manyhands.tasks import TASKS
 from manyhands.tasks.digits import read_digits
 from manyhands.tasks.language import Transformer
@@ -81,6 +89,30 @@ def test_a_picture_is_scaled_to_what_the_model_knows(tmp_path: Path) -> None:
     image.fromarray(np.zeros((28, 28), np.uint8)).save(tmp_path / "large.png")
     with pytest.raises(DataError, match=r"28×28 pixels; the model was trained on 8×8"):
         read_images(str(tmp_path / "large.png"), SHAPE)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "LA", "P", "1"])
+def test_pictures_of_every_mode_are_grey_and_what_is_seen_through_is_black(tmp_path: Path, mode: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    grey = np.where(np.eye(8), 255, 0).astype(np.uint8)
+    picture = image.fromarray(grey).convert(mode)
+    if mode in ("RGBA", "LA"):  # the corner below the middle cannot be seen
+        seen = np.full((8, 8), 255, np.uint8)
+        seen[7, 7] = grey[7, 7] = 0
+        picture.putalpha(image.fromarray(seen))
+    picture.save(tmp_path / "one.png")
+    (read,) = read_images(str(tmp_path / "one.png"), SHAPE)
+    np.testing.assert_allclose(read, grey * (16 / 255), rtol=1e-6)
+
+
+def test_pictures_that_pillow_would_cut_off_or_have_a_program_read_are_refused(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(DataError, match="mode I;16; save it with 8 bits a pixel"):
+        read_images(str(tmp_path / "deep.png"), SHAPE)
+    image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "script.eps")
+    with pytest.raises(DataError, match="is no picture that Pillow knows"):
+        read_images(str(tmp_path / "script.eps"), SHAPE)
 
 
 def test_without_pillow_pictures_are_refused_in_a_sentence(
@@ -231,6 +263,9 @@ def test_a_seed_fixes_what_is_written() -> None:
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
         ({"prompt": "a", "seed": -1}, "seed is -1"),
         ({"prompt": "\ud800"}, "no text"),
+        ({"prompt": ["a"] * 10**6}, r"prompt is \['a', .{1,60}…; it must be text"),
+        ({"prompt": "a", "seed": [0] * 10**6}, r"seed is \[0, .{1,60}…; it must be"),
+        ({"prompt": "a", "x" * 10**6: 1}, r"has a field 'x{1,60}…; allowed"),
     ],
 )
 def test_prompts_that_make_no_sense_are_refused(value: Any, said: str) -> None:
@@ -278,6 +313,94 @@ def test_words_are_asked(tmp_path: Path) -> None:
     assert [line.split()[0] for line in predictor.lines(inputs)] == ["queen", "cat"]
     with pytest.raises(UserError, match="'dog' is not among the 3 words"):
         predictor.inputs(["dog"])
+    with pytest.raises(UserError, match="input 0 has 1,000,000 letters"):
+        predictor.inputs(["x" * 10**6])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("digits", {"width": 1 << 24}, "is of shape .*, and its options make it"),
+        ("digits", {"width": 8, "side": 3}, "no option 'side'"),
+        ("language", {"width": 8, "heads": 1, "layers": 20, "context": 128}, "it has no "),
+        ("language", {"layers": 10**9}, "at most 1000"),
+        ("recurrent", {"width": 1 << 24, "layers": 1}, "is of shape .*, and its options make it"),
+        ("recurrent", {"width": 8, "layers": 1, "context": "a"}, "context is 'a'"),
+        ("recurrent", {"width": 8, "layers": 1}, "how many bytes it looks back on"),
+        ("cats", {}, "not built in"),
+    ],
+)
+def test_a_header_that_promises_another_model_takes_no_memory(
+    tmp_path: Path, name: str, options: dict[str, Any], said: str
+) -> None:
+    models = {
+        "digits": ImageClassifier(side=8, white=16, width=8),
+        "language": Transformer(context=128, layers=1, width=8, heads=1),
+    }
+    weights = models.get(name, RecurrentNetwork(layers=1, width=8)).state_dict()
+    about = {"task": name, "options": json.dumps(options), "steps": "1"}
+    write_exported(tmp_path / "model", weights, "fp32", about)
+    with pytest.raises(UserError, match=said):
+        open_predictor(tmp_path / "model")
+
+
+def decomposition() -> Predictor[Any]:
+    components = np.array([[0.6, 0.8, 0.0], [0.0, 0.0, 1.0]])
+    return SvdPredictor(
+        SvdModel(
+            singular_values=np.array([2.0, 1.0]), components=components, mean=np.ones(3), rows=9, energy=5.0
+        )
+    )
+
+
+def trees(tmp_path: Path) -> Predictor[Any]:
+    values = np.random.default_rng(0).integers(0, 9, (100, 3)).astype(float)
+    table = TableChoice(train=ArraySource(values, values[:, 0]))
+    write_model(train_gbdt(table, GbdtOptions(trees=2, num_leaves=3)).model, tmp_path / MODEL_TEXT)
+    return open_predictor(tmp_path / MODEL_TEXT)
+
+
+def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
+    found = decomposition().answers(decomposition().inputs([[2, 1, 1], [1.0, 1.0, 4.5]]))
+    np.testing.assert_allclose(found, [[0.6, 0.0], [0.0, 3.5]])
+    boosted = trees(tmp_path)
+    rows = boosted.inputs([[1, 2, 3], [None, 8, 0.5]])
+    assert np.isnan(rows.values[1, 0])
+    both = boosted.together([boosted.inputs([[1, 2, 3]]), boosted.inputs([[None, 8, 0.5]])])
+    assert boosted.answers(both) == boosted.answers(rows)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["abc"], "input 0 is no array"),
+        ([{}], "input 0 is no array"),
+        ([[1, 2, 3], [1, 2]], "input 1 has 2 numbers; .*3 in all"),
+        ([[1, 2, 3], [1, "2", 3]], "input 1 has '2' at place 1"),
+        ([[1, True, 3]], "input 0 has 'True' at place 1"),
+        ([[[1], [2], [3]]], r"input 0 has '\[1\]' at place 0"),
+        ([[1, 2, 10**400]], "input 0 has a number beyond double precision"),
+    ],
+)
+def test_json_that_is_no_row_is_refused(values: list[Any], said: str, tmp_path: Path) -> None:
+    for predictor in (decomposition(), trees(tmp_path)):
+        with pytest.raises(UserError, match=said):
+            predictor.inputs(values)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_what_is_missing_cannot_be_projected(value: Any) -> None:
+    with pytest.raises(UserError, match="input 0 has"):
+        decomposition().inputs([[1, 2, value]])
+
+
+@pytest.mark.parametrize("value", [10**400, True, "1", None, float("nan"), [1]])
+def test_what_is_no_number_has_no_place_on_a_line(value: Any) -> None:
+    predictor = NumberPredictor(nn.Linear(1, 1, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"input 1 is .*; it must be a finite number"):
+        predictor.inputs([1, value])
+    with pytest.raises(UserError, match="fp32 only"):
+        predictor.check_precision("bf16")
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:

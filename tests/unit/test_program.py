@@ -15,6 +15,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.exporting import ExportAsked
 from manyhands.inference import program
 from manyhands.inference.program import export_program
+from manyhands.regression.export import export_logreg
 from manyhands.regression.labels import Labels
 from manyhands.regression.model import MODEL_FILE, LogregModel
 
@@ -65,3 +66,14 @@ def test_what_cannot_be_a_program_is_said(tmp_path: Path) -> None:
         export_command(tmp_path, file_format="torch-export", precision="int8")
     with pytest.raises(UserError, match="did you mean 'torch-export'"):
         export_command(tmp_path, file_format="torch-exprt")
+
+
+def test_the_file_of_a_model_is_exported_beside_itself(tmp_path: Path) -> None:
+    table = np.linspace(-1, 1, 400, dtype=np.float32)
+    LogregModel(table=table, labels=Labels(-1.0, 1.0)).save(tmp_path / MODEL_FILE)
+    for run in (tmp_path, tmp_path / MODEL_FILE):
+        export = export_logreg(ExportAsked(run=run, precision="int8"))
+        assert export.path == tmp_path / "model-int8.safetensors"
+        export.path.unlink()
+    elsewhere = ExportAsked(run=tmp_path / MODEL_FILE, out=tmp_path / "other")
+    assert export_logreg(elsewhere).path.is_file()

@@ -15,6 +15,7 @@ RECENT = 10_000
 
 _CURVE_S = 300  # seconds that throughput is shown of
 _RATE_S = 5.0  # seconds that the rate now is the mean of
+_LATELY_S = 60.0  # seconds that what is wrong is told of
 _NOTES = 20
 
 
@@ -55,6 +56,8 @@ class ServingView:
     inputs: int
     by_status: tuple[tuple[int, int], ...]
     """How many answers had each HTTP status."""
+    lately: tuple[tuple[int, int], ...]
+    """The same of the last minute, of the newest answers."""
     requests_per_s: float
     inputs_per_s: float
     p50_ms: float
@@ -91,6 +94,7 @@ class ServingTally:
         self._lock = threading.Lock()
         self._recent: deque[Answered] = deque(maxlen=RECENT)
         self._seconds: dict[int, int] = {}
+        self._first_second: int | None = None
         self._by_status: Counter[int] = Counter()
         self._batches = self._batched = 0
         self._notes: deque[str] = deque(maxlen=_NOTES)
@@ -105,8 +109,13 @@ class ServingTally:
             self._by_status[answer.status] += 1
             self._recent.append(answer)
             second = int(answer.at - self._begun)
+            if self._first_second is None:
+                self._first_second = second
+            if second not in self._seconds:
+                self._seconds = {
+                    one: count for one, count in self._seconds.items() if one >= second - _CURVE_S
+                }
             self._seconds[second] = self._seconds.get(second, 0) + 1
-            self._seconds.pop(second - _CURVE_S - 1, None)
 
     def batch(self, inputs: int) -> None:
         """A worker was sent a batch."""
@@ -134,12 +143,15 @@ class ServingTally:
         if len(lately) == RECENT:  # those before them are forgotten
             span = max(now - lately[0].at, 1e-3)
         last = int(now - self._begun)
-        first = max(0, min(seconds, default=last), last - _CURVE_S)
+        first = max(0, last if self._first_second is None else self._first_second, last - _CURVE_S)
         return {
             "seconds": now - self._begun,
             "requests": requests,
             "inputs": inputs,
             "by_status": by_status,
+            "lately": tuple(
+                sorted(Counter(one.status for one in recent if one.at >= now - _LATELY_S).items())
+            ),
             "requests_per_s": len(lately) / span,
             "inputs_per_s": sum(one.inputs for one in lately if one.status == 200) / span,
             "p50_ms": percentile(good, 50),

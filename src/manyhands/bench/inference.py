@@ -7,6 +7,7 @@ batch takes (p50, p95), and how many of the model's choices are those of single 
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import time
@@ -23,6 +24,7 @@ from manyhands.analyse.serving import percentile
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.crew import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Supervisor
+from manyhands.draw.bars import Bars
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.fitting import fit
 from manyhands.inference.precision import in_precision
@@ -84,30 +86,22 @@ def run_bench(
     if min((*batches, *workers), default=0) < 1 or not seconds > 0:
         raise UserError("batch sizes and workers must be at least 1, and the seconds above 0")
     rows: list[dict[str, Any]] = []
+    combinations = list(itertools.product(workers, batches, precisions))
     for name in models:
         measured = MODELS[name]
         task = build(name, **measured.options)
         model = fit(task, "single", steps=measured.steps).model.eval()
         inputs = measured.inputs(task)[:_COMPARED]
         agrees = {precision: _agreement(model, inputs, precision) for precision in precisions}
-        for count in workers:
-            for batch in batches:
-                for precision in precisions:
-                    job = partial(
-                        _work, model=model, inputs=inputs, precision=precision, batch=batch, seconds=seconds
-                    )
-                    found = _measured(count, job)
-                    rows.append(
-                        {
-                            "model": name,
-                            "precision": precision,
-                            "batch": batch,
-                            "workers": count,
-                            "threads": threads_per_role(count),
-                            "agreement": agrees[precision],
-                            **found,
-                        }
-                    )
+        with Bars() as bars, bars.phase(name, len(combinations), "combinations") as phase:
+            for count, batch, precision in combinations:
+                job = partial(
+                    _work, model=model, inputs=inputs, precision=precision, batch=batch, seconds=seconds
+                )
+                about = {"model": name, "precision": precision, "batch": batch, "workers": count}
+                about |= {"threads": threads_per_role(count), "agreement": agrees[precision]}
+                rows.append({**about, **_measured(count, job)})
+                phase.advance(1)
     return {
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),

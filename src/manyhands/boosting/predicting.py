@@ -15,6 +15,7 @@ from manyhands.data.row_files import FORMATS, Reading
 from manyhands.errors import UserError
 from manyhands.exporting import Export, ExportAsked
 from manyhands.inference.predictor import Predictor, ReadAs
+from manyhands.inference.tables import table_of
 
 __all__ = ["GbdtPredictor", "export_gbdt", "open_gbdt"]
 
@@ -37,16 +38,7 @@ class GbdtPredictor(Predictor[RowBlock]):
 
     def inputs(self, values: Sequence[Any]) -> RowBlock:
         """Each value is one row."""
-        for number, value in enumerate(values):
-            if not isinstance(value, list) or len(value) != self.model.columns:
-                raise UserError(f"input {number}: must be {self.takes}, {self.model.columns} in all")
-        try:
-            table = np.array(values, np.float64)  # null becomes NaN
-        except (TypeError, ValueError):
-            raise UserError(
-                f"an input holds something that is no number; each must be {self.takes}"
-            ) from None
-        return RowBlock(labels=None, dense=table)
+        return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
 
     def together(self, parts: Sequence[RowBlock]) -> RowBlock:
         """One after the other."""
@@ -74,5 +66,5 @@ def open_gbdt(path: Path) -> GbdtPredictor:
 def export_gbdt(asked: ExportAsked) -> Export:
     """Trees are a file that LightGBM reads already."""
     raise UserError(
-        f"{asked.run} holds boosted trees, which are a file already: {asked.run / MODEL_TEXT}, as LightGBM writes them"
+        f"{asked.run} holds boosted trees, which are a file already: {asked.own(MODEL_TEXT)}, as LightGBM writes them"
     )

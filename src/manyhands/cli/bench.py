@@ -97,7 +97,7 @@ def inference(
         str, typer.Option(help="digits, language and recurrent, separated by commas.")
     ] = "digits,language",
     precisions: Annotated[str, typer.Option(help="Of fp32, bf16 and int8.")] = "fp32,bf16,int8",
-    batches: Annotated[str, typer.Option(help="Inputs in a batch.")] = "1,8,64",
+    batches: Annotated[str, typer.Option(help="Inputs in a batch, as in 1,8,64.")] = "1,32",
     workers: Annotated[str, typer.Option(help="Processes that each have the model.")] = "1,2",
     seconds: Annotated[float, typer.Option(help="How long each combination computes.")] = 0.5,
     json_file: JsonFile = None,
@@ -110,8 +110,7 @@ def inference(
     )
     print(inference_bench.format_table(result))
     _write(result, json_file)
-    if json_file is None:
-        print("next  manyhands serve RUN --workers N --batch B --precision P, with what is fastest here")
+    print("next  manyhands serve RUN --workers N --batch B --precision P, with what is fastest here")
 
 
 def _numbers(text: str) -> list[int]:

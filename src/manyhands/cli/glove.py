@@ -23,6 +23,7 @@ from manyhands.cli.commands import (
     command_to_resume,
     fresh_directory,
     own_command,
+    print_next,
     write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
@@ -122,9 +123,11 @@ class _TrainGlove(_Vectors):
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareGlove(_Vectors, Compared):
-    """The options of `compare glove`."""
+    """The options of `compare glove`; less than `train glove` does, for every strategy trains, and servers slowly."""
 
-    passes: Annotated[int, typer.Option(help="Passes over all records.")] = 5
+    window: Annotated[int, typer.Option(help="Words on each side that count as context; 15 in `train`.")] = 5
+    passes: Annotated[int, typer.Option(help="Passes over all records; 15 in `train`.")] = 3
+    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved; 2 or more tell spread.")] = 1
     strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
         "single; hogwild; allreduce; tensor; ps consistency=async"
     )
@@ -273,6 +276,11 @@ def _train(asked: _TrainGlove) -> None:
         _print_neighbours(
             {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}
         )
+    print_next(
+        the_nearest_words=f"predict {out} {learnt.vectors.words[0]}",
+        what_they_know=f"glove eval {out / 'vectors.txt'} --analogies FILE",
+        the_same_over_HTTP=f"serve {out}",
+    )
 
 
 def _learning(asked: _TrainGlove) -> Learning:

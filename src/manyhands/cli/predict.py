@@ -62,7 +62,7 @@ def predict_command(
     read_as = ReadAs(format=file_format, skip_bad=skip_bad, threads=len(os.sched_getaffinity(0)))
 
     def write_to(stream: TextIO) -> None:
-        with Bars() as bars, bars.phase("predicting", None, "inputs") as phase:
+        with Bars() as bars, bars.phase("predicting", None, "lines") as phase:
             for inputs in predictor.blocks(source, read_as):
                 lines = [f"{line}\n" for line in predictor.lines(inputs)]
                 stream.write("".join(lines))
@@ -73,14 +73,16 @@ def predict_command(
             write_to(sys.stdout)
             sys.stdout.flush()
         else:
-            with out.open("w") as stream:
+            with out.open("w", encoding="utf-8") as stream:
                 write_to(stream)
     except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
     except OSError as error:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
         print(f"manyhands: {predictor.left_out} bad lines of {source} were left out", file=sys.stderr)
+    print(f"manyhands: manyhands serve {run} answers the same over HTTP", file=sys.stderr)
 
 
 def generate_command(

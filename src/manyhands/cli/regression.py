@@ -20,6 +20,7 @@ from manyhands.cli.commands import (
     command_to_resume,
     fresh_directory,
     own_command,
+    print_next,
     write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
@@ -223,6 +224,12 @@ def _train(asked: _TrainLogreg) -> None:
         )
         raise typer.Exit(end.status)
     leave_report(out)
+    files = [file for file in (asked.test, asked.train) if file not in (None, "-")]
+    print_next(
+        what_it_answers=f"predict {out} {[*files, 'FILE'][0]} --out probabilities.txt",
+        in_fewer_bits=f"export {out} --precision int8",
+        the_same_over_HTTP=f"serve {out}",
+    )
 
 
 def _reading(asked: _Learning) -> Reading:

@@ -72,7 +72,7 @@ def serve_command(
             print("Ctrl-C ends it", file=sys.stderr, flush=True)
             server.wait()
     except KeyboardInterrupt:
-        print("manyhands: the server has ended", file=sys.stderr)
+        print(f"manyhands: the server has ended; manyhands serve {run} starts it again", file=sys.stderr)
 
 
 def _how(address: str, token: str, example: object) -> str:

@@ -173,7 +173,7 @@ def _train(asked: _TrainSvd) -> None:
         raise typer.Exit(end.status)
     leave_report(out)
     source = asked.path if asked.path is not None else "FILE"
-    print(f"next  manyhands predict {out} {source} --out coordinates.npy   projects rows on the components")
+    print(f"next  manyhands predict {out} {source} --out coordinates.txt   projects rows on the components")
     print(f"      manyhands watch {out}   shows the run")
 
 

@@ -19,6 +19,7 @@ from manyhands.cli.commands import (
     command_to_resume,
     fresh_directory,
     parameter,
+    print_next,
     write_json,
 )
 from manyhands.cli.environment import leave_if_evaluator
@@ -220,6 +221,12 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
             leave_report(asked.out)  # it shows what went wrong, and to whom
         raise
     end_run(run, asked.out, common.json_file, task_table(entry, asked.task, run))
+    if run.path is not None:
+        print_next(
+            where_the_time_goes=f"explain {asked.out}",
+            the_page_of_the_run=f"watch {asked.out}",
+            the_model_over_HTTP=f"serve {asked.out}",
+        )
 
 
 def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:

@@ -26,6 +26,7 @@ __all__ = ["IMAGE_FORMATS", "ImageShape", "read_images"]
 IMAGE_FORMATS = ("auto", "picture", "npy", "idx", "json")
 _LIMIT_BYTES = 1 << 31
 _MOST_DEEP = 5
+_PICTURES = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # Pillow has others start programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,20 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
             "pip install 'manyhands[images]'"
         ) from None
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=_PICTURES) as image:
             if image.size != (shape.side, shape.side):  # before a pixel of it is decoded
                 width, height = image.size
                 raise DataError(
                     f"{file} has {width}×{height} pixels; the model was trained on {shape.side}×{shape.side}: make it "
                     "that small, white on black"
                 )
-            grey = np.asarray(image.convert("L"), np.float32)
+            if image.mode[0] in "IF":  # which Pillow would cut off at 255
+                raise DataError(
+                    f"{file} has pixels of mode {image.mode}; save it with 8 bits a pixel, or as an npy array"
+                )
+            # what can be seen through is black
+            whole = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image.convert("RGBA"))
+            grey = np.asarray(whole.convert("L"), np.float32)
     except DataError:
         raise
     except UnidentifiedImageError as error:

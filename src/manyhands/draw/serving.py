@@ -56,29 +56,38 @@ def _now(view: ServingView) -> tuple[str, str]:
 
 def _wrong(view: ServingView) -> tuple[str, str]:
     present = [one for one in view.workers if one.state != "starting"]
-    failed = sum(count for status, count in view.by_status if status >= 500)
-    refused = sum(count for status, count in view.by_status if 400 <= status < 500)
+    failed = sum(count for status, count in view.lately if status >= 500)
+    refused = sum(count for status, count in view.lately if 400 <= status < 500)
     found = []
     if len(present) < view.wanted:
         found.append(f"{len(present)} of {view.wanted} workers answer; the others are being started.")
     if failed:
-        found.append(f"{failed:,} requests were answered with 5xx: no worker could take them in time.")
+        found.append(
+            f"{_requests(failed)} answered with 5xx in the last minute: the model failed, or no worker could answer in "
+            "time."
+        )
     if refused:
-        found.append(f"{refused:,} requests made no sense and were answered with 4xx.")
+        found.append(
+            f"{_requests(refused)} answered with 4xx in the last minute: what was sent made no sense."
+        )
     body = (
         f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in found)}</ul>"
         if found
-        else '<p class="good">Every request was answered, and all workers are there.</p>'
+        else '<p class="good">Every request of the last minute was answered, and all workers are there.</p>'
     )
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
     return "wrong", section("wrong", "What is wrong", spoken, "wide alarm" if found else "wide")
 
 
+def _requests(count: int) -> str:
+    return "1 request was" if count == 1 else f"{count:,} requests were"
+
+
 def _latency(view: ServingView) -> tuple[str, str]:
     chart = histogram(
         dict(view.latencies_ms),
-        title="The newest answers, by whole milliseconds from request to answer",
-        x_label="milliseconds",
+        title="The newest answers, by milliseconds",
+        x_label="milliseconds from request to answer",
         y_label="answers",
         empty="Nothing was answered yet.",
     )
@@ -95,7 +104,7 @@ def _throughput(view: ServingView) -> tuple[str, str]:
         from_zero=True,
         empty="Nothing was answered yet.",
     )
-    return "throughput", section("throughput", "Throughput", chart)
+    return "throughput", section("throughput", "Throughput", chart, "roomy")
 
 
 def _workers(view: ServingView) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from manyhands.errors import UserError
 from manyhands.exporting import load
-from manyhands.inference.predictor import ModulePredictor, ReadAs
+from manyhands.inference.predictor import ModulePredictor, Predictor, ReadAs
 
 __all__ = ["NumberPredictor", "open_numbers"]
 
@@ -43,7 +44,7 @@ class NumberPredictor(ModulePredictor[Numbers]):
     def inputs(self, values: Sequence[Any]) -> Numbers:
         """Each value is one x."""
         for number, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            if not _is_finite(value):
                 raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
         return np.asarray(values, np.float64)
 
@@ -56,6 +57,10 @@ class NumberPredictor(ModulePredictor[Numbers]):
         with torch.inference_mode():
             found: Tensor = self.model(torch.from_numpy(inputs).unsqueeze(1))
         return list(found.squeeze(1).tolist())
+
+    def check_precision(self, precision: str) -> None:
+        """Two numbers are kept as they are."""
+        Predictor.check_precision(self, precision)
 
     @property
     def example(self) -> Any:
@@ -73,6 +78,13 @@ class NumberPredictor(ModulePredictor[Numbers]):
         from torch.export import Dim  # which takes a while, and only exporting needs it
 
         return ({0: Dim("batch")},)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond double precision
+        return False
 
 
 def open_numbers(path: Path) -> NumberPredictor:

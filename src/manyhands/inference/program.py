@@ -38,8 +38,7 @@ def export_program(asked: ExportAsked) -> Export:
         raise UserError(
             f"{asked.run} is of the task {predictor.task!r}, whose model is no PyTorch module; leave --format out"
         )
-    beside = asked.run if asked.run.is_dir() else asked.run.parent
-    file = asked.out if asked.out is not None else beside / PROGRAM_FILE
+    file = asked.target(PROGRAM_FILE)
     content = _written(predictor)
     difference = _largest_difference(predictor, content)
     if not difference <= _EQUAL_TO:

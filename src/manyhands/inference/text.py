@@ -28,6 +28,7 @@ MOST_LENGTH = 4096
 
 MOST_TEMPERATURE = 100.0
 _FIELDS = ("prompt", "length", "temperature", "seed")
+_MOST_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) or not self.prompt:
-            raise UserError(f"prompt is {self.prompt!r}; it must be text of at least one letter")
+            raise UserError(f"prompt is {_short(self.prompt)}; it must be text of at least one letter")
         try:
             self.prompt.encode()
         except UnicodeEncodeError as error:
@@ -51,14 +52,24 @@ class Prompt:
         for name, least, most in (("length", 1, MOST_LENGTH), ("seed", 0, 2**63 - 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise UserError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
+                raise UserError(
+                    f"{name} is {_short(value)}; it must be a whole number from {least} to {most}"
+                )
         warmth = self.temperature
         if (
             not isinstance(warmth, int | float)
             or isinstance(warmth, bool)
             or not 0 <= warmth <= MOST_TEMPERATURE
         ):
-            raise UserError(f"temperature is {warmth!r}; it must be a number from 0 to {MOST_TEMPERATURE:g}")
+            raise UserError(
+                f"temperature is {_short(warmth)}; it must be a number from 0 to {MOST_TEMPERATURE:g}"
+            )
+
+
+def _short(value: Any) -> str:
+    """What was given, as far as a sentence has room for it."""
+    shown = repr(value)
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
 
 
 class TextGenerator(ModulePredictor[list[Prompt]]):
@@ -86,7 +97,9 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
                 raise UserError(f"input {number} is no text; it must be {self.takes}")
             for name in fields:
                 if name not in _FIELDS:
-                    raise UserError(f"input {number} has a field {name!r}; {nearest(str(name), _FIELDS)}")
+                    raise UserError(
+                        f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
+                    )
             try:
                 prompts.append(Prompt(**{"prompt": "", **fields}))
             except UserError as error:
@@ -150,4 +163,8 @@ def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> i
 
 def open_text(path: Path) -> TextGenerator:
     """That of a run, or of a file of `manyhands export`."""
-    return TextGenerator(load(path), int(recorded_options(path)["context"]))
+    model = load(path)
+    context = recorded_options(path).get("context")
+    if type(context) is not int or context < 1:  # the header of a file that somebody was sent
+        raise UserError(f"model {path} does not say how many bytes it looks back on; export it again")
+    return TextGenerator(model, context)

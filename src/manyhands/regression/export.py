@@ -17,7 +17,7 @@ def export_logreg(asked: ExportAsked) -> Export:
     run, precision, test = asked.run, asked.precision, asked.test
     check_precision(precision)
     model = LogregModel.load(run)
-    file = asked.out if asked.out is not None else run / f"model-{precision}.safetensors"
+    file = asked.target(f"model-{precision}.safetensors")
     before = asdict(model.evaluate(model.file(test))) if test is not None else {}
     after = asdict(model.narrowed(precision).evaluate(model.file(test))) if test is not None else {}
     model.save(file, precision)

@@ -8,10 +8,16 @@
 A batch leaves as soon as a worker is free and the requests that wait fill it, or the oldest has waited for `wait_s`. An
 answer follows from its input alone, so the requests of a worker that died go to another, before all others and each in
 a batch of its own: one that kills workers takes no second request with it, and after `tries` workers it is refused.
+
+Two clocks: a request is refused when `deadline_s` have passed since it came, wherever it is then; a worker is killed
+when it has computed for that long. Were it killed for requests that had waited before it got them, a server with too
+much to do would kill its own workers.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import insort_left
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -32,7 +38,7 @@ class BatchLimits:
     waiting: int = 4096
     """Inputs that may wait; a request that would make them more is refused."""
     deadline_s: float = 30.0
-    """From a request to its answer."""
+    """From a request to its answer, and the longest that a worker may compute one batch."""
     tries: int = 2
     """Workers that a request may lose."""
 
@@ -40,9 +46,9 @@ class BatchLimits:
         for name in ("batch", "waiting", "tries"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.wait_s < self.deadline_s:
+        if not 0 <= self.wait_s < self.deadline_s < math.inf:
             raise UserError(
-                f"wait_s={self.wait_s:g} must be from 0 to less than deadline_s={self.deadline_s:g}"
+                f"wait_s={self.wait_s:g} must be from 0 to less than deadline_s={self.deadline_s:g}, which is finite"
             )
 
 
@@ -84,14 +90,16 @@ class _Request:
 
 @dataclass(slots=True)
 class _Busy:
-    requests: list[_Request]
+    requests: deque[_Request]
+    """Those that still want their answer, the oldest first."""
     until: float
+    """When it is killed."""
     killed: bool = False
 
 
 @dataclass(slots=True)
 class _Held:
-    """What waits, and who works."""
+    """What waits, the oldest first, and who works."""
 
     queue: deque[_Request] = field(default_factory=deque)
     free: deque[int] = field(default_factory=deque)
@@ -143,13 +151,13 @@ class Dispatch:
             held.free.remove(worker)
         lost = held.busy.pop(worker, None)
         actions: list[BatchAction] = []
-        for request in reversed(lost.requests if lost is not None else []):
+        for request in reversed(lost.requests if lost is not None else ()):
             request.lost += 1
             if request.lost >= self.limits.tries:
                 sentence = f"{request.lost} workers died while they computed this; it was given up."
                 actions.append(RefuseRequest(request.number, 503, sentence))
             else:
-                held.queue.appendleft(request)
+                insort_left(held.queue, request, key=lambda one: one.asked_at)
                 self._waiting_inputs += request.size
         return [*actions, *self.look(now)]
 
@@ -160,19 +168,29 @@ class Dispatch:
     @property
     def wakes_at(self) -> float | None:
         """When something will be due though nothing happens; None: never."""
-        held, times = self._held, [one.until for one in self._held.busy.values() if not one.killed]
+        held, limits = self._held, self.limits
+        times = [one.until for one in held.busy.values() if not one.killed]
+        times += [one.requests[0].asked_at + limits.deadline_s for one in held.busy.values() if one.requests]
         if held.queue:
             oldest = held.queue[0]
-            times.append(oldest.asked_at + (self.limits.wait_s if held.free else self.limits.deadline_s))
+            times.append(oldest.asked_at + (limits.wait_s if held.free else limits.deadline_s))
         return min(times, default=None)
 
     def _too_late(self, now: float) -> list[BatchAction]:
-        queue, actions = self._held.queue, list[BatchAction]()
-        while queue and now >= queue[0].asked_at + self.limits.deadline_s:
-            request = self._taken()
-            sentence = f"No worker was free within {self.limits.deadline_s:g} s; try again later."
-            actions.append(RefuseRequest(request.number, 503, sentence))
+        held, within, actions = self._held, f"within {self.limits.deadline_s:g} s", list[BatchAction]()
+        while held.queue and self._is_late(held.queue[0], now):
+            sentence = f"No worker was free {within}; try again later."
+            actions.append(RefuseRequest(self._taken().number, 503, sentence))
+        for busy in held.busy.values():
+            while busy.requests and self._is_late(busy.requests[0], now):
+                sentence = (
+                    f"The answer was not computed {within}; ask for less at a time, or try again later."
+                )
+                actions.append(RefuseRequest(busy.requests.popleft().number, 503, sentence))
         return actions
+
+    def _is_late(self, request: _Request, now: float) -> bool:
+        return now >= request.asked_at + self.limits.deadline_s
 
     def _stuck(self, now: float) -> list[BatchAction]:
         actions: list[BatchAction] = []
@@ -186,8 +204,7 @@ class Dispatch:
         held, actions = self._held, list[BatchAction]()
         while held.queue and held.free and self._is_due(now):
             worker, batch = held.free.popleft(), self._next_batch()
-            until = min(one.asked_at for one in batch) + self.limits.deadline_s
-            held.busy[worker] = _Busy(batch, until)
+            held.busy[worker] = _Busy(batch, now + self.limits.deadline_s)
             actions.append(SendBatch(worker, tuple(one.number for one in batch)))
         return actions
 
@@ -199,8 +216,8 @@ class Dispatch:
             or now >= oldest.asked_at + self.limits.wait_s
         )
 
-    def _next_batch(self) -> list[_Request]:
-        batch = [self._taken()]
+    def _next_batch(self) -> deque[_Request]:
+        batch = deque([self._taken()])
         size, queue = batch[0].size, self._held.queue
         while not batch[0].lost and queue and not queue[0].lost and size + queue[0].size <= self.limits.batch:
             batch.append(self._taken())

@@ -64,7 +64,9 @@ class Guard:
             return GuardRefusal(405, f"This address only {_DOES[methods[0]]}; use {methods[0]}.")
         if needs_token and not self.has_token(headers):
             return GuardRefusal(
-                401, "The token is missing or wrong; open the whole address that the run printed."
+                401,
+                "The token is missing or wrong; open the whole address that was printed, or send "
+                "Authorization: Bearer TOKEN.",
             )
         return None
 

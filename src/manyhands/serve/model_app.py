@@ -13,12 +13,14 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.analyse.serving import Answered, ServingTally
 from manyhands.errors import format_bytes
 from manyhands.serve.guard import Guard, GuardRefusal
+from manyhands.serve.replica import MAX_FRAME_BYTES
 from manyhands.serve.server import SECURE_HEADERS, PageApp
 from manyhands.serve.switchboard import Switchboard
 
@@ -39,8 +41,12 @@ class BodyLimits:
     inputs: int = 1024
     slowest_s: float = 10.0
     """How long a body may take to come."""
-    held_bytes: int = 256 << 20
-    """Of all requests that have no answer yet."""
+    held_bytes: int = MAX_FRAME_BYTES // 2
+    """Of all requests that have no answer yet; what fits here fits into one batch, too."""
+    refused_bytes: int = 64 << 20
+    """That are still taken in, and dropped, after a request was refused."""
+    refused_s: float = 3.0
+    """For how long."""
 
 
 class RequestRefused(Exception):
@@ -75,27 +81,29 @@ class ModelApp:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._guard.refusal(scope["method"], headers, methods=_POST)
         if refused is not None:  # a stranger's, which is not counted
-            await self._respond(send, refused.status, _error(refused.sentence), _extra(refused))
+            reply = _Reply(refused.status, _error(refused.sentence), _extra(refused))
+            await self._refuse_unread(reply, receive, send)
             return
         scope.get("state", {}).get("know", lambda: None)()
+        body = _Body()
         size = 0
         try:
-            body = await self._body(headers, receive)
-            size = checked_body(body, self._limits)
-            status, answer = await self._held(body, size)
+            await self._read(body, headers, receive)
+            content = body.content()
+            size = checked_body(content, self._limits)
+            status, answer = await self._switchboard.ask(content, size)
         except RequestRefused as refusal:
             status, answer = refusal.status, _error(refusal.sentence)
-        self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
-        await self._respond(send, status, answer, {"retry-after": "1"} if status == 503 else {})
-
-    async def _held(self, body: bytes, size: int) -> tuple[int, bytes]:
-        self._held_bytes += len(body)
-        try:
-            return await self._switchboard.ask(body, size)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= body.num_bytes
+        self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
+        reply = _Reply(status, answer, {"retry-after": "1"} if status == 503 else {})
+        if body.is_whole:
+            await _respond(send, reply)
+        else:
+            await self._refuse_unread(reply, receive, send)
 
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+    async def _read(self, body: _Body, headers: Mapping[str, str], receive: Receive) -> None:
         """The whole body; what is too large is refused before it is read, as far as it says so."""
         most = self._limits.num_bytes
         too_large = RequestRefused(
@@ -104,38 +112,86 @@ class ModelApp:
         told = headers.get("content-length", "")
         if told.isdecimal() and int(told[:20]) > most:
             raise too_large
-        if self._held_bytes + int(told[:20] if told.isdecimal() else 0) > self._limits.held_bytes:
-            raise RequestRefused(503, "Too many requests are being answered; try again in a moment.")
-        body = bytearray()
         try:
             async with asyncio.timeout(self._limits.slowest_s):
-                while True:
+                while not body.is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise RequestRefused(400, "The connection ended before the request did.")
-                    body += message.get("body", b"")
-                    if len(body) > most:
+                    self._held_bytes += body.take(message)
+                    if body.num_bytes > most:
                         raise too_large
-                    if not message.get("more_body", False):
-                        return bytes(body)
+                    if self._held_bytes > self._limits.held_bytes:
+                        sentence = "Too many requests are being answered; try again in a moment."
+                        raise RequestRefused(503, sentence)
         except TimeoutError:
             sentence = f"The request did not come whole within {self._limits.slowest_s:g} s."
             raise RequestRefused(408, sentence) from None
 
-    async def _respond(
-        self, send: SendMessage, status: int, body: bytes, more: Mapping[str, str] | None = None
-    ) -> None:
-        shown = {
-            **SECURE_HEADERS,
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **(more or {}),
-        }
-        if 400 <= status < 500:  # what is left of its body is not read
-            shown["connection"] = "close"
-        pairs = [(name.encode(), value.encode()) for name, value in shown.items()]
-        await send({"type": "http.response.start", "status": status, "headers": pairs})
-        await send({"type": "http.response.body", "body": body})
+    async def _refuse_unread(self, reply: _Reply, receive: Receive, send: SendMessage) -> None:
+        """Answer a request before it was read, and take in for a while what it still sends.
+
+        Most clients look for an answer when they have sent all; a connection that was closed before that is reset, and
+        they would never see why.
+        """
+        await _begin(send, reply, {"connection": "close"})
+        await send({"type": "http.response.body", "body": reply.body, "more_body": True})
+        left = self._limits.refused_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.refused_s):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        await send({"type": "http.response.body", "body": b""})
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class _Body:
+    """What has come of a request."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self.num_bytes = 0
+        self.is_whole = False
+
+    def take(self, message: Mapping[str, Any]) -> int:
+        """The next piece; how many bytes it has."""
+        piece: bytes = message.get("body", b"")
+        self._pieces.append(piece)
+        self.num_bytes += len(piece)
+        self.is_whole = not message.get("more_body", False)
+        return len(piece)
+
+    def content(self) -> bytes:
+        """All of it, of which the pieces are then forgotten."""
+        content = b"".join(self._pieces)
+        self._pieces.clear()
+        return content
+
+
+async def _begin(send: SendMessage, reply: _Reply, more: Mapping[str, str]) -> None:
+    shown = {
+        **SECURE_HEADERS,
+        "content-type": "application/json",
+        "content-length": str(len(reply.body)),
+        **reply.headers,
+        **more,
+    }
+    pairs = [(name.encode(), value.encode()) for name, value in shown.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": pairs})
+
+
+async def _respond(send: SendMessage, reply: _Reply) -> None:
+    await _begin(send, reply, {})
+    await send({"type": "http.response.body", "body": reply.body})
 
 
 def checked_body(body: bytes, limits: BodyLimits) -> int:

@@ -16,16 +16,19 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.job import load
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.inference.predictor import Predictor
 
-__all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "frame", "replica"]
+__all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame", "replica"]
 
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 28
 """Of a batch, and of its answers."""
+
+_MOST_TOLD = 500  # characters of what went wrong
 
 
 def replica(context: RoleContext) -> None:
@@ -36,10 +39,11 @@ def replica(context: RoleContext) -> None:
     predictor.prepare()
     with socket.socket(fileno=context.descriptor("requests")) as connection, torch.inference_mode():
         predictor.answers(predictor.inputs([predictor.example]))  # what is done once, no request waits for
+        context.mark(0, State.SERVING)
         connection.sendall(frame({"ready": os.getpid()}))
         context.send({"ready": True})
         while (batch := _received(connection)) is not None:
-            connection.sendall(frame(answer_batch(predictor, batch)))
+            connection.sendall(answers_frame(answer_batch(predictor, batch)))
 
 
 def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:
@@ -50,7 +54,9 @@ def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[
         try:
             parts[number] = predictor.inputs(body["inputs"])
         except UserError as error:
-            said[number] = {"status": 400, "error": str(error)}
+            said[number] = {"status": 400, "error": str(error)[:_MOST_TOLD]}
+        except Exception as error:  # or the worker would die of it, and the next one, too
+            said[number] = _failed(error)
     for number, answers in _computed(predictor, parts, [len(body["inputs"]) for body in bodies]).items():
         said[number] = answers
     return [said[number] for number in range(len(bodies))]
@@ -71,8 +77,7 @@ def _computed(
     except Exception as error:
         if len(parts) == 1:
             (number,) = parts
-            traceback.print_exception(error, file=sys.stderr)
-            return {number: {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"}}
+            return {number: _failed(error)}
     return {
         number: answer
         for one, part in parts.items()
@@ -80,9 +85,37 @@ def _computed(
     }
 
 
+def _failed(error: Exception) -> dict[str, Any]:
+    """What the request gets; all of it is on the server's terminal."""
+    traceback.print_exception(error, file=sys.stderr)
+    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_TOLD]}
+
+
+def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
+    """The frame of a batch's answers; JSON has no word for what is not finite, so that is told as a failure."""
+    try:
+        return frame(said)
+    except ValueError:
+        return frame([one if _is_finite(one) else _NOT_FINITE for one in said])
+
+
+_NOT_FINITE = {
+    "status": 500,
+    "error": "the model's answer is no finite number: the input is too large for it, or its training diverged",
+}
+
+
+def _is_finite(said: dict[str, Any]) -> bool:
+    try:
+        json.dumps(said, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
 def frame(value: Any) -> bytes:
-    """One frame."""
-    body = json.dumps(value).encode()
+    """One frame; ValueError where a number in it is not finite."""
+    body = json.dumps(value, allow_nan=False).encode()
     return LENGTH.pack(len(body)) + body
 
 

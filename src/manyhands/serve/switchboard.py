@@ -18,6 +18,8 @@ from manyhands.serve.replica import LENGTH, MAX_FRAME_BYTES
 
 __all__ = ["Switchboard"]
 
+_ENDING = json.dumps({"error": "The server is ending; ask it again when it is back."}).encode()
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -52,6 +54,7 @@ class Switchboard:
         self._lines: dict[int, _Line] = {}
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     @property
     def waiting(self) -> int:
@@ -80,15 +83,20 @@ class Switchboard:
         """The status and the JSON of the answer to a request of `size` inputs, whose body is `body`."""
         self._number += 1
         number = self._number
+        if self._closed:
+            return 503, _ENDING
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(body, size, answer)
         self._do(self._core.asked(number, size, time.monotonic()))
         return await answer
 
     def close(self) -> None:
-        """Hang up: workers leave when their sockets end."""
+        """Hang up: workers leave when their sockets end, and who still waits for an answer is told."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        for number in list(self._asked):
+            self._give(number, 503, _ENDING)
         for line in self._lines.values():
             if line.listening is not None:
                 line.listening.cancel()
@@ -115,7 +123,7 @@ class Switchboard:
             pass
         finally:
             line.writer.close()
-            if self._lines.pop(worker, None) is not None:
+            if self._lines.pop(worker, None) is not None and not self._closed:
                 self._do(self._core.gone(worker, time.monotonic()))
 
     @staticmethod

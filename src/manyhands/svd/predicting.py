@@ -12,6 +12,7 @@ from manyhands.data.matrix_files import open_matrix
 from manyhands.errors import UserError
 from manyhands.exporting import Export, ExportAsked
 from manyhands.inference.predictor import Predictor, ReadAs
+from manyhands.inference.tables import table_of
 from manyhands.svd.krylov import Array
 from manyhands.svd.model import SVD_FILE, SvdModel
 
@@ -33,19 +34,8 @@ class SvdPredictor(Predictor[Array]):
 
     def inputs(self, values: Sequence[Any]) -> Array:
         """Each value is one row."""
-        columns = self.model.components.shape[1]
-        for number, value in enumerate(values):
-            if not isinstance(value, list) or len(value) != columns:
-                raise UserError(f"input {number}: must be {self.takes}, {columns} in all")
-        try:
-            table = np.asarray(values, np.float64)
-        except (TypeError, ValueError):
-            raise UserError(
-                f"an input holds something that is no number; each must be {self.takes}"
-            ) from None
+        table = table_of(values, self.model.components.shape[1], self.takes)
         centred = table if self.model.mean is None else table - self.model.mean
-        if not np.isfinite(centred).all():
-            raise UserError("an input holds a value that is not finite")
         return centred @ self.model.components.T
 
     def together(self, parts: Sequence[Array]) -> Array:
@@ -73,4 +63,4 @@ def open_svd(path: Path) -> SvdPredictor:
 
 def export_svd(asked: ExportAsked) -> Export:
     """A decomposition is one safetensors file already."""
-    raise UserError(f"{asked.run} holds a decomposition, which is one file already: {asked.run / SVD_FILE}")
+    raise UserError(f"{asked.run} holds a decomposition, which is one file already: {asked.own(SVD_FILE)}")

@@ -30,7 +30,7 @@ __all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "language"]
 class LanguageOptions(TextOptions):
     """What may be chosen about the language task."""
 
-    layers: int = field(default=2, metadata=about("transformer blocks", at_least=1))
+    layers: int = field(default=2, metadata=about("transformer blocks", at_least=1, at_most=1000))
     width: int = field(default=128, metadata=about("features per position", at_least=1))
     heads: int = field(default=4, metadata=about("attention heads; they divide the width", at_least=1))
     tied: bool = field(default=True, metadata=about("use the embedding as the output layer too"))

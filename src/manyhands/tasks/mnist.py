@@ -32,7 +32,9 @@ class MnistOptions:
     width: int = field(
         default=16, metadata=about("channels of the first convolution, a multiple of 4", at_least=4)
     )
-    depth: int = field(default=LEAST_DEPTH, metadata=about("convolutions", at_least=LEAST_DEPTH))
+    depth: int = field(
+        default=LEAST_DEPTH, metadata=about("convolutions", at_least=LEAST_DEPTH, at_most=1000)
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

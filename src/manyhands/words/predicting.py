@@ -14,6 +14,7 @@ from manyhands.words.vectors import Vectors
 __all__ = ["VectorsPredictor", "export_vectors", "open_vectors"]
 
 _VECTORS_FILE = "vectors.txt"
+_LONGEST = 1000  # what is near to a word that is none is looked for letter by letter
 
 
 class VectorsPredictor(Predictor[list[str]]):
@@ -34,6 +35,8 @@ class VectorsPredictor(Predictor[list[str]]):
         for number, value in enumerate(values):
             if not isinstance(value, str) or not value.strip():
                 raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
+            if len(value) > _LONGEST:
+                raise UserError(f"input {number} has {len(value):,} letters; {_LONGEST:,} at most")
             try:
                 self.vectors.signed_rows(value)
             except UserError as error:
@@ -73,4 +76,4 @@ def open_vectors(path: Path) -> VectorsPredictor:
 
 def export_vectors(asked: ExportAsked) -> Export:
     """Vectors are a file that everybody reads already."""
-    raise UserError(f"{asked.run} holds word vectors, which are a file already: {asked.run / _VECTORS_FILE}")
+    raise UserError(f"{asked.run} holds word vectors, which are a file already: {asked.own(_VECTORS_FILE)}")
