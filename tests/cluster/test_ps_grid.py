@@ -33,7 +33,9 @@ def trained(strategy: str, workers: int, optimizer: str, steps: int) -> dict[str
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_sync_ends_with_the_weights_of_the_plain_loop(servers: int, workers: int, optimizer: str) -> None:
     steps = STEPS if (servers, workers) == (2, 2) else THRICE
-    assert distance(trained(f"ps servers={servers}", workers, optimizer, steps), plain(optimizer, steps)) < 1e-9
+    assert (
+        distance(trained(f"ps servers={servers}", workers, optimizer, steps), plain(optimizer, steps)) < 1e-9
+    )
 
 
 @pytest.mark.parametrize("consistency", ["bounded:1", "bounded:4", "async", "softsync:1", "aware:async"])
