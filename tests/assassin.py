@@ -37,6 +37,8 @@ class Assassin:
     signal: int = signal.SIGKILL
     names: tuple[str, ...] = ("worker", "server")
     pause_s: float = 0.3
+    done: Path | None = None
+    """Is made when the last kill is made good."""
     struck: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Assassin:
@@ -60,6 +62,8 @@ class Assassin:
             pid = rng.choice(sorted(living))
             self.struck.append(living[pid])
             os.kill(pid, self.signal)
+        if self.done is not None and self._await(lambda: self._is_whole(self.kills)):
+            self.done.touch()
 
     def _is_whole(self, strikes: int) -> bool:
         """Whether everybody is there again after so many strikes: no death that is not followed by a recovery."""

@@ -23,6 +23,9 @@ from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.worker import Trainer
 
 STEPS = 50
+"""In which rounding has time to add up."""
+THRICE = 13
+"""Steps for the samples three times, in another order each time, and for one batch more."""
 
 
 class Awkward(nn.Module):

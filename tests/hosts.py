@@ -7,13 +7,16 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import pytest
 
+_ON_HOST = Path(__file__).with_name("on_host.py")
 _CLONE_NEWNET = 0x40000000
 _ALL_PROTOCOLS = 0x0003
 _SO_RCVBUFFORCE = 33
@@ -32,6 +35,10 @@ class Hosts:
     def inside(self, host: int) -> list[str]:
         """What goes before a command to run it on that host."""
         return ["ip", "netns", "exec", self.names[host]]
+
+    def script(self, host: int, *words: object) -> list[str]:
+        """The command that runs a script of Python on that host, and can be forked warm."""
+        return [sys.executable, str(_ON_HOST), self.names[host], *map(str, words)]
 
     def ip(self, host: int, *words: str) -> None:
         subprocess.run(["ip", "-n", self.names[host], *words], check=True, timeout=10, capture_output=True)
@@ -85,17 +92,22 @@ def two_hosts() -> Iterator[Hosts]:
 @contextmanager
 def standing_on(name: str) -> Iterator[None]:
     """What this thread makes meanwhile, its sockets, say, is of that namespace, and stays so."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as here, open(f"/run/netns/{name}") as there:
-        _enter(libc, there.fileno())
+    with open("/proc/thread-self/ns/net") as here:
+        enter(name)
         try:
             yield
         finally:
-            _enter(libc, here.fileno())
+            _enter(here.fileno())
 
 
-def _enter(libc: ctypes.CDLL, namespace: int) -> None:
-    if libc.setns(namespace, _CLONE_NEWNET) != 0:
+def enter(name: str) -> None:
+    """From now on this thread, and those that it starts, are in that namespace."""
+    with open(f"/run/netns/{name}") as there:
+        _enter(there.fileno())
+
+
+def _enter(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns")
 
 

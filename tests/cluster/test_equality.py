@@ -9,7 +9,17 @@ import pytest
 import torch
 
 import manyhands as mh
-from equality import OPTIMIZERS, distance, make_task, same_bits, train, train_in_threads, train_plainly
+from equality import (
+    OPTIMIZERS,
+    STEPS,
+    THRICE,
+    distance,
+    make_task,
+    same_bits,
+    train,
+    train_in_threads,
+    train_plainly,
+)
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
 from manyhands.allreduce.exchange import AllReduceExchange
@@ -24,6 +34,8 @@ CASES = {
     "adamw-float64": ("adamw", torch.float64, 1e-9),
     "sgd-float32": ("sgd", torch.float32, 1e-5),
 }
+LONG = 3
+"""Workers with whom every case and way goes on for `STEPS`; as with every number of them in `make soak`."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +44,17 @@ def one_thread_each() -> None:
 
 
 @cache
-def task_and_reference(case: str) -> tuple[mh.Task, dict[str, torch.Tensor]]:
+def task_of(case: str) -> mh.Task:
     optimizer, dtype, _ = CASES[case]
-    task = make_task(OPTIMIZERS[optimizer], dtype)
-    return task, train_plainly(task)
+    return make_task(OPTIMIZERS[optimizer], dtype)
 
 
-def in_shared_memory(case: str, world: int) -> list[dict[str, torch.Tensor]]:
-    task, _ = task_and_reference(case)
+@cache
+def reference(case: str, steps: int) -> dict[str, torch.Tensor]:
+    return train_plainly(task_of(case), steps)
+
+
+def in_shared_memory(case: str, world: int, steps: int) -> list[dict[str, torch.Tensor]]:
     with SharedGroup.create(world) as files:
 
         def connect(rank: int) -> Exchange:
@@ -48,20 +63,20 @@ def in_shared_memory(case: str, world: int) -> list[dict[str, torch.Tensor]]:
             )
             return AllReduceExchange(SharedCollective(group), BUCKET_BYTES)
 
-        return train_in_threads(task, world, connect)
+        return train_in_threads(task_of(case), world, connect, steps)
 
 
-def over_simulated_links(algorithm: str) -> Callable[[str, int], list[dict[str, torch.Tensor]]]:
-    def train_all(case: str, world: int) -> list[dict[str, torch.Tensor]]:
-        task, _ = task_and_reference(case)
-        network = SimulatedNetwork(seed=world, latency_s=0.001)
+def over_simulated_links(algorithm: str) -> Callable[[str, int, int], list[dict[str, torch.Tensor]]]:
+    def train_all(case: str, world: int, steps: int) -> list[dict[str, torch.Tensor]]:
+        task, network = task_of(case), SimulatedNetwork(seed=world, latency_s=0.001)
 
         def train_rank(rank: int) -> dict[str, torch.Tensor]:
             links = {
                 peer: network.link(f"rank {rank}", f"rank {peer}") for peer in range(world) if peer != rank
             }
             executor = ScheduleExecutor(ALGORITHMS[algorithm], rank, world, links, timeout_s=30)
-            return train(task, AllReduceExchange(ScheduleCollective(executor, links), BUCKET_BYTES))
+            exchange = AllReduceExchange(ScheduleCollective(executor, links), BUCKET_BYTES)
+            return train(task, exchange, steps)
 
         results = network.run({f"rank {rank}": partial(train_rank, rank) for rank in range(world)})
         return [results[f"rank {rank}"] for rank in range(world)]
@@ -76,12 +91,14 @@ ALL_WORLDS = "momentum-float64"
 """The case that `make test` runs with every number of workers; `make soak` runs all of them with 5 to 7, too."""
 
 
+def soaks(case: str, world: int) -> bool:
+    return world in (5, 6, 7) and case != ALL_WORLDS
+
+
 def grid() -> list[Any]:
     """Every case, way and number of workers from 1 to 8."""
     return [
-        pytest.param(
-            case, way, world, marks=pytest.mark.soak if world in (5, 6, 7) and case != ALL_WORLDS else ()
-        )
+        pytest.param(case, way, world, marks=pytest.mark.soak if soaks(case, world) else ())
         for case in CASES
         for way in WAYS
         for world in range(1, 9)
@@ -90,21 +107,20 @@ def grid() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "way", "world"), grid())
 def test_weights_equal_the_plain_loop(case: str, way: str, world: int) -> None:
-    _, reference = task_and_reference(case)
-    weights = WAYS[way](case, world)
-    assert distance(weights[0], reference) < CASES[case][2]
+    steps = STEPS if world == LONG or soaks(case, world) else THRICE
+    weights = WAYS[way](case, world, steps)
+    assert distance(weights[0], reference(case, steps)) < CASES[case][2]
     for rank, other in enumerate(weights):
         assert same_bits(weights[0], other), f"rank {rank} ended with other bits than rank 0"
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_end_with_the_same_bits(way: str) -> None:
-    first, second = WAYS[way]("sgd-float32", 5), WAYS[way]("sgd-float32", 5)
+    first, second = (WAYS[way]("sgd-float32", 5, THRICE) for _ in range(2))
     assert same_bits(first[0], second[0])
 
 
 def test_the_reference_moves_every_reachable_weight_and_leaves_the_other() -> None:
-    task, reference = task_and_reference("momentum-float64")
-    initial = task.model().state_dict()
-    moved = {name for name in reference if not torch.equal(initial[name], reference[name])}
+    initial, trained = task_of("momentum-float64").model().state_dict(), reference("momentum-float64", THRICE)
+    moved = {name for name in trained if not torch.equal(initial[name], trained[name])}
     assert moved == {"embed.weight", "mix.weight", "mix.bias", "rare.weight", "out.weight"}

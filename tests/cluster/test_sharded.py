@@ -110,7 +110,8 @@ def task_named(name: str) -> mh.Task:
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_equal_the_plain_loop(name: str, world: int) -> None:
     task = task_named(name)
-    assert distance(weights_of(train_sharded(task, world, 20)), train_plainly(task, 20)) < 1e-9
+    steps = 20 if world == 3 and name in ("tied", "recurrent") else 9  # in nine, the samples twice
+    assert distance(weights_of(train_sharded(task, world, steps)), train_plainly(task, steps)) < 1e-9
 
 
 def test_an_optimizer_that_keeps_rows_and_columns_has_whole_tensors() -> None:
@@ -120,8 +121,8 @@ def test_an_optimizer_that_keeps_rows_and_columns_has_whole_tensors() -> None:
 
 def test_workers_without_samples_and_layers_that_some_leave_out() -> None:
     task = make_task(OPTIMIZERS["momentum"])
-    first, second = (weights_of(train_sharded(task, 8, 12)) for _ in range(2))
-    assert distance(first, train_plainly(task, 12)) < 1e-9
+    first, second = (weights_of(train_sharded(task, 8, 5)) for _ in range(2))  # an epoch, and one batch more
+    assert distance(first, train_plainly(task, 5)) < 1e-9
     assert same_bits(first, second)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from manyhands import hooks
 from manyhands.errors import UserError
 
@@ -81,7 +82,7 @@ def test_buckets_are_exchanged_as_the_codec_says(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     commands = [[sys.executable, str(script), str(rank), str(tmp_path / "meet")] for rank in range(2)]
     workers = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands
     ]
     try:

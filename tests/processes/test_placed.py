@@ -16,6 +16,7 @@ import torch
 
 import manyhands as mh
 import placed_script
+import warm
 from hosts import Hosts, two_hosts
 from manyhands.analyse.explain import explain
 from manyhands.record.recorded import read_run_events
@@ -48,7 +49,7 @@ def run_ranks(
             said = (folder / f"said-{rank}").open("w+")
             erred = (folder / f"erred-{rank}").open("w+")
             variables = {**os.environ, **places, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, stdout=said, stderr=erred, env=variables)
+            process = warm.Popen(command, trains=True, stdout=said, stderr=erred, env=variables)
             processes.append((process, said, erred))
         deadline = time.monotonic() + PATIENCE_S
         for process, _, _ in processes:
@@ -71,10 +72,7 @@ def run_ranks(
 def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_system(
     two_hosts: Hosts, tmp_path: Path
 ) -> None:
-    commands = [
-        [*two_hosts.inside(host), sys.executable, str(SCRIPT), "equal", str(tmp_path)]
-        for host in (0, 0, 1, 1)
-    ]
+    commands = [two_hosts.script(host, SCRIPT, "equal", tmp_path) for host in (0, 0, 1, 1)]
     done = run_ranks(commands, two_hosts.address(0), tmp_path)
     assert [one.returncode for one in done] == [0] * 4, done
     for other in done[1:]:  # nothing but what torch's store says of its sockets

@@ -50,10 +50,9 @@ def test_sync_ends_with_the_weights_of_the_plain_loop(strategy: str, workers: in
 
 def test_six_kills_of_workers_and_servers(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with Assassin(out, kills=6, seed=3) as assassin:
-        run = mh.fit(
-            _patient(TASKS["digits"].build()), "ps servers=2 replicas=1", workers=2, epochs=30, out=out
-        )
+    with Assassin(out, kills=6, seed=3, done=tmp_path / "done") as assassin:
+        slow = _until(tmp_path / "done", TASKS["digits"].build(), 0.1)
+        run = mh.fit(slow, "ps servers=2 replicas=1", workers=2, epochs=TASKS["digits"].epochs, out=out)
     assert len(assassin.struck) == 6, f"training was over after {assassin.struck}"
     assert run.summary["final"]["accuracy"] > 0.97
     recoveries = [event for event in events(out) if event["event"] == "recovered"]
@@ -276,11 +275,11 @@ def _patient(task: mh.Task, seconds: float = 0.01) -> mh.Task:
     return replace(task, loss=slow, evaluation=task.evaluation)
 
 
-def _until(go: Path, task: mh.Task) -> mh.Task:
+def _until(go: Path, task: mh.Task, seconds: float = 0.25) -> mh.Task:
     """The same task, slow until a file is there."""
 
     def slow(model: Any, batch: Any) -> torch.Tensor:
-        time.sleep(0.0 if go.exists() else 0.25)
+        time.sleep(0.0 if go.exists() else seconds)
         return task.loss(model, batch)
 
     return replace(task, loss=slow)

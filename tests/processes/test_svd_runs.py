@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import manyhands as mh
+import warm
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore
 from manyhands.errors import UserError
@@ -118,7 +119,7 @@ def test_workers_refuse_a_matrix_with_holes(tmp_path: Path) -> None:
 
 def command(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "manyhands", *map(str, words)]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return warm.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_command_decomposes_digits_by_itself_and_says_what_comes_next(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from manyhands.wire.codec import ParcelCodec, codec_named
 from manyhands.wire.memory import as_memory
 from manyhands.wire.parcels import Matrix, Parcel
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_core")]
 
 STEPS = 3
 COUNT = 1500

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from manyhands.allreduce.collective import SharedCollective
+from manyhands.cluster.template import expect
 from manyhands.errors import UserError
 from manyhands.federated.clients import held_names
 from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
@@ -94,6 +95,7 @@ def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
     if not strategy.noise:
         return
     need_accountant()
+    expect(("dp_accounting",))  # which takes a second to import: once, and not in every worker of every run
     buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     if buffers:
         raise UserError(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from manyhands.chain import chain_of
+from manyhands.cluster.template import expect
 from manyhands.errors import UserError
 from manyhands.pipeline.exchange import PipelineExchange
 from manyhands.pipeline.split import check_cuts
@@ -29,6 +30,10 @@ from manyhands.training.worker import Trained, Trainer
 
 __all__ = ["PipelineTraining"]
 
+_GIVEN_GRADIENTS = ("torch.fx.experimental.symbolic_shapes",)
+"""What torch imports (and sympy with it) at the first backward that begins with the gradient of a later stage: it takes
+half a second, in every worker of every run, or once in the process that they are forked from."""
+
 
 class PipelineTraining(ProcessTraining):
     """Refuses, before anything is started, what cannot be cut as it is asked to be."""
@@ -37,6 +42,7 @@ class PipelineTraining(ProcessTraining):
         super().__init__(request, model)
         assert isinstance(request.strategy, Pipeline), "the registry leads here from its own word"
         check_model(request.strategy, model)
+        expect(_GIVEN_GRADIENTS)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """And what all workers together sent for each sliced layer, in a step of training."""
