@@ -2,12 +2,13 @@
 
     python benchmarks/svd.py [--rounds 5] [--scale 1] [--data FOLDER] [--json benchmarks/results/svd.json]
 
-Work: scikit-learn's digits; a9a, where FOLDER holds `a9a.gz`; a table and a sparse matrix with the columns of a
-vocabulary; and an npy file that is larger than the memory that we are given. The peers have the settings they come
-with, and read the npy file through a map that numpy makes, with all the memory of the host. An error is the largest
-relative error of the singular values, against LAPACK's eigenvalues of AᵀA; ours is run with the error that the peer
-reached as its tolerance. Each is one process whose linear algebra has `--threads` threads. Both take turns within each
-round and the median over rounds counts, of seconds and of CPU-seconds; what is compiled is compiled before.
+Work: scikit-learn's digits; a9a, where FOLDER holds `a9a.gz`; a table; two sparse matrices with the columns of a
+vocabulary, of which one has far more than rows; and an npy file that is larger than the memory that we are given. The
+peers have the settings they come with, and read the npy file through a map that numpy makes, with all the memory of
+the host. An error is the largest relative error of the singular values, against LAPACK's eigenvalues of AᵀA; ours is
+run with the error that the peer reached as its tolerance. Each is one process whose linear algebra has `--threads`
+threads. Both take turns within each round and the median over rounds counts, of seconds and of CPU-seconds; what is
+compiled is compiled before.
 """
 
 from __future__ import annotations
@@ -123,6 +124,9 @@ def works(folder: Path, data: Path, scale: float) -> Iterator[Work]:
     rows = int(40_000 * scale)
     found = words(rows, 20_000, 60)
     yield Work(f"words, {rows:,} × 20,000, sparse", found, _exact_sparse(found))
+    rows = int(10_000 * scale)
+    found = words(rows, 100_000, 60)
+    yield Work(f"words, {rows:,} × 100,000, sparse", found, _exact_sparse(found))
     rows = int(100_000 * scale)
     path = folder / "large.npy"
     gram = np.zeros((1200, 1200))

@@ -6,6 +6,7 @@ imports the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from manyhands.kernel import AnyTask
     from manyhands.run import Run
 
-__all__ = ["fit", "place_among_others"]
+__all__ = ["await_workers", "fit", "place_among_others"]
 
 
 def fit(
@@ -75,10 +76,9 @@ def fit(
         raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
     if chosen.kernels:
         import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
-    forks = place is None and ray_cluster is None
-    if forks and chosen.forks_workers(compiled=getattr(task, "compiled", False)):
-        expect(STRATEGIES[chosen.word].modules)
-        warm()  # before all that is imported here: the workers wait for it
+    if place is None and ray_cluster is None:
+        # before all that is imported here: the workers wait for it
+        await_workers(chosen, compiled=getattr(task, "compiled", False))
     from manyhands.session import run_session
     from manyhands.training.request import Length, Request
 
@@ -96,6 +96,17 @@ def fit(
         chosen, count = fitted(chosen, place, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
     return run_placed(request, place, out, resume)
+
+
+def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: bool = False) -> None:
+    """Have what workers need imported, and `modules` too, in the process that they will be forked from.
+
+    Returns at once; nothing happens where the strategy starts no processes. `fit` does it first of all; whoever reads
+    data before it calls `fit` does it before that.
+    """
+    if strategy.forks_workers(compiled=compiled) and place_among_others() is None:
+        expect((*STRATEGIES[strategy.word].modules, *modules))
+        warm()
 
 
 def place_among_others() -> Place | None:

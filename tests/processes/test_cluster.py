@@ -177,6 +177,23 @@ def test_what_is_expected_is_imported_before_the_next_fork_by_the_template_that_
     assert kept_pid() == first
 
 
+def test_what_is_foreseen_is_imported_before_anybody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "foreseen_here.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = template.Template(template.inherited_environment(), ())
+    try:
+        made.foresee(["foreseen_here"])
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "imported").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        made.close()
+    made.foresee(["colorsys"])  # of one that is gone: nothing happens
+
+
 _TASK = """
 import sys, threading, torch
 import manyhands as mh

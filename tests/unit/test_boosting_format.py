@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.boosting import model as model_module
+from manyhands.boosting import predict_kernels
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.sources import ArraySource, RowBlock
@@ -20,6 +22,7 @@ from manyhands.boosting.text_format import (
     write_model,
 )
 from manyhands.boosting.training import TableChoice, train_gbdt
+from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.inference.opening import open_predictor
 
@@ -115,6 +118,42 @@ def test_models_of_lightgbm_are_read_and_predict_the_same(parameters: dict[str, 
     )
 
 
+def test_a_random_forest_of_lightgbm_is_refused(tmp_path: Path) -> None:
+    lightgbm = pytest.importorskip("lightgbm")
+    values, target = table()
+    settings = {"verbose": -1, "num_threads": 1, "boosting": "rf", "bagging_fraction": 0.5, "bagging_freq": 1}
+    booster = lightgbm.train(settings, lightgbm.Dataset(values, target, params={"verbose": -1}), 3)
+    booster.save_model(tmp_path / "forest.txt")
+    with pytest.raises(DataError, match="it is a random forest, whose trees are averaged, which is not read"):
+        read_model(tmp_path / "forest.txt")
+
+
+def test_sparse_rows_of_many_columns_are_predicted_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, (values, _) = model(trees=3), table(50)
+    values = np.nan_to_num(values).astype(np.float32).astype(np.float64)
+    rows = Rows(
+        starts=np.arange(51, dtype=np.int64) * 5,
+        indices=np.tile(np.arange(5, dtype=np.int32), 50),
+        values=values.astype(np.float32).reshape(-1),
+        labels=np.zeros(50, np.float32),
+        weights=np.ones(50, np.float32),
+        size=5,
+    )
+    monkeypatch.setattr(model_module, "_CHUNK_NUMBERS", 35)
+    made: list[int] = []
+    add_trees = predict_kernels.add_trees
+
+    def counted(dense: np.ndarray, *more: Any) -> None:
+        made.append(dense.size)
+        add_trees(dense, *more)
+
+    monkeypatch.setattr(predict_kernels, "add_trees", counted)
+    given = found.predict(RowBlock(labels=None, sparse=rows))
+    assert made == [35] * 7 + [5]
+    monkeypatch.undo()
+    assert np.array_equal(given, predicted(found, values))
+
+
 def text() -> str:
     return render_model(model(trees=2, num_leaves=4))
 
@@ -137,6 +176,14 @@ DAMAGED = {
     "order": (lambda one: one.replace("Tree=1", "Tree=7"), "tree 1 is called '7'"),
     "decision": (lambda one: _changed(one, "decision_type", "64"), "decision_type that is not known"),
     "sets": (lambda one: _changed(one, "threshold", "99"), "categorical split without its categories"),
+    "no objective": (
+        lambda one: one.replace("objective=regression", "objective= "),
+        "objective is 'not named'",
+    ),
+    "a forest": (lambda one: one.replace("objective=", "average_output\nobjective=", 1), "a random forest"),
+    "infinite": (lambda one: _changed(one, "leaf_value", "inf"), "leaf_value holds inf"),
+    "underlines": (lambda one: _changed(one, "threshold", "1_0"), "something else than numbers"),
+    "other digits": (lambda one: _changed(one, "threshold", "\u0663"), "something else than numbers"),
 }
 
 

@@ -127,6 +127,21 @@ def test_any_number_of_workers_grows_the_same_trees(objective: str, world: int) 
         assert_same(by_threads(task, world, 6), alone)
 
 
+@pytest.mark.parametrize("parallel", ["data", "voting"])
+def test_features_that_share_columns_give_any_number_of_workers_the_same_trees(parallel: str) -> None:
+    drawn = np.random.default_rng(7)
+    answers = [np.eye(6)[drawn.integers(0, 6, 900)] for _ in range(3)]
+    values = np.column_stack([*answers, drawn.normal(size=900)])
+    labels = answers[0] @ np.arange(6.0) + answers[1] @ np.arange(6.0) * values[:, -1]
+    options = GbdtOptions(trees=5, num_leaves=9, parallel=parallel, top_k=20)
+    with gbdt_task(choice(values, labels), options, shared=False) as task:
+        assert len(task.train.layout.offsets) - 1 == 4, "three questions and a number"
+        (alone,) = by_threads(task, 1, 5)
+        assert (alone.get_buffer("num_leaves").numpy() == 9).all()
+        for world in (2, 3):
+            assert_same(by_threads(task, world, 5), alone)
+
+
 def test_voting_is_the_same_where_all_features_are_elected_and_cheaper_where_not() -> None:
     values, labels = drawn_table()
     table = choice(values, labels, categorical=("4",))
@@ -330,6 +345,29 @@ def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def test_strategies_that_do_not_grow_trees_are_refused(strategy: str, workers: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_gbdt(choice(*drawn_table()), strategy=strategy, workers=workers)
+
+
+@pytest.mark.parametrize("columns", [4, 7])
+def test_rows_to_measure_on_with_other_columns_are_refused(columns: int) -> None:
+    values, labels = drawn_table()
+    held = ArraySource(np.zeros((20, columns)), labels[:20], name="held")
+    with pytest.raises(UserError, match=f"held has {columns} columns, the table 6"):
+        trained(choice(values, labels, valid=held))
+
+
+def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
+    values, labels = drawn_table()
+    one_sided = ArraySource(values, labels, weights=labels)
+    with pytest.raises(UserError, match="the rows of one label have no weight"):
+        trained(TableChoice(train=one_sided), objective="binary")
+    for weights, message in (
+        (np.zeros(700), "all rows have the weight 0"),
+        (labels - 0.5, "row .* has a weight"),
+    ):
+        source = ArraySource(values, labels)
+        source._weights = weights  # as a text file would have them
+        with pytest.raises(UserError, match=message):
+            trained(TableChoice(train=source))
 
 
 def test_a_column_that_is_not_there_is_refused() -> None:

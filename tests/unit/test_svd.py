@@ -17,6 +17,7 @@ from manyhands.data.matrix_files import open_matrix
 from manyhands.errors import DataError, UserError
 from manyhands.inference.opening import open_predictor
 from manyhands.inference.predictor import ReadAs
+from manyhands.svd import direct, kernels
 from manyhands.svd import options as options_module
 from manyhands.svd.direct import truncated_svd
 from manyhands.svd.krylov import POWER, KrylovSpace, PassTotals, advance, begin, components_of, numbers_of
@@ -46,7 +47,9 @@ MATRICES: dict[str, Any] = {
     "single precision": DRAW.normal(size=(100, 50)).astype(np.float32),
     "sparse": sp.random(300, 150, 0.05, random_state=3, format="csr"),
     "sparse and wide": sp.random(60, 500, 0.05, random_state=4, format="csr"),
+    "sparse, eight times the same": sp.diags_array([5.0] * 8 + list(np.linspace(4.5, 0.1, 112))).tocsr(),
 }
+_SAME = ("twice the same", "sparse, eight times the same")
 
 
 @pytest.fixture(params=["gram", "blocks"])
@@ -71,7 +74,7 @@ def test_values_and_components_are_those_of_lapack(name: str, center: bool, way:
     np.testing.assert_allclose(model.components @ model.components.T, np.eye(8), atol=1e-10)
     captured = np.linalg.norm(table @ model.components.T) ** 2
     assert captured == pytest.approx(np.sum(values[:8] ** 2), rel=1e-6)
-    if name != "twice the same":
+    if name not in _SAME:
         along = np.abs(np.sum(model.components * right[:8], axis=1))
         assert along.min() > 1 - 1e-5
     assert model.energy == pytest.approx(np.sum(table**2), rel=1e-9)
@@ -136,6 +139,70 @@ def test_a9a_equals_scipy(way: str) -> None:
     np.testing.assert_allclose(model.singular_values, np.sort(svds(matrix, 10)[1])[::-1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [4, 8, 12, 20, 24])
+def test_products_of_sparse_rows_are_those_of_the_same_dense_ones(kind: Any, width: int) -> None:
+    matrix = sp.random(70, 40, 0.1, random_state=width, format="csr", dtype=kind)
+    matrix.data[:5] = 0  # written down
+    dense = matrix.toarray().astype(np.float64)
+    vectors, less = DRAW.normal(size=(40, width)), DRAW.normal(size=width)
+    csr = matrix.indptr.astype(np.int64), matrix.indices, matrix.data
+    product, sums, found = np.ones(40 * width), np.ones(width), np.zeros(70 * width)
+    kernels.multiply_rows(*csr, vectors.reshape(-1), width, less, product, sums)
+    kernels.project_rows(*csr, vectors.reshape(-1), width, less, found)
+    expected = dense @ vectors - less
+    np.testing.assert_allclose(found.reshape(70, width), expected, atol=1e-12)
+    np.testing.assert_allclose(product.reshape(40, width), 1 + dense.T @ expected, atol=1e-12)
+    np.testing.assert_allclose(sums, 1 + expected.sum(axis=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["slow decay", "square", "down to a millionth", "far from 0"])
+def test_the_space_stays_orthonormal_while_it_grows(name: str) -> None:
+    matrix = MATRICES[name]
+    rows, columns = matrix.shape
+    shape = Shape(rows=rows, columns=columns, entries=rows * columns, is_sparse=False)
+    options = SvdOptions(rank=5, tolerance=1e-12)
+    sizes = sizes_of(shape, options, 1)
+    object.__setattr__(sizes, "is_gram", False)
+    object.__setattr__(sizes, "most", 45)
+    space = KrylovSpace.on(np.zeros(numbers_of(sizes)), sizes)
+    begin(space, sizes, options, np.zeros(columns))
+    nothing = np.zeros(columns)
+    for _ in range(8):
+        product = (matrix.T @ (matrix @ space.block.T)).T
+        advance(space, sizes, options, PassTotals(product=product, sums=nothing, energy=1.0))
+        if space.kind != POWER:
+            break
+        used = int(space.numbers[1])
+        basis = space.vectors[:used]
+        np.testing.assert_allclose(basis @ basis.T, np.eye(used), atol=1e-12)
+    values = np.linalg.svd(matrix, compute_uv=False)[:5]
+    np.testing.assert_allclose(components_of(space, 5)[0], values, rtol=1e-6)
+
+
+def test_a_sparse_matrix_in_memory_takes_narrow_blocks_and_a_large_one_wide_ones() -> None:
+    small = Shape(rows=10**5, columns=10**5, entries=10**6, is_sparse=True)
+    assert sizes_of(small, SvdOptions(), 1).width == 12
+    large = Shape(rows=10**7, columns=10**5, entries=10**8, is_sparse=True)
+    assert sizes_of(large, SvdOptions(), 1).width == 20
+    assert sizes_of(small, SvdOptions(rank=30), 2).width >= 30
+
+
+def test_wide_matrices_are_decomposed_across_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for matrix in (DRAW.normal(size=(30, 400)), sp.random(80, 3000, 0.01, random_state=6, format="csr")):
+        across = truncated_svd(matrix, SvdOptions(rank=4))
+        monkeypatch.setattr(direct, "_WIDE", 1e9)
+        along = truncated_svd(matrix, SvdOptions(rank=4))
+        monkeypatch.undo()
+        np.testing.assert_allclose(across.singular_values, along.singular_values, rtol=1e-9)
+        np.testing.assert_allclose(across.components, along.components, atol=1e-4)
+        np.testing.assert_allclose(across.components @ across.components.T, np.eye(4), atol=1e-12)
+        assert (across.rows, across.components.shape) == (matrix.shape[0], (4, matrix.shape[1]))
+    lacking = truncated_svd(np.outer(np.arange(1.0, 6), np.ones(50)), SvdOptions(rank=2))
+    np.testing.assert_allclose(lacking.components @ lacking.components.T, np.eye(2), atol=1e-12)
+    assert not lacking.converged
+
+
 def test_the_best_so_far_is_there_before_the_end() -> None:
     matrix = MATRICES["no decay"]
     shape = Shape(rows=250, columns=90, entries=250 * 90, is_sparse=False)
@@ -153,6 +220,14 @@ def test_the_best_so_far_is_there_before_the_end() -> None:
         found.append(float(components_of(space, 5)[0].sum()))
     assert found == sorted(found)
     assert found[-1] <= np.linalg.svd(matrix, compute_uv=False)[:5].sum()
+
+
+def test_entries_that_are_there_twice_are_added_up() -> None:
+    twice = sp.csr_matrix((np.ones(4), np.array([0, 0, 1, 2]), np.array([0, 2, 4])), (2, 3))
+    model = truncated_svd(twice, SvdOptions(rank=2))
+    np.testing.assert_allclose(model.singular_values, np.linalg.svd(twice.toarray(), compute_uv=False))
+    assert model.energy == 6.0
+    assert not twice.has_canonical_format, "what was given is left as it is"
 
 
 # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,6 +281,14 @@ def test_what_is_no_matrix_is_refused() -> None:
         truncated_svd(np.full((4, 3), 1e200), SvdOptions(rank=2))
     with pytest.raises(UserError, match=r"shape \(5,\) is no matrix"):
         truncated_svd(np.ones(5), SvdOptions(rank=1))
+    holed = np.ones((3, 50))
+    holed[1, 40] = np.inf
+    with pytest.raises(DataError, match="row 1, column 40 is inf, no number"):
+        truncated_svd(holed, SvdOptions(rank=2))
+    with pytest.raises(DataError, match="values too large to be squared"):
+        truncated_svd(sp.csr_matrix(np.full((4, 3), 1e200)), SvdOptions(rank=2))
+    with pytest.raises(UserError, match=r"a complex128 sparse matrix of shape \(4, 4\) is no matrix"):
+        truncated_svd(sp.eye(4, dtype=complex), SvdOptions(rank=1))
     with pytest.raises(UserError, match="passes=2: the error is still"):
         truncated_svd(DRAW.normal(size=(1200, 1100)), SvdOptions(rank=5, passes=2))
 

@@ -9,7 +9,10 @@ from numba import uint64
 
 from manyhands.compiled.decorators import helper, inlined, njit
 
-__all__ = ["bin_dense", "bin_sparse", "cut", "warm"]
+__all__ = ["TILE", "bin_dense", "bin_sparse", "cut", "pack", "warm"]
+
+TILE = 8
+"""Columns whose bytes lie side by side in a row of a tile."""
 
 _ROWS = 512  # at a time: a feature's bounds and these rows stay in the nearest cache
 
@@ -114,6 +117,26 @@ def bin_sparse(rows: Any, slots: Any, kinds: Any, bounds: Any, places: Any, star
                 out[row, f] = _bin_of(np.float64(values[j]), kinds[f], own, own_places)
 
 
+@njit(cache=True, nogil=True)
+def pack(found: Any, columns: Any, firsts: Any, zeros: Any, begin: int, tiles: Any, clashes: Any) -> None:
+    """Write bins of rows to `tiles`, from row `begin` on, as a `ByteLayout` says; tiles are 0 before.
+
+    Where a shared byte is taken already, `clashes` is 1 for the feature that comes later.
+    """
+    for first in range(0, found.shape[0], _ROWS):
+        last = min(first + _ROWS, found.shape[0])
+        for f in range(columns.size):
+            tile, lane, start, zero = columns[f] // TILE, columns[f] % TILE, firsts[f], zeros[f]
+            for row in range(first, last):
+                number = np.int64(found[row, f])
+                if start == 0:
+                    tiles[tile, begin + row, lane] = number
+                elif number != zero:
+                    if tiles[tile, begin + row, lane] != 0:
+                        clashes[f] = 1
+                    tiles[tile, begin + row, lane] = start + number - (1 if number > zero else 0)
+
+
 def warm() -> None:
     """Compile by binning nothing."""
     bounds, places = np.full(1, np.inf), np.zeros(1, np.int64)
@@ -123,3 +146,5 @@ def warm() -> None:
         bin_dense(np.zeros((0, 0), kind), starts[:0], kinds, bounds, places, starts, out)
     rows = np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32)
     bin_sparse(rows, np.zeros(0, np.int64), kinds, bounds, places, starts, out)
+    numbers = np.zeros(0, np.int64)
+    pack(out, numbers, numbers, numbers, 0, np.zeros((0, 0, TILE), np.uint8), numbers)

@@ -37,6 +37,8 @@ class FeatureBins:
     """Whether there are missing values, which have the last bin."""
     bounds: NDArray[np.float64] | None = None
     categories: NDArray[np.int64] | None = None
+    zero_share: float = 0.0
+    """Of the rows seen, those in which it is 0."""
 
     @property
     def is_categorical(self) -> bool:
@@ -56,13 +58,25 @@ def bins_of_numbers(
     column: int, values: NDArray[np.float64], counts: NDArray[np.int64], max_bin: int
 ) -> FeatureBins:
     """Of a sample: different values, ascending with NaN last, and how often each comes."""
+    zero_share = _share_of_zeros(values, counts)
     known = ~np.isnan(values)
     missing = bool((~known).any())
     values, counts = np.ascontiguousarray(values[known]), np.ascontiguousarray(counts[known])
     bounds = np.full(max_bin + 1, np.inf)
     bins = bin_kernels.cut(values, counts, max_bin - missing, _LEAST_ROWS, bounds) if len(values) else 1
     low, high = (float(values[0]), float(values[-1])) if len(values) else (0.0, 0.0)
-    return FeatureBins(column=column, low=low, high=high, missing=missing, bounds=bounds[:bins].copy())
+    return FeatureBins(
+        column=column,
+        low=low,
+        high=high,
+        missing=missing,
+        bounds=bounds[:bins].copy(),
+        zero_share=zero_share,
+    )
+
+
+def _share_of_zeros(values: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
+    return float(counts[values == 0].sum() / max(1, counts.sum()))
 
 
 def bins_of_categories(
@@ -80,7 +94,13 @@ def bins_of_categories(
     often = np.bincount(inverse, counts[known], len(names))
     order = np.lexsort((names, -often))[: max_bin - 1]
     low, high = (float(names[0]), float(names[-1])) if len(names) else (0.0, 0.0)
-    return FeatureBins(column=column, low=low, high=high, categories=names[order])
+    return FeatureBins(
+        column=column,
+        low=low,
+        high=high,
+        categories=names[order],
+        zero_share=_share_of_zeros(values, counts),
+    )
 
 
 class BinTable:

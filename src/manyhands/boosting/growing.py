@@ -6,13 +6,13 @@ All workers grow the same tree, each with its own rows; see `searching` for what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.boosting import histogram_kernels
 from manyhands.boosting.binning import FeatureBins
+from manyhands.boosting.bundling import ByteLayout
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.searching import LocalRows, SplitSearch
 from manyhands.boosting.split_kernels import (
@@ -36,8 +36,8 @@ Words = NDArray[np.int64]
 class DividedRows:
     """Rows of a table by leaf: the numbers of each leaf's rows lie side by side."""
 
-    def __init__(self, tiles: NDArray[np.uint8], rows: range, most_leaves: int) -> None:
-        self.tiles = tiles
+    def __init__(self, tiles: NDArray[np.uint8], layout: ByteLayout, rows: range, most_leaves: int) -> None:
+        self.tiles, self._layout = tiles, layout
         self._all = np.arange(rows.start, rows.stop, dtype=np.int32)
         self._rows = self._all.copy()
         self._spare = np.empty_like(self._all)
@@ -57,23 +57,24 @@ class DividedRows:
     def divide(self, leaf: int, new: int, feature: int, to_left: NDArray[np.uint8]) -> None:
         """Leave the rows whose bin goes to the left in `leaf`, and give the others to `new`."""
         begin, end = self._spans[leaf]
-        middle = begin + histogram_kernels.divide(self.tiles, self.of(leaf), feature, to_left, self._spare)
+        column, goes = int(self._layout.columns[feature]), self._layout.directions(feature, to_left)
+        middle = begin + histogram_kernels.divide(self.tiles, self.of(leaf), column, goes, self._spare)
         self._spans[leaf], self._spans[new] = (begin, middle), (middle, end)
 
 
-@dataclass(slots=True)
 class _Leaf:
-    totals: Words
-    split: Words
-    depth: int = 0
-    l2: float = 0.0
-    node: int = -1
-    """The node that it hangs on, and on which side."""
-    is_left: bool = True
-    gain: float = field(init=False)
+    """A leaf as plain numbers: arrays of a few words cost more than what is done with them."""
 
-    def __post_init__(self) -> None:
-        self.gain = float(self.split.view(np.float64)[GAIN])
+    __slots__ = ("depth", "gain", "is_left", "l2", "node", "split", "totals")
+
+    def __init__(
+        self, totals: Sequence[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
+    ) -> None:
+        self.totals, self.l2, self.depth = totals, l2, depth
+        self.split: list[int] = split.tolist()
+        self.gain = float(split.view(np.float64)[GAIN])
+        self.node, self.is_left = node, is_left
+        """The node that it hangs on, and on which side."""
 
 
 def grow(
@@ -86,37 +87,33 @@ def grow(
     """Collective: a tree; `divided` are this worker's rows, and then others that are to be in the same leaves."""
     for rows in divided:
         rows.begin()
-    tree = GrownTree(options.num_leaves)
+    tree, rule = GrownTree(options.num_leaves), local.rule.tolist()
     totals, split = search.root(local, divided[0].of(0))
-    leaves = [_Leaf(totals, split, l2=options.lambda_l2)]
+    leaves = [_Leaf(totals.tolist(), split, options.lambda_l2, depth=0, node=-1, is_left=True)]
     while len(leaves) < options.num_leaves:
         chosen = _best_leaf(leaves, options.max_depth)
         if chosen is None:
             break
         parent, new = leaves[chosen], len(leaves)
-        record = parent.split
-        _write_node(tree, leaves, chosen, local.rule, options)
-        to_left = node_directions(tree, new - 1, features[record[FEATURE]])
+        record, node = parent.split, new - 1
+        _write_node(tree, leaves, chosen, rule, options)
+        to_left = node_directions(tree, node, features[record[FEATURE]])
         for rows in divided:
-            rows.divide(chosen, new, int(record[FEATURE]), to_left)
-        left_totals = record[LEFT : LEFT + 2].copy()
-        sums = left_totals, parent.totals - left_totals
-        bits = np.int64(local.rule[0])
-        counts = [int(one[1] & ((np.int64(1) << bits) - 1)) for one in sums]
+            rows.divide(chosen, new, record[FEATURE], to_left)
+        left = record[LEFT : LEFT + 2]
+        right = [parent.totals[0] - left[0], parent.totals[1] - left[1]]
         l2 = options.lambda_l2 + (options.cat_l2 if record[FLAGS] & SORTED else 0.0)
-        left_is_smaller = counts[0] <= counts[1]
+        left_is_smaller = _count(left, rule) <= _count(right, rule)
         smaller = divided[0].of(chosen if left_is_smaller else new)
-        order = sums if left_is_smaller else (sums[1], sums[0])
-        first, second = search.children(local, chosen, new, smaller, order)
+        order = np.array([left, right] if left_is_smaller else [right, left], np.int64)
+        splits = search.children(local, chosen, new, smaller, order)
         if left_is_smaller:  # its histogram was kept as that of the new leaf, which is the right one
             search.swap(chosen, new)
-            splits = first, second
-        else:
-            splits = second, first
-        node = len(leaves) - 1
-        leaves[chosen] = _Leaf(sums[0], splits[0], parent.depth + 1, l2, node, True)
-        leaves.append(_Leaf(sums[1], splits[1], parent.depth + 1, l2, node, False))
-    _write_leaves(tree, leaves, local.rule, options)
+        of_left, of_right = splits if left_is_smaller else splits[::-1]
+        depth = parent.depth + 1
+        leaves[chosen] = _Leaf(left, of_left, l2, depth=depth, node=node, is_left=True)
+        leaves.append(_Leaf(right, of_right, l2, depth=depth, node=node, is_left=False))
+    _write_leaves(tree, leaves, rule, options)
     return tree
 
 
@@ -140,24 +137,20 @@ def node_directions(tree: GrownTree, node: int, feature: FeatureBins) -> NDArray
     return to_left
 
 
-def _sums(totals: Words, rule: NDArray[np.float64]) -> tuple[float, float, int]:
-    """Gradient, hessian and number of rows."""
-    bits = int(rule[0])
-    return (
-        float(totals[0] / rule[4]),
-        float((totals[1] >> bits) / rule[5]),
-        int(totals[1]) & ((1 << bits) - 1),
-    )
+def _count(totals: Sequence[int], rule: Sequence[float]) -> int:
+    """Rows."""
+    return totals[1] & ((1 << int(rule[0])) - 1)
 
 
-def _value(leaf: _Leaf, rule: NDArray[np.float64], rate: float) -> tuple[float, float, int]:
+def _value(leaf: _Leaf, rule: Sequence[float], rate: float) -> tuple[float, float, int]:
     """What a leaf adds to a score, its hessian, and its rows."""
-    gradient, hessian, count = _sums(leaf.totals, rule)
-    return (-gradient / (hessian + leaf.l2) * rate if hessian + leaf.l2 > 0 else 0.0), hessian, count
+    gradient, hessian = leaf.totals[0] / rule[4], (leaf.totals[1] >> int(rule[0])) / rule[5]
+    value = -gradient / (hessian + leaf.l2) * rate if hessian + leaf.l2 > 0 else 0.0
+    return value, hessian, _count(leaf.totals, rule)
 
 
 def _write_node(
-    tree: GrownTree, leaves: Sequence[_Leaf], chosen: int, rule: NDArray[np.float64], options: GbdtOptions
+    tree: GrownTree, leaves: Sequence[_Leaf], chosen: int, rule: Sequence[float], options: GbdtOptions
 ) -> None:
     """Make a node of a leaf; its children are that leaf and a new one."""
     leaf, node = leaves[chosen], len(leaves) - 1
@@ -173,7 +166,7 @@ def _write_node(
 
 
 def _write_leaves(
-    tree: GrownTree, leaves: Sequence[_Leaf], rule: NDArray[np.float64], options: GbdtOptions
+    tree: GrownTree, leaves: Sequence[_Leaf], rule: Sequence[float], options: GbdtOptions
 ) -> None:
     tree.num_leaves = len(leaves)
     for number, leaf in enumerate(leaves):

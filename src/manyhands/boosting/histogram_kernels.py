@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numba import uint64
 
+from manyhands.boosting.bin_kernels import TILE
 from manyhands.compiled.decorators import njit
 
 __all__ = [
-    "TILE",
     "add_to_scores",
     "binary_loss",
     "binary_words",
@@ -23,24 +23,23 @@ __all__ = [
     "histogram",
     "largest_error",
     "reduce_areas",
+    "spread",
     "squared_loss",
     "squared_words",
     "subtract",
+    "take_from_parent",
     "warm",
 ]
-
-TILE = 8
-"""Features whose bins lie side by side in a row of a tile."""
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def histogram(tiles: Any, rows: Any, words: Any, first: int, offsets: Any, ordered: Any, out: Any) -> None:
-    """Sum the two words of `rows` by bin into `out`, two for each bin of all features; then the sums of all rows.
+    """Sum the two words of `rows` by byte into `out`, two for each byte of all columns; then the sums of all rows.
 
-    Bins lie in tiles of eight features, so that the part of `out` that a tile moves stays in the nearest cache. `words`
+    Bytes lie in tiles of eight columns, so that the part of `out` that a tile moves stays in the nearest cache. `words`
     begin with those of row `first`; they are put in the order of `rows` once for all tiles, into `ordered`.
     """
-    height, features = uint64(tiles.shape[1]), offsets.size - 1
+    height, columns = uint64(tiles.shape[1]), offsets.size - 1
     flat = tiles.reshape(tiles.size)
     out[:] = 0
     gradients, others = np.int64(0), np.int64(0)
@@ -55,7 +54,7 @@ def histogram(tiles: Any, rows: Any, words: Any, first: int, offsets: Any, order
     out[out.size - 1] = others
     places = np.zeros(TILE, np.uint64)
     for tile in range(tiles.shape[0]):
-        width = min(TILE, features - tile * TILE)
+        width = min(TILE, columns - tile * TILE)
         for f in range(width):
             places[f] = uint64(2) * uint64(offsets[tile * TILE + f])
         base = uint64(tile) * height * uint64(TILE)
@@ -92,6 +91,49 @@ def reduce_areas(areas: Any, begin: int, end: int, out: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
+def take_from_parent(areas: Any, begin: int, end: int, pool: Any, child: int, parent: int) -> None:
+    """`reduce_areas` into row `child` of `pool`, which is subtracted from row `parent`, in one go."""
+    new, whole = pool[child], pool[parent]
+    for i in range(end - begin):
+        new[i] = areas[0, begin + i]
+    for worker in range(1, areas.shape[0]):
+        for i in range(end - begin):
+            new[i] += areas[worker, begin + i]
+    for i in range(end - begin):
+        whole[i] -= new[i]
+
+
+@njit(cache=True, nogil=True)
+def spread(packed: Any, layout: Any, starts: Any, out: Any) -> None:
+    """The histograms of features from those of columns; `layout` is columns, firsts, zeros and offsets of it.
+
+    `starts` are where the bins of each feature begin in `out`; the last two words are the sums of all rows.
+    """
+    columns, firsts, zeros, offsets = layout
+    gradients, others = packed[packed.size - 2], packed[packed.size - 1]
+    for f in range(columns.size):
+        source, target = 2 * offsets[columns[f]], 2 * starts[f]
+        count = starts[f + 1] - starts[f]
+        if firsts[f] == 0:
+            for i in range(2 * count):
+                out[target + i] = packed[source + i]
+            continue
+        source += 2 * firsts[f]
+        zero_gradients, zero_others = gradients, others
+        for number in range(count - 1):
+            place = target + 2 * (number if number < zeros[f] else number + 1)
+            gradient, other = packed[source + 2 * number], packed[source + 2 * number + 1]
+            out[place] = gradient
+            out[place + 1] = other
+            zero_gradients -= gradient
+            zero_others -= other
+        out[target + 2 * zeros[f]] = zero_gradients
+        out[target + 2 * zeros[f] + 1] = zero_others
+    out[out.size - 2] = gradients
+    out[out.size - 1] = others
+
+
+@njit(cache=True, nogil=True)
 def subtract(whole: Any, part: Any) -> None:
     """Leave in `whole` what is not in `part`."""
     for i in range(whole.size):
@@ -99,9 +141,9 @@ def subtract(whole: Any, part: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def divide(tiles: Any, rows: Any, feature: int, to_left: Any, spare: Any) -> int:
-    """Put the rows whose bin goes to the left before the others, each in their order; how many they are."""
-    base = uint64(feature // TILE) * uint64(tiles.shape[1]) * uint64(TILE) + uint64(feature % TILE)
+def divide(tiles: Any, rows: Any, column: int, to_left: Any, spare: Any) -> int:
+    """Put the rows whose byte goes to the left before the others, each in their order; how many they are."""
+    base = uint64(column // TILE) * uint64(tiles.shape[1]) * uint64(TILE) + uint64(column % TILE)
     flat = tiles.reshape(tiles.size)
     left, right = 0, 0
     for i in range(rows.size):
@@ -193,6 +235,8 @@ def warm() -> None:
     histogram(tiles, rows, words, 0, offsets, words, out)
     reduce_areas(np.zeros((1, 2), np.int64), 0, 2, out[:2])
     subtract(out, out.copy())
+    take_from_parent(np.zeros((1, 2), np.int64), 0, 2, np.zeros((2, 2), np.int64), 0, 1)
+    spread(np.zeros(2, np.int64), (words, words, words, words), np.zeros(1, np.int64), out)
     divide(tiles, rows, 0, np.zeros(256, np.uint8), rows)
     scores = np.zeros(0)
     add_to_scores(scores, rows, 0, 0.0)

@@ -28,7 +28,8 @@ __all__ = ["DecisionTree", "GbdtModel", "Links"]
 MISSING_NAN = 8
 """Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses."""
 _LARGEST = 1e300  # of a threshold: a value above it is infinity, and has no place in a text
-_CHUNK = 4096
+_CHUNK = 4096  # rows that are predicted at a time at most
+_CHUNK_NUMBERS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -207,8 +208,9 @@ class GbdtModel:
     def _sparse_scores(self, rows: Rows) -> NDArray[np.float64]:
         """Features beyond those that it was trained on count nothing."""
         out = np.zeros(len(rows))
-        for begin in range(0, len(rows), _CHUNK):
-            end = min(begin + _CHUNK, len(rows))
+        count = max(1, min(_CHUNK, _CHUNK_NUMBERS // self.columns))  # zeros are written down
+        for begin in range(0, len(rows), count):
+            end = min(begin + count, len(rows))
             dense = np.zeros((end - begin, self.columns))
             first, last = rows.starts[begin], rows.starts[end]
             which = np.repeat(np.arange(end - begin), np.diff(rows.starts[begin : end + 1]))

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.boosting import histogram_kernels, split_kernels
+from manyhands.boosting.bundling import ByteLayout
 from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.split_kernels import FEATURE, GAIN, RECORD_WORDS
+from manyhands.boosting.split_kernels import RECORD_WORDS
 from manyhands.boosting.tally import HistogramMeeting
 
 __all__ = ["SEARCHES", "LocalRows", "SplitSearch", "area_words", "told_words"]
@@ -33,16 +34,30 @@ class LocalRows:
     """What a search sees of this worker's rows: bins, the words of this tree, and units that turn words into sums."""
 
     tiles: NDArray[np.uint8]
+    layout: ByteLayout
     words: Words
     first: int
     """The number of the first row here; `words` begin with it."""
     rule: NDArray[np.float64]
     """As `split_kernels.best_split` takes it; the units change from tree to tree."""
     ordered: Words
+    _packed: Words = field(init=False)
+    _parts: tuple[Words, ...] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self._packed = np.zeros(2 * (int(layout.offsets[-1]) + 1), np.int64)
+        parts = layout.columns, layout.firsts, layout.zeros, layout.offsets
+        self._parts = None if layout.is_plain else parts
 
     def histogram(self, rows: NDArray[np.int32], offsets: Words, out: Words) -> None:
-        """Of some rows."""
-        histogram_kernels.histogram(self.tiles, rows, self.words, self.first, offsets, self.ordered, out)
+        """Of some rows, by feature; `offsets` are where the bins of each begin."""
+        found = out if self._parts is None else self._packed
+        histogram_kernels.histogram(
+            self.tiles, rows, self.words, self.first, self.layout.offsets, self.ordered, found
+        )
+        if self._parts is not None:
+            histogram_kernels.spread(found, self._parts, offsets, out)
 
 
 def area_words(options: GbdtOptions, offsets: Words) -> int:
@@ -61,6 +76,7 @@ class SplitSearch(ABC):
 
     def __init__(self, meeting: HistogramMeeting, offsets: Words, kinds: Words, options: GbdtOptions) -> None:
         self._meeting, self._offsets, self._kinds, self._options = meeting, offsets, kinds, options
+        self._records = np.zeros((2, RECORD_WORDS), np.int64)
 
     @abstractmethod
     def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
@@ -68,12 +84,12 @@ class SplitSearch(ABC):
 
     @abstractmethod
     def children(
-        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Sequence[Words]
-    ) -> tuple[Words, Words]:
-        """Collective: the best splits of the two children of a leaf, the one with fewer rows first.
+        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
+    ) -> Words:
+        """Collective: the best splits of the two children of a leaf, a row each, the one with fewer rows first.
 
         `parent` is split into itself and `new`: the histogram of the smaller is kept as that of `new`, which `swap` may
-        put right afterwards. `smaller` are its rows here, `totals` the sums of both.
+        put right afterwards. `smaller` are its rows here, `totals` the sums of both, a row each.
         """
 
     def swap(self, one: int, other: int) -> None:
@@ -82,17 +98,16 @@ class SplitSearch(ABC):
 
     _places: list[int]
 
-    def _best(self, records: Sequence[Words]) -> list[Words]:
-        """Collective: of each worker's best split of some leaves the best, of equal ones that of the first feature."""
-        told = self._meeting.tell(np.concatenate(records)).reshape(-1, len(records), RECORD_WORDS)
-        if len(told) == 1:
-            return [one.copy() for one in told[0]]
-        gains = told.view(np.float64)[:, :, GAIN]
-        out = []
-        for leaf in range(len(records)):
-            order = np.lexsort((told[:, leaf, FEATURE], -gains[:, leaf]))
-            out.append(told[order[0], leaf].copy())
-        return out
+    def _best(self, count: int) -> Words:
+        """Collective: of each worker's best splits of `count` leaves, in `_records`, the best, a row each."""
+        meeting = self._meeting
+        if meeting.world == 1:
+            return self._records[:count].copy()
+        told = np.ascontiguousarray(meeting.tell(self._records[:count].reshape(-1)))
+        told = told.reshape(meeting.world, count, RECORD_WORDS)
+        best = np.empty((count, RECORD_WORDS), np.int64)
+        split_kernels.best_of_all(told, told.view(np.float64), best)
+        return best
 
 
 class DataSearch(SplitSearch):
@@ -110,38 +125,42 @@ class DataSearch(SplitSearch):
 
     def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
         """All rows."""
-        self._sum(local, rows, 0)
+        self._count(local, rows)
+        histogram_kernels.reduce_areas(self._meeting.areas, *self._span, self._pool[self._places[0]])
         totals = self._meeting.areas[:, -2:].sum(axis=0)
-        return totals, self._best([self._find(0, totals, local)])[0]
+        return totals, self._found([0], totals.reshape(1, 2), local)[0]
 
     def children(
-        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Sequence[Words]
-    ) -> tuple[Words, Words]:
+        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
+    ) -> Words:
         """The larger child is what the smaller leaves of its parent."""
-        self._sum(local, smaller, new)
-        histogram_kernels.subtract(self._pool[self._places[parent]], self._pool[self._places[new]])
-        first, second = self._best([self._find(new, totals[0], local), self._find(parent, totals[1], local)])
-        return first, second
+        self._count(local, smaller)
+        places = self._places
+        histogram_kernels.take_from_parent(
+            self._meeting.areas, *self._span, self._pool, places[new], places[parent]
+        )
+        return self._found([new, parent], totals, local)
 
-    def _sum(self, local: LocalRows, rows: NDArray[np.int32], leaf: int) -> None:
+    def _count(self, local: LocalRows, rows: NDArray[np.int32]) -> None:
         meeting = self._meeting
         local.histogram(rows, self._offsets, meeting.area)
         meeting.meet(meeting.area.size - (self._span[1] - self._span[0]))
-        histogram_kernels.reduce_areas(meeting.areas, *self._span, self._pool[self._places[leaf]])
 
-    def _find(self, leaf: int, totals: Words, local: LocalRows) -> Words:
-        record = np.zeros(RECORD_WORDS, np.int64)
-        split_kernels.best_split(
-            self._pool[self._places[leaf]],
+    def _found(self, leaves: Sequence[int], totals: Words, local: LocalRows) -> Words:
+        places = np.array([self._places[leaf] for leaf in leaves], np.int64)
+        records = self._records
+        split_kernels.best_pair(
+            self._pool,
+            places,
             self._features,
             self._starts,
             self._kinds,
             totals,
             local.rule,
-            record,
-            record.view(np.float64),
+            records,
+            records.view(np.float64),
         )
-        return record
+        return self._best(len(leaves))
 
 
 class VotingSearch(SplitSearch):
@@ -157,18 +176,17 @@ class VotingSearch(SplitSearch):
         """All rows."""
         local.histogram(rows, self._offsets, self._pool[self._places[0]])
         totals = self._meeting.tell(self._pool[self._places[0]][-2:]).sum(axis=0)
-        return totals, self._elected(local, [0], [totals])[0]
+        return totals, self._elected(local, [0], totals.reshape(1, 2))[0]
 
     def children(
-        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Sequence[Words]
-    ) -> tuple[Words, Words]:
+        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
+    ) -> Words:
         """Both have histograms here, by subtraction, and an election each."""
         local.histogram(smaller, self._offsets, self._pool[self._places[new]])
         histogram_kernels.subtract(self._pool[self._places[parent]], self._pool[self._places[new]])
-        first, second = self._elected(local, [new, parent], totals)
-        return first, second
+        return self._elected(local, [new, parent], totals)
 
-    def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Sequence[Words]) -> list[Words]:
+    def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Words) -> Words:
         meeting, elected = self._meeting, self._election(local, leaves)
         at, spans = 0, []
         for leaf, features in zip(leaves, elected, strict=True):
@@ -179,12 +197,9 @@ class VotingSearch(SplitSearch):
                 at += own.size
             spans.append((begin, at))
         meeting.meet(at)
-        return self._best(
-            [
-                self._find(features, span, sums, local)
-                for features, span, sums in zip(elected, spans, totals, strict=True)
-            ]
-        )
+        for number, (features, span) in enumerate(zip(elected, spans, strict=True)):
+            self._find(features, span, totals[number], local, self._records[number])
+        return self._best(len(leaves))
 
     def _election(self, local: LocalRows, leaves: Sequence[int]) -> list[Words]:
         """Collective: the features of each leaf whose histograms are summed."""
@@ -207,9 +222,11 @@ class VotingSearch(SplitSearch):
         votes[: len(cast)] = cast
         return votes
 
-    def _find(self, features: Words, span: tuple[int, int], totals: Words, local: LocalRows) -> Words:
+    def _find(
+        self, features: Words, span: tuple[int, int], totals: Words, local: LocalRows, record: Words
+    ) -> None:
         """The best split among this worker's part of the elected features."""
-        meeting, record = self._meeting, np.zeros(RECORD_WORDS, np.int64)
+        meeting = self._meeting
         sizes = np.diff(self._offsets)[features]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         begin, end = _share_of_features(starts, meeting.rank, meeting.world)
@@ -226,7 +243,6 @@ class VotingSearch(SplitSearch):
             record,
             record.view(np.float64),
         )
-        return record
 
 
 def _winners(votes: Words, most: int) -> Words:

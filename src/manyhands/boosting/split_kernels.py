@@ -24,6 +24,8 @@ __all__ = [
     "RECORD_WORDS",
     "SORTED",
     "THRESHOLD",
+    "best_of_all",
+    "best_pair",
     "best_split",
     "feature_gains",
     "warm",
@@ -52,7 +54,11 @@ def _numbers(
     count_bits = np.int64(rule[0])
     mask = (np.int64(1) << count_bits) - 1
     least, least_hessian, l2, unit_g, unit_h = np.int64(rule[1]), rule[2], rule[3], rule[4], rule[5]
-    total_g, total_h = gradient / unit_g, hessian / unit_h
+    per_g, per_h = (
+        1.0 / unit_g,
+        1.0 / unit_h,
+    )  # powers of two: to multiply is as exact as to divide, and faster
+    total_g, total_h = gradient * per_g, hessian * per_h
     left_g, left_w = np.int64(0), np.int64(0)
     numbers = bins - 1 if with_missing else bins
     if missing_left:
@@ -67,13 +73,13 @@ def _numbers(
             continue
         if count - left_count < least:
             break
-        left_h = (left_w >> count_bits) / unit_h
+        left_h = (left_w >> count_bits) * per_h
         right_h = total_h - left_h
         if left_h < least_hessian:
             continue
         if right_h < least_hessian:
             break
-        left = left_g / unit_g
+        left = left_g * per_g
         score = _score(left, left_h, l2) + _score(total_g - left, right_h, l2)
         if score > best:
             best = score
@@ -218,6 +224,36 @@ def best_split(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def best_pair(
+    pool: Any,
+    leaves: Any,
+    features: Any,
+    starts: Any,
+    kinds: Any,
+    totals: Any,
+    rule: Any,
+    records: Any,
+    gains: Any,
+) -> None:
+    """`best_split` of the leaves whose histograms are rows `leaves` of `pool`, into a row of `records` each."""
+    for i in range(len(leaves)):
+        best_split(pool[leaves[i]], features, starts, kinds, totals[i], rule, records[i], gains[i])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def best_of_all(told: Any, gains: Any, best: Any) -> None:
+    """Of each worker's splits of some leaves the best, of equal ones that of the first feature."""
+    for leaf in range(told.shape[1]):
+        chosen = 0
+        for worker in range(1, told.shape[0]):
+            gain, most = gains[worker, leaf, GAIN], gains[chosen, leaf, GAIN]
+            is_earlier = told[worker, leaf, FEATURE] < told[chosen, leaf, FEATURE]
+            if gain > most or (gain == most and is_earlier):
+                chosen = worker
+        best[leaf] = told[chosen, leaf]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def feature_gains(hist: Any, starts: Any, kinds: Any, totals: Any, rule: Any, gains: Any) -> None:
     """What the best split of each feature gains by this histogram alone; -1 where it has none."""
     sums = np.empty(3, np.int64)
@@ -240,4 +276,8 @@ def warm() -> None:
     hist, starts, none = np.zeros(2, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
     rule, record = np.ones(12), np.zeros(RECORD_WORDS, np.int64)
     best_split(hist, none, starts, none, hist, rule, record, record.view(np.float64))
+    pool, records = hist.reshape(1, 2), record.reshape(1, -1)
+    best_pair(pool, none, none, starts, none, pool, rule, records, records.view(np.float64))
+    told = records.reshape(1, 1, -1)
+    best_of_all(told, told.view(np.float64), records.copy())
     feature_gains(hist, starts, none, hist, rule, np.zeros(0))

@@ -1,7 +1,7 @@
 """A table of bins, made from a source of rows and mapped by all workers; and how it is made.
 
 Bounds come from at most 200,000 rows, chosen by a hash of their number, so that they depend on the rows and the seed
-and on nothing else. Bins lie in tiles of eight features, one byte each.
+and on nothing else. Bins lie in tiles of eight columns, one byte each; features that exclude each other share a column.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.boosting import bin_kernels
+from manyhands.boosting.bin_kernels import TILE
 from manyhands.boosting.binning import BinTable, FeatureBins, bins_of_categories, bins_of_numbers
-from manyhands.boosting.histogram_kernels import TILE
+from manyhands.boosting.bundling import ByteLayout
 from manyhands.boosting.sources import RowBlock, RowSource
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, ManyhandsError, UserError, format_bytes
@@ -35,7 +38,7 @@ class BinnedRows:
     """Rows as bins with their targets and weights: in files of `folder`, or in this process."""
 
     rows: int
-    features: int
+    layout: ByteLayout
     folder: str = ""
     arrays: tuple[NDArray[Any], ...] = ()
 
@@ -98,50 +101,64 @@ class RowSample:
     held_labels: NDArray[np.float64]
     held_weights: NDArray[np.float64]
 
-    def bins(self, max_bin: int, categorical: frozenset[int], where: str) -> BinTable:
-        """The bins of every feature that has two or more."""
-        find = _dense_columns if self.blocks[0].dense is not None else _sparse_columns
-        found: list[FeatureBins] = []
-        for column, values, counts in find(self.blocks, self.columns):
+    def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
+        """The bins of every feature that has two or more; columns are sorted by several threads."""
+        values_of = _dense_values(self.blocks) if self.blocks[0].dense is not None else _sparse_values(self)
+
+        def bins_of(column: int) -> FeatureBins:
+            values, counts = np.unique(values_of(column), return_counts=True)
+            values, counts = _with_zeros(values, counts.astype(np.int64), self.sampled)
             if column in categorical:
-                one = bins_of_categories(column, values, counts, max_bin, where)
-            else:
-                one = bins_of_numbers(column, values, counts, max_bin)
-            if one.count > 1:
-                found.append(one)
+                return bins_of_categories(column, values, counts, max_bin, where)
+            return bins_of_numbers(column, values, counts, max_bin)
+
+        with ThreadPoolExecutor(threads) as pool:
+            found = [one for one in pool.map(bins_of, range(self.columns)) if one.count > 1]
         if not found:
             raise DataError(f"{where}: no feature has two values, so there is nothing to split")
         return BinTable(found, self.columns)
 
+    @property
+    def sampled(self) -> int:
+        """The rows of `blocks`."""
+        return sum(map(len, self.blocks))
 
-def _dense_columns(
-    blocks: list[RowBlock], columns: int
-) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64]]]:
-    """Each column's different values, ascending, and how often they come."""
-    for column in range(columns):
+
+ValuesOf = Callable[[int], NDArray[np.float64]]
+"""The values of a column in the sample; of sparse rows without the zeros that they leave out."""
+
+
+def _dense_values(blocks: list[RowBlock]) -> ValuesOf:
+    def values_of(column: int) -> NDArray[np.float64]:
         parts = [block.dense[:, column] for block in blocks if block.dense is not None]
-        values, counts = np.unique(np.concatenate(parts).astype(np.float64), return_counts=True)
-        yield column, values, counts.astype(np.int64)
+        return np.concatenate(parts).astype(np.float64)
+
+    return values_of
 
 
-def _sparse_columns(
-    blocks: list[RowBlock], columns: int
-) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.int64]]]:
-    """The same of sparse rows, whose absent values are 0."""
-    rows = Rows.join([block.sparse for block in blocks if block.sparse is not None])
+def _sparse_values(sample: RowSample) -> ValuesOf:
+    rows = Rows.join([block.sparse for block in sample.blocks if block.sparse is not None])
     order = np.argsort(rows.indices, kind="stable")
-    begins = np.searchsorted(rows.indices[order], np.arange(columns + 1))
-    for column in range(columns):
-        mine = rows.values[order[begins[column] : begins[column + 1]]].astype(np.float64)
-        zeros = len(rows) - len(mine)
-        values, counts = np.unique(mine, return_counts=True)
-        if zeros:
-            at = int(np.searchsorted(values, 0.0))
-            if at < len(values) and values[at] == 0:
-                counts[at] += zeros
-            else:
-                values, counts = np.insert(values, at, 0.0), np.insert(counts, at, zeros)
-        yield column, values, counts.astype(np.int64)
+    begins = np.searchsorted(rows.indices[order], np.arange(sample.columns + 1))
+
+    def values_of(column: int) -> NDArray[np.float64]:
+        return rows.values[order[begins[column] : begins[column + 1]]].astype(np.float64)
+
+    return values_of
+
+
+def _with_zeros(
+    values: NDArray[np.float64], counts: NDArray[np.int64], rows: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Different values, ascending, and how often they come; those of `rows` rows that are left out are 0."""
+    zeros = rows - int(counts.sum())
+    if zeros <= 0:  # a row may name a column twice
+        return values, counts
+    at = int(np.searchsorted(values, 0.0))
+    if at < len(values) and values[at] == 0:
+        counts[at] += zeros
+        return values, counts
+    return np.insert(values, at, 0.0), np.insert(counts, at, zeros)
 
 
 def sample_rows(
@@ -157,12 +174,15 @@ def sample_rows(
             raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")
         out = holdout.chosen(first, len(block))
         weights = block.weights if block.weights is not None else np.ones(len(block))
+        if not ((weights >= 0) & (weights < np.inf)).all():
+            at = first + int(np.argmin((weights >= 0) & (weights < np.inf)))
+            raise DataError(f"{source.name}: row {at + 1} has a weight that is no number of at least 0")
         for name, mask in (("train", ~out), ("held", out)):
             parts[name].append(block.labels[mask])
             parts[f"{name}_w"].append(weights[mask])
         keys = hashed(np.arange(first, first + len(block), dtype=np.uint64), 2 * seed)
         picked = ~out & (keys <= limit)
-        kept.append((block.take(picked), keys[picked]))
+        kept.append((block if picked.all() else block.take(picked), keys[picked]))
         held += int(picked.sum())
         while held > _SAMPLE_ROWS:
             limit >>= np.uint64(1)
@@ -173,6 +193,8 @@ def sample_rows(
     joined = {name: np.concatenate([np.zeros(0), *found]) for name, found in parts.items()}
     if not len(joined["train"]):
         raise DataError(f"{source.name} has {first} rows, all of them held out; use a smaller valid_fraction")
+    if not joined["train_w"].any():
+        raise DataError(f"{source.name}: all rows have the weight 0; give some a weight")
     return RowSample(
         blocks=[one for one, _ in kept if len(one)],
         rows=len(joined["train"]),
@@ -196,49 +218,70 @@ def shared_folder(shared: bool) -> Iterator[str]:
 
 
 def bin_rows(
-    blocks: Iterator[RowBlock],
+    read: Callable[[], Iterator[RowBlock]],
     bins: BinTable,
-    targets: NDArray[np.float64],
-    weights: NDArray[np.float64],
+    layout: ByteLayout,
+    labels: tuple[NDArray[np.float64], NDArray[np.float64]],
     folder: str,
     score: Callable[[RowBlock], NDArray[np.float64] | float],
 ) -> BinnedRows:
     """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
 
-    `score` gives the scores that training begins with.
+    `labels` are targets and weights, `score` gives the scores that training begins with. Where features of `layout`
+    that share a column do not exclude each other after all, the rows are gone through once more with a column for each.
     """
-    rows, features = len(targets), len(bins.features)
-    shape = (-(-features // TILE), rows, TILE)
-    needed, room = int(np.prod(shape)), available_bytes()
-    if needed > room:
-        raise UserError(
-            f"{rows:,} rows of {features:,} features take {format_bytes(needed)} as bins, but only "
-            f"{format_bytes(room)} is available; use fewer features"
-        )
+    targets, weights = labels
     try:
-        tiles: NDArray[np.uint8] = (
-            np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape)
-            if folder
-            else np.zeros(shape, np.uint8)
-        )
-        first, scores = 0, np.zeros(rows)
-        for block in blocks:
-            scores[first : first + len(block)] = score(block)
-            found = bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
-            for tile in range(shape[0]):
-                part = found[:, tile * TILE : (tile + 1) * TILE]
-                tiles[tile, first : first + len(block), : part.shape[1]] = part
-            first += len(block)
-        if first != rows:
-            raise DataError(
-                f"the file has {first} rows now, and had {rows} before; do not change it meanwhile"
-            )
+        clashes, tiles, scores = _filled(read(), bins, layout, len(targets), folder, score)
+        if len(clashes):
+            del tiles  # before there are others
+            layout = layout.without(clashes)
+            clashes, tiles, scores = _filled(read(), bins, layout, len(targets), folder, score)
+            if len(clashes):
+                raise DataError("the file has other rows now than it had before; do not change it meanwhile")
         if not folder:
-            return BinnedRows(rows=rows, features=features, arrays=(tiles, targets, weights, scores))
+            return BinnedRows(rows=len(targets), layout=layout, arrays=(tiles, targets, weights, scores))
         targets.tofile(Path(folder, "targets"))
         weights.tofile(Path(folder, "weights"))
         scores.tofile(Path(folder, "scores"))
     except OSError as error:
         hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
         raise ManyhandsError(f"bins could not be kept in {folder}: {error.strerror}{hint}") from error
-    return BinnedRows(rows=rows, features=features, folder=folder)
+    return BinnedRows(rows=len(targets), layout=layout, folder=folder)
+
+
+def _filled(
+    blocks: Iterator[RowBlock],
+    bins: BinTable,
+    layout: ByteLayout,
+    rows: int,
+    folder: str,
+    score: Callable[[RowBlock], NDArray[np.float64] | float],
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.float64]]:
+    """Features that share a column and should not, all tiles, and the scores of rows."""
+    shape = (-(-(len(layout.offsets) - 1) // TILE), rows, TILE)
+    needed, room = int(np.prod(shape)), available_bytes()
+    if needed > room:
+        raise UserError(
+            f"{rows:,} rows of {len(bins.features):,} features take {format_bytes(needed)} as bins, but only "
+            f"{format_bytes(room)} is available; use fewer features"
+        )
+    tiles: NDArray[np.uint8] = (
+        np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape) if folder else np.zeros(shape, np.uint8)
+    )
+    first, scores, clashes = 0, np.zeros(rows), np.zeros(len(layout.columns), np.int64)
+    for block in blocks:
+        if first + len(block) > rows:
+            raise _changed(first + len(block), rows)
+        scores[first : first + len(block)] = score(block)
+        found = bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
+        parts = layout.columns, layout.firsts, layout.zeros
+        bin_kernels.pack(found, *parts, first, np.asarray(tiles), clashes)
+        first += len(block)
+    if first != rows:
+        raise _changed(first, rows)
+    return np.flatnonzero(clashes), tiles, scores
+
+
+def _changed(now: int, before: int) -> DataError:
+    return DataError(f"the file has {now} rows now, and had {before} before; do not change it meanwhile")

@@ -154,6 +154,7 @@ class GbdtStep(KernelStep):
         count = len(self._train.span)
         self._local = LocalRows(
             tiles=self._train.tiles,
+            layout=task.train.layout,
             words=np.zeros(2 * count, np.int64),
             first=self._train.span.start,
             rule=np.zeros(12),
@@ -274,7 +275,7 @@ class _Rows:
         mine = slice(self.span.start, self.span.stop)
         self.targets, self.weights = np.array(targets[mine]), np.array(weights[mine])
         self.start, self.scores = np.array(start[mine]), np.zeros(len(self.span))
-        self.divided = DividedRows(self.tiles, self.span, most_leaves)
+        self.divided = DividedRows(self.tiles, table.layout, self.span, most_leaves)
 
 
 def _send_down(tree: GrownTree, bins: BinTable, divided: DividedRows) -> None:

@@ -131,7 +131,10 @@ def parse_model(content: bytes, where: str) -> GbdtModel:
         if not end:
             raise _Wrong("the words `end of trees` are missing, so it was cut short")
         head, *parts = body.split("\nTree=")
-        header = _fields(head.splitlines()[1:])
+        lines = head.splitlines()[1:]
+        if "average_output" in lines:  # a word of its own, without a value
+            raise _Wrong("it is a random forest, whose trees are averaged, which is not read")
+        header = _fields(lines)
         names, objective = _checked_header(header)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
         _check_sizes(header, len(trees))
@@ -157,12 +160,10 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
 
 def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
     """Names of features and the objective; models that are no sum of single trees are refused."""
-    if "linear_tree" in header or "average_output" in header:
-        raise _Wrong("it is a linear tree or a random forest, which are not read")
     for name in ("num_class", "num_tree_per_iteration"):
         if header.get(name, "1") != "1":
             raise _Wrong(f"{name} is {header[name]!r}; only one class is read")
-    objective = header.get("objective", "")
+    objective = header.get("objective", "").strip()
     if not objective or objective.split()[0] not in Links.KNOWN or "sqrt" in objective.split():
         raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(Links.KNOWN)}")
     for setting in objective.split()[1:]:
@@ -220,6 +221,8 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
             fields.get("cat_threshold", ""), np.uint32, int(starts[-1]), f"tree {number}: cat_threshold"
         )
     shrinkage = _array(fields.get("shrinkage", "1"), np.float64, 1, f"tree {number}: shrinkage")
+    if np.isinf(arrays["leaf_value"]).any():
+        raise _Wrong(f"tree {number}: leaf_value holds inf")
     _check_tree(number, arrays, columns, sets)
     return DecisionTree(**arrays, categories=words, category_starts=starts, shrinkage=float(shrinkage[0]))
 
@@ -236,6 +239,8 @@ def _array(text: str, kind: Any, size: int, what: str) -> NDArray[Any]:
     words = text.split()
     if len(words) != size:
         raise _Wrong(f"{what} has {len(words)} numbers, not {size}")
+    if "_" in text or not text.isascii():  # which Python would read, and nobody writes
+        raise _Wrong(f"{what} holds something else than numbers")
     try:
         found = np.array([float(word) if kind is np.float64 else int(word) for word in words], kind)
     except (ValueError, OverflowError) as error:

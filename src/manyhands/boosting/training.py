@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.boosting.bundling import bundled_layout, own_columns
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
 from manyhands.boosting.sources import RowBlock, RowSource
@@ -25,7 +26,7 @@ from manyhands.cluster.signals import signal_of
 from manyhands.compiled.warming import prepare, spent_s
 from manyhands.draw.bars import Bars, bar_view
 from manyhands.errors import DataError, UserError
-from manyhands.fitting import fit
+from manyhands.fitting import await_workers, fit
 from manyhands.regression.labels import PAIRS
 from manyhands.strategy import Strategy
 from manyhands.training.kept import Keeping, last_kept
@@ -98,7 +99,8 @@ def train_gbdt(
         raise UserError("early_stopping needs rows to measure on: give valid, or valid_fraction such as 0.1")
     prepare("gbdt")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
-    with gbdt_task(table, options, shared=chosen.most_workers != 1, bars=bars) as task:
+    await_workers(chosen, ["manyhands.boosting.preload"], compiled=True)  # while rows are read
+    with gbdt_task(table, options, shared=chosen.most_workers != 1, bars=bars, threads=workers) as task:
         learned_at = time.monotonic()
         state, rows, summary = _learn(task, chosen, workers, bars, keep)
         train_seconds = time.monotonic() - learned_at
@@ -115,9 +117,12 @@ def train_gbdt(
 
 @contextmanager
 def gbdt_task(
-    table: TableChoice, options: GbdtOptions, *, shared: bool, bars: Bars | None = None
+    table: TableChoice, options: GbdtOptions, *, shared: bool, bars: Bars | None = None, threads: int = 1
 ) -> Iterator[GbdtTask]:
-    """The task of a table: read twice, the second time into bins, which are in files where they are `shared`."""
+    """The task of a table: read twice, the second time into bins, which are in files where they are `shared`.
+
+    The bounds of bins are found by `threads` threads.
+    """
     bars = bars or Bars()
     holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
     with bars.phase("reading", None, "rows") as phase:
@@ -125,38 +130,44 @@ def gbdt_task(
     if table.start is not None:
         sample, options = _going_on(table.start, sample, options)
     categorical = _columns(table.categorical, source.names, sample.columns)
-    bins = sample.bins(options.max_bin, categorical, source.name)
+    bins = sample.bins(options.max_bin, categorical, source.name, threads)
     options = replace(options, objective=_objective(options.objective, sample, source.name))
     targets = _targets(sample.labels, options.objective, source.name)
-    bias = _bias(targets, sample.weights, options.objective)
+    bias = _bias(targets, sample.weights, options.objective, source.name)
     score = table.start.scores if table.start is not None else partial(_always, bias)
     with (
         shared_folder(shared) as folder,
         shared_folder(shared) as valid_folder,
         bars.phase("binning", sample.rows, "rows") as phase,
     ):
-        train = bin_rows(
-            _only(source.blocks(phase.advance), holdout, held=False),
-            bins,
-            targets,
-            sample.weights,
-            folder,
-            score,
-        )
+        advance = iter([phase.advance])  # where rows are gone through twice, the bar shows the first time
+
+        def read() -> Iterator[RowBlock]:
+            return _only(source.blocks(next(advance, None)), holdout, held=False)
+
+        layout = bundled_layout(bins, sample.blocks)
+        train = bin_rows(read, bins, layout, (targets, sample.weights), folder, score)
         valid, weights = None, sample.weights
         if table.valid is not None:
             held = sample_rows(table.valid, Holdout(), options.seed)
-            if held.columns > sample.columns and held.blocks[0].dense is not None:
+            if held.columns != sample.columns and held.blocks[0].dense is not None:
                 raise DataError(
                     f"{table.valid.name} has {held.columns} columns, {source.name} {sample.columns}"
                 )
             found = _targets(held.labels, options.objective, table.valid.name, _pair(sample.labels))
-            valid = bin_rows(table.valid.blocks(), bins, found, held.weights, valid_folder, score)
+            layout = own_columns(bins)  # rows held out need not exclude what others do
+            valid = bin_rows(table.valid.blocks, bins, layout, (found, held.weights), valid_folder, score)
             weights = held.weights
         elif sample.held_out:
             found = _targets(sample.held_labels, options.objective, source.name, _pair(sample.labels))
-            blocks = _only(source.blocks(), holdout, held=True)
-            valid = bin_rows(blocks, bins, found, sample.held_weights, valid_folder, score)
+            valid = bin_rows(
+                lambda: _only(source.blocks(), holdout, held=True),
+                bins,
+                own_columns(bins),
+                (found, sample.held_weights),
+                valid_folder,
+                score,
+            )
             weights = sample.held_weights
         yield GbdtTask(
             train=train,
@@ -328,11 +339,7 @@ def _full_names(names: Sequence[str] | None, columns: int) -> list[str] | None:
 
 def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:
     """No and yes, where the labels are two that mean it."""
-    seen = (
-        set(np.unique(labels[:1_000_000]).tolist())
-        if len(labels) < 1_000_000
-        else set(np.unique(labels).tolist())
-    )
+    seen = set(np.unique(labels).tolist())
     return next((pair for pair in PAIRS if seen == set(pair)), None)
 
 
@@ -366,7 +373,11 @@ def _targets(
     return found
 
 
-def _bias(targets: NDArray[np.float64], weights: NDArray[np.float64], objective: str) -> float:
+def _bias(targets: NDArray[np.float64], weights: NDArray[np.float64], objective: str, where: str) -> float:
     """What is predicted best without any tree."""
     mean = float(np.average(targets, weights=weights))
-    return float(np.log(mean / (1 - mean))) if objective == "binary" else mean
+    if objective != "binary":
+        return mean
+    if not 0 < mean < 1:
+        raise DataError(f"{where}: the rows of one label have no weight; objective=binary needs both")
+    return float(np.log(mean / (1 - mean)))

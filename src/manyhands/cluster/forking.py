@@ -37,6 +37,7 @@ __all__ = [
     "MOST_PASSED",
     "TEMPLATE_NAME",
     "ForkRequest",
+    "ImportRequest",
     "TemplateSpec",
     "await_birth",
     "run_template",
@@ -103,10 +104,16 @@ class ForkRequest:
         """As it is sent."""
         return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ForkRequest:
-        """As it is read."""
-        return cls(**json.loads(data))
+
+@dataclass(frozen=True, slots=True)
+class ImportRequest:
+    """What forks that are asked for soon will need: it is imported as soon as nobody asks for anything."""
+
+    modules: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps({"imports": self.modules}).encode()
 
 
 def run_template(text: str) -> int:
@@ -157,6 +164,9 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
         if asked is None:
             return None
         request, passed = asked
+        if isinstance(request, ImportRequest):
+            later = [*request.modules, *later]
+            continue
         if not sys.modules.keys() >= set(request.modules):
             _import_all(request.modules)
         try:
@@ -175,11 +185,14 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
             os.close(descriptor)
 
 
-def _receive(control: socket.socket) -> tuple[ForkRequest, list[int]] | None:
+def _receive(control: socket.socket) -> tuple[ForkRequest | ImportRequest, list[int]] | None:
     data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
     if not data:
         return None
-    request = ForkRequest.from_bytes(data)
+    told = json.loads(data)
+    if "imports" in told:
+        return ImportRequest(tuple(told["imports"])), []
+    request = ForkRequest(**told)
     while len(passed) < request.num_descriptors:
         more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
         if not more:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from manyhands.cluster import entry
-from manyhands.cluster.forking import MOST_PASSED, ForkRequest, TemplateSpec
+from manyhands.cluster.forking import MOST_PASSED, ForkRequest, ImportRequest, TemplateSpec
 from manyhands.cluster.process import AdoptedProcess
 from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import ManyhandsError, PeerTimeout
@@ -83,6 +83,7 @@ class Template:
         """Start it, and return at once: it imports while we go on. `first_file` is what it runs."""
         self.key = _key(environment, modules)
         self._asking = threading.Lock()
+        self._foreseen: set[str] = set()
         self._starter = threading.current_thread()  # the kernel ends a child with the thread that started it
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         launcher = os.pidfd_open(os.getpid())
@@ -152,6 +153,17 @@ class Template:
             except OSError as error:
                 raise self._gone(name) from error
 
+    def foresee(self, modules: Sequence[str]) -> None:
+        """Have it import what forks will need before one is asked for; returns at once."""
+        with self._asking:
+            new = tuple(module for module in modules if module not in self._foreseen)
+            self._foreseen.update(new)
+            try:
+                if new:
+                    self._control.send(ImportRequest(new).to_bytes())
+            except OSError:  # it is gone, which is told to whoever asks for a fork
+                return
+
     def close(self) -> None:
         """End it, which has nothing to lose; its forks live on."""
         self._control.close()
@@ -209,11 +221,11 @@ def warm() -> None:
     Returns at once. `fit` does this first of all; a script that calls it before it imports torch and loads its data
     waits the less for its first step. Without a `fit`, the process ends with the script.
     """
-    obtain(inherited_environment())
+    obtain(inherited_environment()).foresee(tuple(_expected))
 
 
 def expect(modules: Sequence[str]) -> None:
-    """Have templates import `modules` before the next fork, for it and those that come after."""
+    """Have templates import `modules` before the next fork, for it and those that come after; with `warm`, at once."""
     _expected.update(dict.fromkeys(modules))
 
 

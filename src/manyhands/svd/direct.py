@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from manyhands.data.matrix import MatrixBlock
 from manyhands.data.rows import Rows
-from manyhands.errors import UserError
+from manyhands.errors import DataError, UserError
 from manyhands.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
 from manyhands.svd.model import SvdModel
 from manyhands.svd.options import Shape, SvdOptions, sizes_of
@@ -18,6 +19,8 @@ from manyhands.svd.products import PassSums, RowPass
 __all__ = ["truncated_svd"]
 
 _SAMPLE_ROWS = 1024
+_WIDE = 2  # times as many columns as rows: then what follows a pass is that much less across
+_WIDE_BLOCK = 1 << 22
 
 
 def truncated_svd(matrix: Any, options: SvdOptions | None = None) -> SvdModel:
@@ -26,7 +29,17 @@ def truncated_svd(matrix: Any, options: SvdOptions | None = None) -> SvdModel:
     As exact as `options.tolerance` says; a UserError where that took more passes than allowed.
     """
     options = options or SvdOptions()
-    blocks = _Blocks(matrix)
+    given = _checked(matrix)
+    rows, columns = given.shape
+    if columns >= _WIDE * rows >= _WIDE * options.rank and not options.center:
+        try:
+            return _decomposed_across(given, options)
+        except DataError:  # it names rows for columns; the usual way says it right
+            pass
+    return _decomposed(_Blocks(given), options)
+
+
+def _decomposed(blocks: _Blocks, options: SvdOptions) -> SvdModel:
     sizes = sizes_of(blocks.shape, options, 1)
     space = KrylovSpace.on(np.zeros(numbers_of(sizes)), sizes)
     begin(space, sizes, options, blocks.guess() if options.center else np.zeros(sizes.shape.columns))
@@ -46,27 +59,60 @@ def truncated_svd(matrix: Any, options: SvdOptions | None = None) -> SvdModel:
     return SvdModel.of(space, sizes, options)
 
 
+def _decomposed_across(matrix: Any, options: SvdOptions) -> SvdModel:
+    """Of a matrix with far more columns than rows: the space is that of the rows, which is smaller.
+
+    What is found are left singular vectors U; a last pass turns them into AᵀU, which are right ones times their values.
+    """
+    across = _Blocks(matrix.T)
+    found = _decomposed(across, options)
+    parts = [found.project(block) for block in across.of(_WIDE_BLOCK)]
+    q, triangle = np.linalg.qr(np.concatenate(parts))
+    components = (q * np.where(np.diag(triangle) < 0, -1.0, 1.0)).T
+    largest = components[np.arange(len(components)), np.abs(components).argmax(axis=1)]
+    return replace(
+        found,
+        components=np.ascontiguousarray(components * np.where(largest < 0, -1.0, 1.0)[:, None]),
+        rows=matrix.shape[0],
+        passes=found.passes + 1,
+    )
+
+
+def _checked(matrix: Any) -> Any:
+    """A table or a sparse matrix of numbers, in which each entry is there once; a UserError says what is none."""
+    is_sparse = hasattr(matrix, "tocsr")
+    given: Any = matrix if is_sparse else np.asarray(matrix)
+    if len(given.shape) != 2 or given.dtype.kind not in "biuf":
+        kind = "sparse matrix" if is_sparse else "array"
+        raise UserError(
+            f"a {given.dtype} {kind} of shape {given.shape} is no matrix; give numbers in two dimensions"
+        )
+    if not is_sparse:
+        return given
+    csr = given.tocsr()
+    if not csr.has_canonical_format:
+        csr = csr.copy()
+        csr.sum_duplicates()
+    if max(csr.shape) >= 1 << 31:
+        raise UserError(f"a sparse matrix of shape {csr.shape} is too large; rows and columns are below 2^31")
+    if not np.isfinite(csr.data).all():
+        raise UserError("the matrix has entries that are no numbers; fill them in, or leave them out")
+    return csr
+
+
 class _Blocks:
     """The matrix in blocks that stay in the cache."""
 
     def __init__(self, matrix: Any) -> None:
+        """`matrix` is what `_checked` gave, or that transposed."""
         self._csr: Any = matrix.tocsr() if hasattr(matrix, "tocsr") else None
-        if self._csr is None:
-            self._table = np.ascontiguousarray(matrix)
-            if self._table.ndim != 2 or self._table.dtype.kind not in "biuf":
-                raise UserError(
-                    f"a {self._table.dtype} array of shape {self._table.shape} is no matrix; give numbers in two "
-                    "dimensions"
-                )
-            rows, columns = self._table.shape
-            self.shape = Shape(rows=rows, columns=columns, entries=rows * columns, is_sparse=False)
-        else:
-            rows, columns = self._csr.shape
-            if not np.isfinite(self._csr.data).all():
-                raise UserError("the matrix has entries that are no numbers; fill them in, or leave them out")
-            self.shape = Shape(rows=rows, columns=columns, entries=self._csr.nnz, is_sparse=True)
+        self._table: Any = matrix
+        rows, columns = matrix.shape
+        entries = rows * columns if self._csr is None else self._csr.nnz
+        self.shape = Shape(rows=rows, columns=columns, entries=entries, is_sparse=self._csr is not None)
 
     def of(self, block_bytes: int) -> Iterator[MatrixBlock]:
+        """All rows."""
         if self._csr is not None:
             yield self._rows()
             return
@@ -75,6 +121,7 @@ class _Blocks:
             yield MatrixBlock(begin=first, rows=self._table[first : first + count])
 
     def guess(self) -> Any:
+        """About the mean of each column."""
         if self._csr is not None:
             return np.asarray(self._csr.mean(axis=0), np.float64).reshape(-1)
         return self._table[:: max(1, self.shape.rows // _SAMPLE_ROWS)].mean(axis=0, dtype=np.float64)

@@ -8,6 +8,7 @@ import numpy as np
 from numba import uint64
 
 from manyhands.compiled.decorators import njit
+from manyhands.svd.lanes import add_line_4, add_line_8, sum_lines_4, sum_lines_8
 
 __all__ = ["TILE", "gram_rows", "multiply_rows", "project_rows", "warm"]
 
@@ -26,33 +27,30 @@ def multiply_rows(
     """Add Aᵀ(AQ - 1·lessᵀ) to `product` and the columns of AQ - 1·lessᵀ to `sums`; Q has rows of `width`.
 
     Some rows go through Q and then, while their entries and products are in the cache, through `product`: row by row,
-    the two tables would drive each other out of it.
+    the two tables would drive each other out of it. `width` is a multiple of `TILE`.
     """
-    wide, rows = uint64(width), starts.size - 1
-    most = max(1, _SCRATCH // width)
-    found = np.empty(min(most, rows) * width)
+    rows, wide = starts.size - 1, np.int64(width)
+    most: Any = max(1, _SCRATCH // wide)
+    rest = wide - wide % 8
+    found = np.empty(min(most, rows) * wide)
     for first in range(0, rows, most):
         last = min(rows, first + most)
         for row in range(first, last):
-            at = uint64(row - first) * wide
-            mine = found[at : at + wide]
-            for place in range(width):
-                mine[place] = -less[place]
-            for entry in range(uint64(starts[row]), uint64(starts[row + 1])):
-                value, begin = np.float64(values[entry]), uint64(indices[entry]) * wide
-                line = vectors[begin : begin + wide]
-                for place in range(width):
-                    mine[place] += value * line[place]
-            for place in range(width):
-                sums[place] += mine[place]
+            at, begin, end = (row - first) * wide, starts[row], starts[row + 1]
+            for place in range(wide):
+                found[at + place] = -less[place]
+            for place in range(0, rest, 8):
+                sum_lines_8(indices, values, begin, end, vectors, place, wide, found, at + place)
+            if rest < wide:
+                sum_lines_4(indices, values, begin, end, vectors, rest, wide, found, at + rest)
+            for place in range(wide):
+                sums[place] += found[at + place]
         for row in range(first, last):
-            at = uint64(row - first) * wide
-            mine = found[at : at + wide]
-            for entry in range(uint64(starts[row]), uint64(starts[row + 1])):
-                value, begin = np.float64(values[entry]), uint64(indices[entry]) * wide
-                line = product[begin : begin + wide]
-                for place in range(width):
-                    line[place] += value * mine[place]
+            at, begin, end = (row - first) * wide, starts[row], starts[row + 1]
+            for place in range(0, rest, 8):
+                add_line_8(indices, values, begin, end, product, place, wide, found, at + place)
+            if rest < wide:
+                add_line_4(indices, values, begin, end, product, rest, wide, found, at + rest)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)
@@ -60,16 +58,16 @@ def project_rows(
     starts: Any, indices: Any, values: Any, vectors: Any, width: int, less: Any, found: Any
 ) -> None:
     """Write AQ - 1·lessᵀ to `found`, row by row."""
-    wide = uint64(width)
+    wide = np.int64(width)
+    rest = wide - wide % 8
     for row in range(starts.size - 1):
-        out = uint64(row) * wide
+        at, begin, end = row * wide, starts[row], starts[row + 1]
         for place in range(wide):
-            found[out + place] = -less[place]
-        for entry in range(uint64(starts[row]), uint64(starts[row + 1])):
-            value = np.float64(values[entry])
-            begin = uint64(indices[entry]) * wide
-            for place in range(wide):
-                found[out + place] += value * vectors[begin + place]
+            found[at + place] = -less[place]
+        for place in range(0, rest, 8):
+            sum_lines_8(indices, values, begin, end, vectors, place, wide, found, at + place)
+        if rest < wide:
+            sum_lines_4(indices, values, begin, end, vectors, rest, wide, found, at + rest)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)

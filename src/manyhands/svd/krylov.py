@@ -43,6 +43,7 @@ _KIND, _USED, _FRESH, _ERROR, _ENERGY, _PASSES = range(6)
 _NUMBERS: Final = 8
 _NOISE: Final = 8 * np.finfo(np.float64).eps  # of a squared value, beside the largest
 _LOST: Final = 1e-13  # a direction as short as this, beside the largest square, is rounding
+_ROUNDED: Final = 1e-2  # one longer than this, beside what it is a difference of, has lost two digits at most
 
 
 def numbers_of(sizes: SvdSizes) -> int:
@@ -169,15 +170,12 @@ def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, produc
     basis, new = space.vectors[:used], slice(used - fresh, used)
     within = product @ basis.T
     beyond = product - within @ basis
-    again = beyond @ basis.T  # once is not enough where what is left is small
-    beyond -= again @ basis
-    within += again
     space.projected[new, :used] = within
     space.projected[:used, new] = within.T
     squares, weights = _eigenvectors(space.projected[:used, :used])
     floor = _NOISE * float(squares[0])
     residuals = np.linalg.norm(weights[new, : sizes.rank + 1].T @ beyond, axis=1)
-    directions = _directions(beyond, basis, _LOST * float(squares[0]))
+    directions = _directions(beyond, basis, _LOST * float(squares[0]), float(np.abs(within).max()))
     errors = _errors(squares, residuals, sizes.rank)
     space.numbers[_ERROR] = float((errors / np.maximum(2 * squares[: sizes.rank], floor or 1.0)).max())
     small_enough = np.maximum(2 * options.tolerance * squares[: sizes.rank], floor)
@@ -214,31 +212,39 @@ def _eigenvectors(matrix: Array) -> tuple[Array, Array]:
     return np.maximum(squares[::-1], 0.0), vectors[:, ::-1]
 
 
-def _directions(beyond: Array, basis: Array, lost: float) -> Array:
+def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array:
     """Orthonormal directions of the rows of `beyond`, without those that are shorter than `lost`.
 
     By eigenvectors of the rows' products, which is many times as fast as by reflections, where the rows are so little
-    alike that it is as exact.
+    alike that it is as exact. `scale` is how large the numbers were that `beyond` is the difference of: where it is
+    short beside them, rounding points back into `basis`, which has to be taken out once more.
     """
     lengths = np.linalg.norm(beyond, axis=1)
     if not (lengths > lost).any():
         return beyond[:0]
-    found = None
+    found, shortest = None, 0.0
     if (lengths > lost).all():
-        found = _orthonormal(beyond / lengths[:, None], 1e-8)
+        found, shortest = _orthonormal(beyond / lengths[:, None], 1e-8)
     if found is None:
         q, triangle = np.linalg.qr(beyond.T)
         left, along, _ = np.linalg.svd(triangle)
         found = (q @ left[:, along > lost]).T
-    found = _orthonormal(found - (found @ basis.T) @ basis, 0.0)
+    if shortest * float(lengths.min()) < _ROUNDED * scale:
+        found -= (found @ basis.T) @ basis
+    found, _ = _orthonormal(found, 0.0)
     assert found is not None, "they are orthonormal up to rounding"
     return found
 
 
-def _orthonormal(rows: Array, least: float) -> Array | None:
-    """Orthonormal rows that span the same; None where a square length of their products is not more than `least`."""
+def _orthonormal(rows: Array, least: float) -> tuple[Array | None, float]:
+    """Orthonormal rows that span the same, and the length of the shortest combination of the rows given.
+
+    None where the square of that is not more than `least`.
+    """
     squares, vectors = np.linalg.eigh(rows @ rows.T)
-    return (vectors / np.sqrt(squares)).T @ rows if squares[0] > least else None
+    if not squares[0] > least:
+        return None, 0.0
+    return (vectors / np.sqrt(squares)).T @ rows, float(np.sqrt(squares[0]))
 
 
 def _end(space: KrylovSpace, sizes: SvdSizes, squares: Array, floor: float, options: SvdOptions) -> None:

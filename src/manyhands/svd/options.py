@@ -12,7 +12,9 @@ __all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
 OVERSAMPLING: Final = 10
 """Vectors of a block beyond the rank: the last ones wanted are found the sooner (Halko, Martinsson, Tropp, 2011)."""
 
+_FEW_MORE: Final = 2  # the same where passes are cheap: more of them, with fewer vectors, cost less in all
 _BLOCKS: Final = 6  # of the Krylov space that are kept before it is restarted
+_NARROW_BLOCKS: Final = 8
 _MOST_GRAM: Final = 1024  # columns up to which all products of two columns may be cheaper than several passes
 _PASSES_EXPECTED: Final = 6
 _LEAST_BLOCK: Final = 1 << 16
@@ -85,10 +87,11 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
             f"rank={options.rank}: a matrix of {shape.rows:,} rows and {shape.columns:,} columns has at most {least:,}"
             "; use a smaller rank"
         )
-    width = min(options.rank + OVERSAMPLING, least)
-    is_gram = _gram_pays(shape, width)
+    is_gram = _gram_pays(shape, min(options.rank + OVERSAMPLING, least))
     for gram in (True, False) if is_gram else (False,):
-        for blocks in range(_BLOCKS, 1, -1):
+        is_narrow = not gram and _passes_are_cheap(shape, options)
+        width = min(options.rank + (_FEW_MORE if is_narrow else OVERSAMPLING), least)
+        for blocks in range(_NARROW_BLOCKS if is_narrow else _BLOCKS, 1, -1):
             most = width if gram else min(blocks * width, least + width)
             needed = _needed(shape, width, most, gram, workers)
             block_bytes = min(_USUAL_BLOCK, (options.memory_bytes - needed) // (4 * workers))
@@ -108,6 +111,14 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
         f"memory={format_bytes(options.memory_bytes)} is too little: rank {options.rank} of {shape.columns:,} columns "
         f"with {workers} workers needs {format_bytes(needed)}; give more, or use a smaller rank or fewer workers"
     )
+
+
+def _passes_are_cheap(shape: Shape, options: SvdOptions) -> bool:
+    """Whether a pass costs less than what follows it, and nothing is read for it: sparse rows that stay in memory.
+
+    A block is never narrower than the rank, or a value that is there as often would not be found as often.
+    """
+    return shape.is_sparse and 4 * 8 * shape.entries <= options.memory_bytes
 
 
 def _least_block(shape: Shape) -> int:

@@ -83,7 +83,7 @@ class RowPass:
     def add(self, block: MatrixBlock) -> None:
         """Some rows; DataError names the first number that is not one."""
         if isinstance(block.rows, Rows):
-            self._add_sparse(block.rows)
+            self._add_sparse(block.rows, block.begin)
         else:
             self._add_dense(block.rows, block.begin)
 
@@ -110,12 +110,15 @@ class RowPass:
         else:
             sums.product[: vectors.size].reshape(vectors.shape)[:] += found.T @ table
 
-    def _add_sparse(self, rows: Rows) -> None:
+    def _add_sparse(self, rows: Rows, begin: int) -> None:
         space, sums, columns = self._space, self._sums, self._sizes.shape.columns
         csr = rows.starts, rows.indices, rows.values
         if self._is_first:
             values = rows.values.astype(np.float64)
-            sums.energy[0] += float(values @ values)
+            energy = float(np.vdot(values, values))
+            if not np.isfinite(energy):
+                raise _too_large(begin)
+            sums.energy[0] += energy
             if self._center:
                 sums.sums += np.bincount(rows.indices, values, columns)
         if space.kind == GRAM:
@@ -168,9 +171,13 @@ def _padded(width: int) -> int:
 def _not_finite(table: NDArray[Any], begin: int) -> DataError:
     wrong = np.argwhere(~np.isfinite(table))
     if not len(wrong):
-        return DataError(f"rows {begin} and following have values too large to be squared; scale them down")
+        return _too_large(begin)
     row, column = wrong[0].tolist()
     value = table[row, column]
     return DataError(
         f"row {begin + row}, column {column} is {value}, no number; fill it in, or leave that row out"
     )
+
+
+def _too_large(begin: int) -> DataError:
+    return DataError(f"rows {begin} and following have values too large to be squared; scale them down")

@@ -68,6 +68,7 @@ class SvdTask(SvdWork, KernelTask):
             "columns": self.matrix.columns,
             "entries": self.matrix.entries,
             "most": self.sizes.most,
+            "width": self.sizes.width,
         }
 
     @property

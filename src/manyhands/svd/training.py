@@ -19,7 +19,7 @@ from manyhands.compiled.warming import prepare, spent_s
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore, StoredMatrix
 from manyhands.draw.bars import Bars, bar_view
-from manyhands.fitting import fit
+from manyhands.fitting import await_workers, fit
 from manyhands.strategy import Strategy
 from manyhands.svd.model import SvdModel
 from manyhands.svd.options import SvdOptions
@@ -75,6 +75,7 @@ def train_svd(
     if chosen.most_workers != 1:
         require_room(of_processes(), workers, allow_overload=options.allow_overload)
     began = time.monotonic() - spent_s()
+    await_workers(chosen, ["manyhands.svd.task"], compiled=True)  # while rows are read
     with stored(path, options, bars) as matrix:
         if matrix.is_sparse:
             prepare("svd")

@@ -1,0 +1,116 @@
+"""What goes through the entries of one sparse row, some numbers at a time in one register.
+
+numba makes loops over a line of eight numbers that is at hand once, and asks at each entry whether lines overlap. Here
+a line is a vector of the compiler's, which stays in a register while the row lasts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import int64, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["add_line_4", "add_line_8", "sum_lines_4", "sum_lines_8"]
+
+_ANY_ORDER = ("contract", "nsz")  # a product and its sum may be one instruction
+
+
+def _pointer(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """To the first number of an array; asked for before a loop, or each turn would unpack the array again."""
+    return context.make_array(kind)(context, builder, array).data
+
+
+def _line(builder: Any, data: Any, place: Any, lanes: int) -> Any:
+    """A pointer to `lanes` numbers from `place` on."""
+    return builder.bitcast(builder.gep(data, [place]), ir.VectorType(ir.DoubleType(), lanes).as_pointer())
+
+
+def _entry(builder: Any, indices: Any, values: Any, at: Any, lanes: int) -> tuple[Any, Any]:
+    """The column of entry `at`, and its value in every lane."""
+    column = builder.load(builder.gep(indices, [at]))
+    value = builder.load(builder.gep(values, [at]))
+    if value.type == ir.FloatType():
+        value = builder.fpext(value, ir.DoubleType())
+    vector = ir.VectorType(ir.DoubleType(), lanes)
+    nothing = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.IntType(32)(0))
+    same = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.zext(column, ir.IntType(64)), builder.shuffle_vector(first, nothing, same)
+
+
+def _signature(arrays: tuple[Any, ...]) -> Any:
+    indices, values, table, line = arrays
+    return types.void(indices, values, int64, int64, table, int64, int64, line, int64)
+
+
+def _of_width(lanes: int) -> tuple[Any, Any]:
+    """The two functions for so many numbers; (indices, values, begin, end, table, offset, width, line, place)."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def sum_lines(
+        _typing: Any,
+        indices: Any,
+        values: Any,
+        _b: Any,
+        _e: Any,
+        table: Any,
+        _o: Any,
+        _w: Any,
+        line: Any,
+        _p: Any,
+    ) -> Any:
+        """Add value times line `column` of `table` to `line`, for entries `begin` to `end`."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            row, found, lines, given = (_pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7))
+            target = _line(builder, given, args[8], lanes)
+            total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
+            builder.store(builder.load(target, align=8), total)
+            with cgutils.for_range(builder, args[3], start=args[2]) as loop:
+                column, value = _entry(builder, row, found, loop.index, lanes)
+                source = _line(builder, lines, builder.add(builder.mul(column, args[6]), args[5]), lanes)
+                product = builder.fmul(value, builder.load(source, align=8), flags=_ANY_ORDER)
+                builder.store(builder.fadd(builder.load(total), product, flags=_ANY_ORDER), total)
+            builder.store(builder.load(total), target, align=8)
+            return context.get_dummy_value()
+
+        return _signature((indices, values, table, line)), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add_line(
+        _typing: Any,
+        indices: Any,
+        values: Any,
+        _b: Any,
+        _e: Any,
+        table: Any,
+        _o: Any,
+        _w: Any,
+        line: Any,
+        _p: Any,
+    ) -> Any:
+        """Add value times `line` to line `column` of `table`, for entries `begin` to `end`."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            row, found, lines, given = (_pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7))
+            mine = builder.load(_line(builder, given, args[8], lanes), align=8)
+            with cgutils.for_range(builder, args[3], start=args[2]) as loop:
+                column, value = _entry(builder, row, found, loop.index, lanes)
+                target = _line(builder, lines, builder.add(builder.mul(column, args[6]), args[5]), lanes)
+                product = builder.fmul(value, mine, flags=_ANY_ORDER)
+                whole = builder.fadd(builder.load(target, align=8), product, flags=_ANY_ORDER)
+                builder.store(whole, target, align=8)
+            return context.get_dummy_value()
+
+        return _signature((indices, values, table, line)), codegen
+
+    return sum_lines, add_line
+
+
+sum_lines_4, add_line_4 = _of_width(4)
+sum_lines_8, add_line_8 = _of_width(8)
