@@ -144,8 +144,15 @@ def train_ddp(batch: int) -> list[float]:
     return took[WARM:]
 
 
+def take_cores_of_one_host() -> None:
+    """The hosts are one machine: without cores of its own, each would compute with threads for all of them."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[int(os.environ["RANK"]) :: WORLD] or cores)
+
+
 def work(way: str, batch: int, result: Path) -> None:
     """One of the processes; rank 0 writes down what it saw."""
+    take_cores_of_one_host()
     torch.set_num_threads(1)
     forward_s, backward_s = alone(batch)
     took = train_ours(WAYS[way], batch) if WAYS[way] else train_ddp(batch)
