@@ -2,8 +2,9 @@
 
 (a) In the simulator, over bandwidths, beside the bound 1 + t_f / (t_f + t_b) over a good overlap.
 (b) Live: two network namespaces stand for hosts, one process on each, and a token bucket at each end of the cable for
-    its speed. The same perceptron is trained by order=arrival, order=priority with the usual credit and a larger one,
-    and torch's DDP over Gloo (which overlaps the exchange with backward) in turn. Forward and backward are timed alone,
+    its speed. The same perceptron is trained by order=arrival with the usual buckets and smaller ones, order=priority
+    with the usual credit and a larger one, and torch's DDP over Gloo with the smaller buckets in turn; all but
+    order=priority overlap the exchange with backward alone. Forward and backward are timed alone,
     in both processes at once: from them follow the bound, and what the simulator expects.
 (c) How many pushes queue up at a server, when all workers begin at the same shard and when they are staggered.
 """
@@ -41,6 +42,7 @@ LIMIT_S = 300.0
 GBIT = (0.1, 0.25, 0.5, 1.0, 1.3, 2.0, 4.0, 10.0)
 WAYS = {
     "arrival": "allreduce algorithm=ring",
+    "arrival, 4 MiB": "allreduce algorithm=ring buckets=4MiB",
     "priority": "allreduce algorithm=ring order=priority",
     "priority, 4 MiB": "allreduce algorithm=ring order=priority credit=4MiB",
     "ddp gloo": "",
@@ -142,8 +144,15 @@ def train_ddp(batch: int) -> list[float]:
     return took[WARM:]
 
 
+def take_cores_of_one_host() -> None:
+    """The hosts are one machine: without cores of its own, each would compute with threads for all of them."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[int(os.environ["RANK"]) :: WORLD] or cores)
+
+
 def work(way: str, batch: int, result: Path) -> None:
     """One of the processes; rank 0 writes down what it saw."""
+    take_cores_of_one_host()
     torch.set_num_threads(1)
     forward_s, backward_s = alone(batch)
     took = train_ours(WAYS[way], batch) if WAYS[way] else train_ddp(batch)

@@ -32,11 +32,14 @@ def test_memory_is_shared_and_nothing_is_chosen() -> None:
     assert note.startswith("codec=auto chose raw: workers share memory")
 
 
+@pytest.mark.parametrize(
+    "text", ["allreduce link=tcp codec=auto:0.05", "local steps=2 link=tcp codec=auto:0.05"]
+)
 def test_what_was_chosen_over_tcp_is_told_and_goes_on_when_the_run_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What is chosen depends on this machine; that it is measured once, told everywhere and kept does not."""
-    task, text = make_task(), "allreduce link=tcp codec=auto:0.05"
+    task = make_task()
     run = mh.fit(task, text, workers=2, steps=6, out=tmp_path / "run")
     [choice] = run.summary["codec_choices"]
     assert choice["step"] == 3

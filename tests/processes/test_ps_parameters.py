@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,27 @@ def test_one_worker_alone_is_the_plain_loop_whenever_servers_take_its_parameters
     assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9
 
 
-def test_a_run_goes_on_where_the_optimizer_keeps_nothing(tmp_path: Path) -> None:
-    task = make_task(OPTIMIZERS["sgd"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, tmp_path: Path) -> None:
+    """Each worker goes on with the state of its own optimizer, at the learning rate of the batch."""
+    task = decaying(make_task(OPTIMIZERS[optimizer]))
     arguments: dict[str, Any] = {"workers": 2, "options": mh.Options(checkpoint_every=2)}
-    strategy = "ps push=parameters"
+    strategy = "ps push=parameters servers=2"
     whole = mh.fit(task, strategy, steps=STEPS, **arguments)
     mh.fit(task, strategy, steps=4, out=tmp_path / "run", **arguments)
     resumed = mh.fit(task, strategy, steps=STEPS, out=tmp_path / "run", resume=True, **arguments)
     assert same_bits(whole.model.state_dict(), resumed.model.state_dict())
-    assert any("optimizers begin anew" in note for note in resumed.summary["notes"])
+    assert not any("optimizers begin anew" in note for note in resumed.summary["notes"])
+
+
+def test_optimizers_begin_anew_where_their_state_is_lost(tmp_path: Path) -> None:
+    task = make_task(OPTIMIZERS["momentum"])
+    arguments: dict[str, Any] = {"workers": 2, "out": tmp_path / "run"}
+    mh.fit(task, "ps push=parameters", steps=4, **arguments)
+    shutil.rmtree(tmp_path / "run" / "owed" / "1")
+    resumed = mh.fit(task, "ps push=parameters", steps=STEPS, resume=True, **arguments)
+    [note] = [note for note in resumed.summary["notes"] if "optimizers begin anew" in note]
+    assert "nobody has the state" in note
 
 
 def test_rows_of_tables_are_refused() -> None:

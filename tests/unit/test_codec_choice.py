@@ -1,8 +1,9 @@
 """`codec=auto`: when a codec pays, beside the sums done by hand; and that all workers choose alike, over links."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.analyse.codecs import codec_words
 from manyhands.errors import UserError
 from manyhands.link.simulated import SimulatedNetwork
+from manyhands.link.wire import codec_of
+from manyhands.local.exchange import LocalExchange
 from manyhands.strategy import Strategy
+from manyhands.training.exchange import LocalStep
 from manyhands.wire.choice import LOSSY, CodecCost, LinkCost, candidates, codec_sentence, decide, looks_at
 from manyhands.wire.memory import as_memory, as_one
 from manyhands.wire.names import auto_error, momentum_of, rounds_hops
@@ -99,8 +103,20 @@ def test_double_precision_may_travel_as_single_where_no_error_is_allowed() -> No
     assert chosen([half], 1e8, 0.0) == "fp32"
 
 
+def looks(steps: Iterable[int]) -> list[int]:
+    """Of the steps that end with an exchange, those with a look."""
+    found: list[int] = []
+    for step in steps:
+        if looks_at(step, found[-1] if found else -1):
+            found.append(step)
+    return found
+
+
 def test_workers_look_again_at_the_same_steps() -> None:
-    assert [step for step in range(500) if looks_at(step)] == [3, 200, 400]
+    assert looks(range(500)) == [3, 200, 400]
+    assert looks(range(7, 700, 8)) == [7, 207, 407, 607], "averages of every eight steps"
+    assert looks(range(49, 500, 50)) == [49, 249, 449]
+    assert looks([0, 1, 2]) == []
 
 
 @pytest.mark.parametrize(
@@ -127,7 +143,8 @@ def test_the_setting_says_how_large_an_error_may_be(text: str, error: float | No
         ("allreduce link=tcp elastic=yes codec=auto", ["elastic=yes"]),
         ("allreduce link=tcp codec=auto feedback=no", ["feedback=no"]),
         ("ps link=tcp codec=auto", ["ps", "auto", "allreduce"]),
-        ("local link=tcp codec=auto", ["local", "auto", "allreduce"]),
+        ("local link=tcp codec=auto feedback=no", ["feedback=no"]),
+        ("local link=tcp outer=elastic codec=auto", ["outer=elastic", "leave one of the two out"]),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(text: str, parts: list[str]) -> None:
@@ -250,3 +267,54 @@ def test_the_sentence_at_the_end_has_the_last_choice() -> None:
     assert codec_words({"codec_choices": None}) == [f"{codec_sentence(None)}."]
     assert codec_words({}) == []
     assert codec_words({"codec_choices": [3, {"step": "x"}]}) == [f"{codec_sentence([])}."]
+
+
+def averaged(setting: str, bandwidth: float) -> list[tuple[list[torch.Tensor], dict[str, Any]]]:
+    """By rank: the parameters after each of three averages of two steps, and what was told of codecs."""
+    network = SimulatedNetwork(latency_s=1e-4, bandwidth_bytes_per_s=bandwidth)
+
+    def work(rank: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        links = {peer: network.link(f"{rank}", f"{peer}") for peer in range(WORLD) if peer != rank}
+        executor = ScheduleExecutor(ALGORITHMS["ring"], rank, WORLD, links, 60.0)
+        make = partial(carrier, feedback=True, seed=7, rank=rank, world=WORLD)
+        chooser = (
+            CodecChooser(setting, executor, make, lambda: network.clock_s(f"{rank}"))
+            if setting != "raw"
+            else None
+        )
+        exchange = LocalExchange(ScheduleCollective(executor, links, codec=setting, chooser=chooser), 2)
+        model = torch.nn.Linear(100, 60)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        exchange.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for step in range(6):
+            x = torch.randn(100, generator=torch.Generator().manual_seed(10 * step + rank))
+            exchange.backward(model(x).sin().sum(), 1 / WORLD)
+            exchange.agree(LocalStep(loss=0.0, share=1 / WORLD, step=step))
+            exchange.apply()
+            if exchange.settle():
+                found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        told = {**exchange.told(), "codec": codec_of(exchange.wire >> 8)}
+        exchange.close()
+        return found, told
+
+    found = network.run({f"{rank}": partial(work, rank) for rank in range(WORLD)})
+    return [found[f"{rank}"] for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize(("bandwidth", "codec"), [(1e5, "int8"), (math.inf, "raw")])
+def test_local_weighs_codecs_by_the_changes_that_it_averages(bandwidth: float, codec: str) -> None:
+    plain, _ = averaged("raw", bandwidth)[0]
+    workers = averaged("auto:0.02", bandwidth)
+    for found, told in workers:
+        assert [(one["step"], one["codec"]) for one in told["codec_choices"]] == [(3, codec)]
+        assert told["codec"] == codec, "events say what travelled"
+        assert all(torch.equal(one, same) for one, same in zip(found, workers[0][0], strict=True))
+    first, *later = workers[0][0]
+    torch.testing.assert_close(first, plain[0], rtol=0, atol=1e-6)
+    change = float((plain[2] - plain[0]).norm())
+    for one, exact in zip(later, plain[1:], strict=True):
+        error = float((one - exact).norm()) / change
+        assert error < (0.02 if codec == "int8" else 1e-5)
+        assert (error > 1e-4) == (codec == "int8"), "what was chosen is what was sent"

@@ -74,3 +74,25 @@ def test_what_is_damaged_is_said_to_be(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match="step 4"):
         owed.load(4, 0)
+
+
+def test_a_workers_optimizer_comes_back_as_it_was(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+    optimizer.step()
+    strategy = ps("ps push=parameters")
+    owed = OwedMemory(tmp_path, strategy, workers=2)
+    assert owed.optimizer(4, 1) is None
+    owed.save_optimizer(4, 1, optimizer.state_dict())
+    assert owed.has(4, 1)
+    assert not owed.has(4, 0)
+    assert not owed.has(2, 1)
+    found = OwedMemory(tmp_path, strategy, workers=2).optimizer(4, 1)
+    assert found is not None
+    fresh = torch.optim.AdamW([parameter], lr=0.1)
+    fresh.load_state_dict(dict(found))
+    for name, value in optimizer.state[parameter].items():
+        assert torch.equal(fresh.state[parameter][name], value)
+    assert OwedMemory(tmp_path, strategy, workers=3).optimizer(4, 1) is None
+    assert OwedMemory(tmp_path, ps("ps push=parameters consistency=async"), workers=2).optimizer(4, 1) is None

@@ -1,7 +1,7 @@
 """`codec=auto` at work: workers measure at the same steps, tell each other the worst of it, and all change alike.
 
-What is measured is the run's own: a sample of the gradient, encoded and decoded by every codec that may be chosen, and
-the time that summing the sample takes as it is. `wire.choice` decides.
+What is measured is the run's own: a sample of what is summed, encoded and decoded by every codec that may be chosen,
+and the time that summing the sample takes as it is. `wire.choice` decides.
 """
 
 from __future__ import annotations
@@ -64,10 +64,14 @@ class CodecChooser:
         """The one in use."""
         self.decisions: list[CodecChoice] = []
 
+    def is_due(self, step: int) -> bool:
+        """Whether `look` would measure before the exchange of this step."""
+        return looks_at(step, self.decisions[-1].step if self.decisions else -1)
+
     def look(self, step: int, filled: Filled) -> None:
         """Collective, before the exchange of a step: measure and choose, where that is due."""
         free = [(parcel, part) for parcel, part in filled if not parcel.exact and parcel.count]
-        if not free or not looks_at(step):
+        if not free or not self.is_due(step):
             return
         parcel, part = max(free, key=lambda one: one[0].num_bytes)
         count = min(parcel.count, _SAMPLE_BYTES // parcel.dtype.itemsize)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from manyhands.allreduce.background import Background
 from manyhands.allreduce.choosing import CodecChooser
 from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
@@ -24,7 +25,7 @@ from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.segment import CACHE_LINE
-from manyhands.training.exchange import Times, Traffic
+from manyhands.training.exchange import Post, Times, Traffic
 from manyhands.training.resources import Resources
 from manyhands.wire.codec import ParcelCodec, codec_named
 from manyhands.wire.layout import side_by_side
@@ -66,6 +67,10 @@ class Collective(ABC):
 
     step: int = 0
     """Which step the launched buckets belong to; set it before `finish`."""
+
+    def begin(self, step: int) -> None:
+        """What is launched from here on belongs to this step, and may be summed before `finish`."""
+        self.step = step
 
     @abstractmethod
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
@@ -280,7 +285,11 @@ class SharedCollective(Collective):
 
 
 class ScheduleCollective(Collective):
-    """Buckets summed one after the other by a schedule over links, once all of them are filled.
+    """Buckets summed one after the other by a schedule over links, in the order in which they are launched.
+
+    Where links are a network, and the step has been told by `begin`, a thread sums each as soon as it is launched,
+    while the worker goes on with its backward; elsewhere `finish` does. Collectives over one executor share the
+    `background`, so that everything leaves in the order in which it is launched.
 
     `arrive`, where given, waits until every worker has come this far and returns the nanoseconds waited for each: with
     it, lateness is told apart from the exchange itself. `codec` is the name of what the executor encodes by; a
@@ -296,6 +305,7 @@ class ScheduleCollective(Collective):
         arrive: Callable[[], Mapping[int, int]] | None = None,
         codec: str = RAW,
         chooser: CodecChooser | None = None,
+        background: Background | None = None,
     ) -> None:
         self.rank = executor.rank
         self.world = executor.world
@@ -308,10 +318,13 @@ class ScheduleCollective(Collective):
         self._buckets: list[torch.Tensor] = []
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
+        self._background = background or Background("manyhands sums of buckets")
+        self._leaves_early = False
+        self._last_given = 0
 
     def of_words(self) -> ScheduleCollective:
         """Another one over the same links, for small exact words."""
-        return ScheduleCollective(self._executor, self._links)
+        return ScheduleCollective(self._executor, self._links, background=self._background)
 
     @property
     def wire(self) -> int:  # type: ignore[override]
@@ -330,8 +343,8 @@ class ScheduleCollective(Collective):
         return self._buckets
 
     def rounds(self, parcel: Parcel) -> bool:
-        """Where the executor encodes it."""
-        return self._executor.encodes(parcel)
+        """Where the executor encodes it, or a codec may yet be chosen that does."""
+        return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """By a butterfly."""
@@ -356,15 +369,34 @@ class ScheduleCollective(Collective):
         """So that they go on with it."""
         (self._chooser or self._executor).remember(memory)
 
+    def begin(self, step: int) -> None:
+        """Buckets may leave from here on, unless codecs are weighed by all of them first."""
+        super().begin(step)
+        self._executor.at(step)
+        looks = self._chooser is not None and self._chooser.is_due(step)
+        self._leaves_early = self.overlaps and not looks
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a thread may sum while the worker computes: bytes on a network need no core of it."""
+        return any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
+
     def launch(self, index: int) -> None:
-        """Queue the bucket for `finish`."""
-        self._launched.append(index)
+        """Hand the bucket to the thread, or queue it for `finish`."""
+        if self._leaves_early:
+            self._last_given = self._background.give(partial(self._sum, [index]))
+        else:
+            self._launched.append(index)
 
     def finish(self) -> None:
-        """Run the schedule on each launched bucket, in order."""
+        """Wait for the sums of buckets that have left, or run the schedule on each launched one, in order."""
         if self._arrive is not None:
             for peer, waited in self._arrive().items():
                 self._waits[peer] = self._waits.get(peer, 0) + waited
+        if self._leaves_early:
+            self._leaves_early = False
+            self._background.wait(self._last_given)
+            return
         launched, self._launched = self._launched, []
         if self._chooser is not None:
             self._chooser.look(
@@ -386,16 +418,23 @@ class ScheduleCollective(Collective):
         self._executor.broadcast(self._buckets[index], root)
 
     def take_times(self) -> Times:
-        """The waiting before the exchange; the exchange itself happens after backward and is timed by the caller."""
+        """The waiting for others; what backward does not hide of the exchange is timed by the caller."""
         waits, self._waits = self._waits, {}
-        return Times(wait_ns=waits, posts=self._executor.take_posts())
+        posts = self._take_posts() if self._background.is_idle else {}  # all of a step's at its end
+        return Times(wait_ns=waits, posts=posts)
+
+    def _take_posts(self) -> Mapping[int, Post]:
+        return self._executor.take_posts()
 
     def traffic(self) -> Traffic:
         """What the executor sent."""
         return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
 
     def close(self) -> None:
-        """Close the links."""
+        """Close the links, and end what waits for them."""
+        self._background.close(self._close_links)
+
+    def _close_links(self) -> None:
         for link in self._links.values():
             link.close()
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from manyhands.allreduce.collective import Collective, remember_kept
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
 from manyhands.memory.heap import keep_freed_memory
+from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.training.gradients import clippable
 from manyhands.wire.codec import check_optimizer
@@ -64,6 +65,15 @@ class AllReduceExchange(Exchange):
         assert self._reducer is not None, "lay_out comes before spread"
         assert self._model is not None, "lay_out comes before spread"
         self._reducer.broadcast([*self._model.parameters(), *self._model.buffers()])
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Full buckets leave while it runs."""
+        self.begin(step)
+        return super().compute(computer, model, step)
+
+    def begin(self, step: int) -> None:
+        """Buckets may leave as they are full."""
+        self._collective.begin(step)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; full buckets leave while it runs."""

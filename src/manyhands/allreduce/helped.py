@@ -4,7 +4,7 @@ Gradients go by way of those who sum them (`helpers`); losses, flags and weights
 worker to worker. What a helper has to do it is told by worker 0, in messages of int64 numbers:
 
     first           how many buckets there are; of each, how many items it has, and of which type
-    in every step   the step, and the buckets to be summed, in their order
+    in every step   the step, and buckets to be summed, in their order: all of them at once, or one after the other
     in the end      worker 0 closes its link
 """
 
@@ -30,7 +30,7 @@ from manyhands.link.message import Message, ProtocolError
 from manyhands.link.wire import wire_of
 from manyhands.memory.sign import LONG_WAIT_S, LongWait
 from manyhands.training.booking import StepBook
-from manyhands.training.exchange import Times, Traffic
+from manyhands.training.exchange import Post, Traffic
 from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
 from manyhands.wire.dtypes import BY_CODE, CODES, SUMMED
@@ -87,17 +87,16 @@ class HelpedCollective(ScheduleCollective):
             else:
                 self._sums.all_reduce(bucket, parcel=parcel, algorithm=_way(self._sums, parcel))
 
-    def take_times(self) -> Times:
-        """The waiting before the exchange, and what went to and came from workers and helpers."""
-        times = super().take_times()
-        posts = dict(times.posts)
+    def _take_posts(self) -> Mapping[int, Post]:
+        """What went to and came from workers and helpers."""
+        posts = dict(super()._take_posts())
         for more in (self._sums.take_posts(), self._orders.take_posts()):
             for peer, post in more.items():
                 if peer in posts:
                     posts[peer].add(post)
                 else:
                     posts[peer] = post
-        return Times(exchange_ns=times.exchange_ns, wait_ns=times.wait_ns, posts=posts)
+        return posts
 
     def traffic(self) -> Traffic:
         """What went by both, and the announcements."""
@@ -191,6 +190,9 @@ class _Helper:
         self._room = torch.empty(_MOST_NUMBERS, dtype=torch.int64)
         self._parcels: Sequence[Parcel] | None = None
         self._vectors: dict[torch.dtype, torch.Tensor] = {}
+        self._step = -1  # the one that is being summed
+        self._busy_ns = self._end_ns = 0
+        self._sent = Traffic()
 
     @property
     def traffic(self) -> Traffic:
@@ -200,6 +202,7 @@ class _Helper:
         """Do what worker 0 says next; whether there was anything."""
         order = self._next_order()
         if order is None:
+            self._book()
             return False
         if self._parcels is None:
             self._lay_out(order)
@@ -231,13 +234,23 @@ class _Helper:
         return self._parcels[number]
 
     def _sum(self, step: int, parcels: Sequence[Parcel]) -> None:
-        begin, before = time.monotonic_ns(), self.traffic
-        self._around.mark(step + 1, State.SERVING)
+        begin = time.monotonic_ns()
+        if step != self._step:
+            self._book()
+            self._step, self._busy_ns, self._sent = step, 0, self.traffic
+            self._around.mark(step + 1, State.SERVING)
         for parcel in parcels:
             vector = self._vectors[parcel.dtype][: parcel.count]
             self._executor.all_reduce(vector, parcel=parcel, algorithm=_way(self._executor, parcel))
-        book = StepBook(self._around.record, step, begin)
-        book.exchange(time.monotonic_ns(), self.traffic - before, self._wire)
+        self._end_ns = time.monotonic_ns()
+        self._busy_ns += self._end_ns - begin
+
+    def _book(self) -> None:
+        """Record the step that is over as one exchange; between its buckets this helper did nothing."""
+        if self._step < 0:
+            return
+        book = StepBook(self._around.record, self._step, self._end_ns - self._busy_ns)
+        book.exchange(self._end_ns, self.traffic - self._sent, self._wire)
         book.posts(self._executor.take_posts(), self._wire)
 
     def _next_order(self) -> list[int] | None:

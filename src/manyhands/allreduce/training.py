@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
@@ -13,18 +13,18 @@ from manyhands.allreduce.helped import help_workers
 from manyhands.allreduce.priority.exchange import PriorityExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
+from manyhands.training.choosing import ChoosingTraining
 from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import ExchangeTraining, told
+from manyhands.training.exchanging import told
 from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
-from manyhands.wire.choice import CHOSEN, codec_sentence
-from manyhands.wire.names import auto_error
+from manyhands.wire.names import RAW
 
 __all__ = ["AllReduceTraining"]
 
 
-class AllReduceTraining(ExchangeTraining):
+class AllReduceTraining(ChoosingTraining):
     """Every worker holds the model."""
 
     @classmethod
@@ -59,16 +59,8 @@ class AllReduceTraining(ExchangeTraining):
             return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
 
-    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """With what workers chose."""
-        samples, besides = super().gather(finished)
-        return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
-
-    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Which codec was chosen, and why."""
-        return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
-
     @property
-    def _chooses(self) -> bool:
+    def codec(self) -> str:
+        """Of `allreduce`; `mirrored` has none."""
         strategy = self._request.strategy
-        return isinstance(strategy, AllReduce) and auto_error(strategy.codec) is not None
+        return strategy.codec if isinstance(strategy, AllReduce) else RAW

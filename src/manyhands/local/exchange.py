@@ -53,7 +53,6 @@ class LocalExchange(Exchange):
     ) -> None:
         self.rank = collective.rank
         self.world = collective.world
-        self.wire = collective.wire
         self._collective = collective
         self._steps = steps
         self._first = first
@@ -69,6 +68,11 @@ class LocalExchange(Exchange):
         self._broken = False
         self._due = False
         self._listener: Callable[[], None] | None = None
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        """As the collective has it, which may change."""
+        return self._collective.wire
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
@@ -176,6 +180,10 @@ class LocalExchange(Exchange):
         """What the collective sent, and what was sent between averages."""
         sent = self._collective.traffic()
         return sent if self._gossip is None else sent + self._gossip.traffic()
+
+    def told(self) -> Mapping[str, Any]:
+        """What the collective tells."""
+        return self._collective.told()
 
     def close(self) -> None:
         """Take the hooks off, and let go of the memory."""

@@ -4,10 +4,10 @@ Only parameters that some worker's backward has reached since the last average t
 and an average would change its last bits. State of no dimension, such as Adam's count of steps, is averaged in double
 precision and travels as it is, so that equal counts stay what they are.
 
-Where a codec rounds what travels, that is how far each worker has come since the last average: a change is small, and
-so is what is lost of it, while parameters themselves would never leave the codec's coarse grid. A codec that sends
-parts of a change and owes the rest carries parameters only: the optimizer's state then travels as it is, for a second
-moment that is owed could come out negative.
+Where a codec rounds what travels, or may be chosen that does, that is how far each worker has come since the last
+average: a change is small, and so is what is lost of it, while parameters themselves would never leave the codec's
+coarse grid. A codec that sends parts of a change and owes the rest carries parameters only: the optimizer's state then
+travels as it is, for a second moment that is owed could come out negative.
 """
 
 from __future__ import annotations

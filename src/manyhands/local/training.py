@@ -12,14 +12,14 @@ from manyhands.local.exchange import ApartExchange, LocalExchange
 from manyhands.local.gossip import Gossip
 from manyhands.local.outer import outer_step
 from manyhands.local.strategy import Local
+from manyhands.training.choosing import ChoosingTraining
 from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import ExchangeTraining
 from manyhands.training.resources import Resources
 
 __all__ = ["LocalTraining"]
 
 
-class LocalTraining(ExchangeTraining):
+class LocalTraining(ChoosingTraining):
     """Every worker holds the model, and its own state of the optimizer until the next average."""
 
     @classmethod
@@ -47,6 +47,13 @@ class LocalTraining(ExchangeTraining):
             ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
         )
         return _end(strategy, replicas, links, resources.timeout_s), words
+
+    @property
+    def codec(self) -> str:
+        """Of averages."""
+        strategy = self._request.strategy
+        assert isinstance(strategy, Local), "the registry leads here from local alone"
+        return strategy.codec
 
 
 def _end(

@@ -123,6 +123,8 @@ class Words:
         self._table.zero_()
         begin = self.rank * _FIELDS
         self._table[begin : begin + _FIELDS] = torch.tensor(row, dtype=torch.float64)
+        if word.call is Call.BACKWARD:
+            self._collective.begin(0)  # it leaves before the gradients of this backward do
         self._collective.launch(0)
 
     def hear(self) -> tuple[Word, ...]:

@@ -245,6 +245,7 @@ class Rounds:
                 news=self._buffers.news(),
             )
         )
+        self.exchange.begin(self.clock.rounds)
 
     @torch.no_grad()
     def _end_backward(self) -> None:

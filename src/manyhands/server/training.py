@@ -17,6 +17,7 @@ from manyhands.server.layout import FlatLayout
 from manyhands.server.live.away import take_part
 from manyhands.server.live.handover import off_shards, onto_shards
 from manyhands.server.live.job import Job
+from manyhands.server.live.owed import OwedMemory
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.live.training import (
     Away,
@@ -60,6 +61,7 @@ class PsTraining(Training):
                 f"push={self._strategy.push} out, or sparse"
             )
         self._point: ResumePoint | None = None
+        self._steps_anew = False
         self._buffers: dict[str, Tensor] = {}
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
@@ -79,20 +81,28 @@ class PsTraining(Training):
         point = self._point = resume_point(directory.path, self._strategy)
         if point is not None:
             self._require_steps_left(directory, point.batches)
+            self._steps_anew = self._strategy.averages and not self._optimizers_are_kept(directory, point)
         forget_after(directory.path, self._strategy, point)
         directory.metrics.keep(point.to_come.wants if point is not None else lambda _: False)
         return point.batches if point is not None else None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That workers' optimizers begin anew, too, where they have a state that is theirs."""
+        """That workers' optimizers begin anew, too, where the state that is theirs was not kept."""
         said = super().notes
-        if self._point is None or not self._strategy.averages:
+        if not self._steps_anew:
             return said
-        return (
-            *said,
-            f"the workers' optimizers begin anew: push={self._strategy.push} keeps no state of theirs",
+        why = (
+            "nobody has the state that belongs to the parameters"
+            if self._strategy.consistency.lockstep
+            else f"under consistency={self._strategy.consistency} no state of theirs belongs to the parameters"
         )
+        return (*said, f"the workers' optimizers begin anew: {why}")
+
+    def _optimizers_are_kept(self, directory: RunDirectory, point: ResumePoint) -> bool:
+        workers = self._request.workers
+        owed = OwedMemory(directory.path, self._strategy, workers)
+        return all(owed.has(point.batches, part) for part in range(workers))
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:

@@ -223,6 +223,9 @@ class Exchange(ABC):
         """Collective: means over the evaluation data and the number of samples; each goes over its part."""
         return computer.evaluate(model, self.rank, self.world, self.total)
 
+    def begin(self, step: int) -> None:  # noqa: B027 - not everybody sends before `agree`
+        """Gradients that come from here on are of step `step`; where `compute` is not called, before the first."""
+
     @abstractmethod
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Run backward for this worker's part of the batch, which weighs `share` of the whole."""

@@ -1,4 +1,4 @@
-"""`codec=auto`: which codec an all-reduce should travel in, from what was measured; a decision, and the sentence why.
+"""`codec=auto`: which codec sums over workers should travel in, from what was measured: a decision, and why.
 
 A codec pays where the time that it saves on the wire is more than the time it takes to encode and decode:
 
@@ -80,9 +80,12 @@ class CodecChoice:
     why: str
 
 
-def looks_at(step: int) -> bool:
-    """Whether workers measure before the exchange of this step, counted from 0."""
-    return step == _FIRST or (step > 0 and step % _EVERY == 0)
+def looks_at(step: int, last: int) -> bool:
+    """Whether workers measure before the exchange that ends this step, counted from 0; `last` ended with such a look.
+
+    -1 for none. Not every step needs to end with an exchange: it is the first one that is due.
+    """
+    return step >= _FIRST if last < _FIRST else step // _EVERY > last // _EVERY
 
 
 def candidates(error: float, *, double: bool) -> tuple[str, ...]:

@@ -43,6 +43,11 @@ RAW: Final = "raw"
 AUTO: Final = "auto"
 """The word for a codec that workers choose themselves, by what they measure."""
 
+_CHOOSING: Final = (
+    "allreduce",
+    "local",
+)  # whose workers exchange at the same steps, and may change them together
+
 MOST_STAGES: Final = 2
 """Of a chain; events have room for three."""
 
@@ -366,9 +371,10 @@ def check_feedback(text: str, feedback: bool) -> None:
 
 
 def _check_auto(text: str, *, strategy: str, feedback: bool, algorithm: str) -> None:
-    if strategy != "allreduce":
+    if strategy not in _CHOOSING:
         raise UserError(
-            f"{strategy} codec={text}: only allreduce measures and chooses; name a codec, as bf16"
+            f"{strategy} codec={text}: only {' and '.join(_CHOOSING)} measure and choose, all workers at once; name a "
+            "codec, as bf16"
         )
     if algorithm != "direct":
         raise UserError(

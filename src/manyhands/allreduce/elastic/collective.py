@@ -60,6 +60,10 @@ class ElasticCollective(Collective):
         """As the inner one."""
         return self._inner.rounds(parcel)
 
+    def begin(self, step: int) -> None:
+        """As the inner one."""
+        self._inner.begin(step)
+
     def launch(self, index: int) -> None:
         """As the inner one; nobody can have passed what this member has not launched."""
         try:

@@ -257,6 +257,7 @@ class ElasticExchange(Exchange):
         """Forward and backward, from which there is a way back."""
         self._keep()
         self._began = True
+        self._current.begin(step)
         return super().compute(computer, model, step)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:

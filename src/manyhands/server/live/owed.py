@@ -1,6 +1,8 @@
-"""What workers' codecs owe, kept beside the shards' snapshots, so that a resumed run sends what it would have sent.
+"""What workers keep beside the shards' snapshots, so that a resumed run sends what it would have sent.
 
-    RUN/owed/0/step-00000040/…      what the worker of part 0 owed when it had computed 40 batches
+    RUN/owed/0/step-00000040/…      what the worker of part 0 had when it had computed 40 batches
+
+That is what its codec owes, or, where it steps by itself (`push=parameters`), its optimizer's state.
 
 Under `sync` alone: there the parts of a batch are the same in every repetition, and all shards of a version have seen
 the same batches. A worker writes before it pushes, so whoever goes on from a snapshot finds what belongs to it.
@@ -10,15 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from manyhands.server.strategy import Ps
-from manyhands.store.checkpoint import CheckpointStore, NoCheckpoint, Snapshot
+from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
+from manyhands.training.computing import TrainingPlan
 
-__all__ = ["OwedMemory"]
+__all__ = ["OwedMemory", "is_kept"]
 
 _FOLDER = "owed"
+
+
+def is_kept(plan: TrainingPlan, batches: int) -> bool:
+    """Whether workers keep what they have after so many batches: where shards do."""
+    every = plan.checkpoint_every
+    return batches == plan.steps or (every > 0 and batches % every == 0)
 
 
 class OwedMemory:
@@ -42,13 +52,31 @@ class OwedMemory:
 
         CorruptCheckpoint where it is damaged.
         """
+        loaded = self._load(batches, part)
+        return loaded.model if loaded is not None else {}
+
+    def save_optimizer(self, batches: int, part: int, state: Mapping[str, Any]) -> None:
+        """Keep a worker's own optimizer after so many batches; WriteFailed leaves what is there as it is."""
+        if self._folder is not None:
+            self._store(part).save(Snapshot(step=batches, model={}, optimizer=state, extra=dict(self._of)))
+
+    def optimizer(self, batches: int, part: int) -> Mapping[str, Any] | None:
+        """Its `state_dict()` then; None where none was kept. CorruptCheckpoint where it is damaged."""
+        loaded = self._load(batches, part)
+        return loaded.optimizer if loaded is not None else None
+
+    def has(self, batches: int, part: int) -> bool:
+        """Whether something was kept then, by whomever."""
+        return self._folder is not None and self._store(part).path_of(batches).is_dir()
+
+    def _load(self, batches: int, part: int) -> Loaded | None:
         if self._folder is None or not (self._folder / str(part)).is_dir():
-            return {}
+            return None
         try:
             loaded = self._store(part).load(batches)
         except NoCheckpoint:
-            return {}
-        return loaded.model if dict(loaded.extra) == self._of else {}
+            return None
+        return loaded if dict(loaded.extra) == self._of else None
 
     @staticmethod
     def remove_after(run_path: Path, batches: int) -> None:

@@ -383,9 +383,7 @@ class _Turn:
         body.model.end()
         body.tables.collect(done.share)
         if body.coding.codes_gradients:
-            said = body.encode(work.batch, work.part)
-            if said is not None:
-                self._report(Remark(sentence=said))
+            self._remark(body.encode(work.batch, work.part))
         begun = self._begun_ns
         if not body.tables.exist:  # else what was read before is over already
             begun += done.input_ns
@@ -393,7 +391,8 @@ class _Turn:
         bad = body.complaint(done, f"worker {self._core.slot}, step {work.batch + 1}")
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; {body.cause(done)}")
-        if bad is None and body.step(work.batch, done.share):
+        if bad is None and body.own_steps is not None:
+            self._remark(body.own_steps.step(body.model, work.batch, work.part, done.share))
             computed = time.monotonic_ns()
         body.samples += done.samples
         book = StepBook(ring.record, work.batch, begin)
@@ -417,6 +416,10 @@ class _Turn:
             self._send_turn(*turn)
         else:
             self._do(self._core.computed(weight=done.share, skip=bad is not None))
+
+    def _remark(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self._report(Remark(sentence=sentence))
 
     def _record(self, compute: Compute) -> None:
         """Write down what the gradient was made of and what it is, before anybody can have it."""

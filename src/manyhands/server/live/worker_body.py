@@ -11,7 +11,8 @@ from manyhands.errors import CorruptCheckpoint
 from manyhands.server.live.area import WorkerArea
 from manyhands.server.live.coding import RangeCoding
 from manyhands.server.live.job import Job
-from manyhands.server.live.owed import OwedMemory
+from manyhands.server.live.owed import OwedMemory, is_kept
+from manyhands.server.live.own_steps import OwnSteps
 from manyhands.server.live.replica_model import ReplicaModel
 from manyhands.server.live.reports import ORDERS, PlaceGiven
 from manyhands.server.live.resources import MemberContext, MemberResources
@@ -51,8 +52,10 @@ class WorkerBody:
         """By shard: the last gradient as it travels, where that is not as it lies in the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
-        self._own = built if job.strategy.averages else None
-        self._scheduled = 0
+        self.own_steps = (
+            OwnSteps(built, self._owed, job.plan, recalls=self._recalls) if job.strategy.averages else None
+        )
+        """Where parameters are pushed: this worker's steps."""
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
         self.recorder = Recorder(job.run_path, context.rank)
         self.course = Course()
@@ -74,8 +77,8 @@ class WorkerBody:
                 said = f"worker {part} goes on with nothing owed by its codec: {error}"
         self.coding.begin(batch, part)
         self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
-        done, every = batch + 1, self.job.plan.checkpoint_every
-        if done == self.job.plan.steps or (every and done % every == 0):
+        done = batch + 1
+        if is_kept(self.job.plan, done):
             try:
                 self._owed.save(done, part, self.coding.memory())
             except WriteFailed as error:
@@ -114,16 +117,6 @@ class WorkerBody:
         if buffers:
             state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
             self._leave_buffers(state)
-
-    def step(self, batch: int, share: float) -> bool:
-        """Where parameters are pushed: take this worker's own step, by the learning rate of the batch; if they are."""
-        if self._own is None:
-            return False
-        while self._own.scheduler is not None and self._scheduled < batch:
-            self._own.scheduler.step()
-            self._scheduled += 1
-        self.model.step(self._own.optimizer, share)
-        return True
 
     def complaint(self, done: Computed, where: str) -> str | None:
         """What of a loss or its gradient is not finite, `where`; None, and the loss is kept in mind, if all is."""
