@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyhands.errors import DataError, UserError
 from manyhands.federated.secure.primitives import KEY_BYTES, ProtocolRefused
-from manyhands.store.atomic import make_directory, write_json
+from manyhands.store.atomic import make_directory, sync_directory, write_json, write_synced
 from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
@@ -25,7 +25,7 @@ from manyhands.store.rundir import RunDirectory
 __all__ = ["DeviceHome"]
 
 _IDENTITY, _ABOUT = "identity.key", "device.json"
-_OWN = (_IDENTITY, _ABOUT, f".{_ABOUT}.writing")
+_OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 
 
 class DeviceHome:
@@ -45,11 +45,7 @@ class DeviceHome:
     def _identity(self) -> bytes:
         path = self.path / _IDENTITY
         if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(os.urandom(KEY_BYTES).hex() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            _put_once(path, os.urandom(KEY_BYTES).hex().encode() + b"\n")
         if path.stat().st_mode & 0o077:
             raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
         try:
@@ -127,3 +123,18 @@ class DeviceHome:
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _put_once(path: Path, secret: bytes) -> None:
+    """Whole or not at all, for nobody else to read; where another process was first, its own stays."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)  # of a process that was killed
+    write_synced(temporary, [secret], mode=0o600)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)

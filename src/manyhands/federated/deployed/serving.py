@@ -109,6 +109,8 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
     while not app.server.is_over:
         await app.tick()
         await asyncio.sleep(_TICK_S)
+    if app.server.failed is not None:  # as it saved the last round
+        return
     complete = app.server.state.phase is RoundPhase.FINISHED
     until = time.monotonic() + (linger_s if complete else 0.0)
     there = set(app.server.state.present)
