@@ -88,7 +88,14 @@ class FederatedJob:
     def _check_settings(self) -> None:
         """UserError for what is a simulation's as yet, and would be left out without a word."""
         usual = Federated()
-        for name in ("codec", "keep", "clip", "noise", "epsilon", "sampling"):
+        for name in ("over", "min_reports", "deadline"):
+            if getattr(self.strategy, name) != getattr(usual, name):
+                option = name.replace("_", "-")
+                raise UserError(
+                    f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
+                    f"--{option}"
+                )
+        for name in ("codec", "keep", "clip", "noise", "epsilon", "sampling", "dropout"):
             if getattr(self.strategy, name) != getattr(usual, name):
                 raise UserError(
                     f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
