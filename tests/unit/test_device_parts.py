@@ -6,10 +6,17 @@ import http.client
 import io
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,6 +29,8 @@ from manyhands.federated.deployed.home import DeviceHome, _put_once
 from manyhands.federated.deployed.job import FederatedJob, RoundSettings
 from manyhands.federated.deployed.letters import LetterRefused, TensorForm
 from manyhands.federated.deployed.schema import DataSchema, read_columns
+from manyhands.federated.deployed.serving import _check_tls
+from manyhands.link.authority import make_certificates
 from manyhands.tasks import TASKS
 
 SCHEMA = "inputs=float32:4,labels=int64"
@@ -132,6 +141,29 @@ def test_an_authority_that_is_none_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):
         with pytest.raises(UserError, match="--ca"):
             HttpsAsker("https://127.0.0.1:1", path)
+
+
+def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_opened(tmp_path: Path) -> None:
+    [good] = make_certificates(tmp_path / "good", ["127.0.0.1"]).folders
+    [other] = make_certificates(tmp_path / "other", ["127.0.0.1"]).folders
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    [old] = make_certificates(tmp_path / "old", ["127.0.0.1"], now=long_ago).folders
+    _check_tls(good)
+    with pytest.raises(UserError, match=r"old.*cert\.pem: .*2020"):
+        _check_tls(old)
+    key, right = good / "key.pem", (good / "key.pem").read_bytes()
+    key.write_bytes((other / "key.pem").read_bytes())
+    with pytest.raises(UserError, match="no certificate and its key"):
+        _check_tls(good)
+    private = load_pem_private_key(right, None)
+    locked = BestAvailableEncryption(b"secret")
+    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, locked))
+    with pytest.raises(UserError, match="is encrypted"):
+        _check_tls(good)
+    key.write_bytes(right)
+    key.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        _check_tls(good)
 
 
 def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
