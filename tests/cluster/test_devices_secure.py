@@ -279,6 +279,12 @@ def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path
     again = DeviceHome(tmp_path / "device")
     with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
         again.require_known({1: b"3" * 32})
+    told = DeviceHome(tmp_path / "told")
+    told.remember(known={"0": "00" * 32})
+    enrolled = DeviceHome(tmp_path / "told")
+    enrolled.remember(server="https://test", run="run", client=1)
+    with pytest.raises(ProtocolRefused, match="client 0 is said to have another key"):
+        enrolled.require_known({0: b"3" * 32, 1: bytes(32)})
 
 
 def reachable(root: object) -> list[object]:

@@ -152,7 +152,7 @@ class DeviceApp:
     ) -> tuple[int, str, bytes]:
         server, client = self.server, await self._who(scope, headers)
         await self._run(server.expects, client, attempt)
-        body = await self._signed_body(client, headers, receive, server.form.most_bytes)
+        body = await self._signed_body(client, headers, receive, server.updates.most_bytes)
         model = headers.get(MODEL, "")
         return 200, _JSON, _json(await self._run(server.report, client, attempt, model, body, self._clock()))
 

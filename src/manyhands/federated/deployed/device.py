@@ -21,6 +21,7 @@ from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.federated.algorithms import algorithm_named
 from manyhands.federated.clients import ClientTrainer, held
 from manyhands.federated.deployed.asking import Asker, BackOff, Reply, Unreached
+from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.job import work_of
 from manyhands.federated.deployed.letters import (
@@ -179,6 +180,9 @@ class Device:
         self._hash = ""
         self._after = 0
         self._made: tuple[str, ClientUpdate] | None = None
+        self._updates = UpdateForm(plan.form, plan.strategy, plan.seed)
+        self._left = home.left(self._updates.require_left) if self._updates.keeps else None
+        self._body: tuple[str, bytes, torch.Tensor | None] | None = None
         found = home.load()
         if found is not None:
             self._model.load_state_dict(found.model)
@@ -281,10 +285,19 @@ class Device:
             self._tell("what it trained is not finite, and is not sent")
             self._asked("POST", f"/leave/{attempt}")
             return
-        about = {"samples": str(update.samples), "steps": str(update.steps), "loss": repr(update.loss)}
-        body = self._plan.form.encode(update.change, about)
-        if self._asked("POST", f"/report/{attempt}", body) is not None:
-            self._tell(f"has reported to attempt {attempt}")
+        if self._body is None or self._body[0] != self._hash:
+            about = {"samples": str(update.samples), "steps": str(update.steps), "loss": repr(update.loss)}
+            made = self._updates.encode(
+                update.change, about, self._left, client=self._client, number=self._rounds
+            )
+            self._body = self._hash, *made
+        _, body, left = self._body
+        if self._asked("POST", f"/report/{attempt}", body) is None:
+            return
+        if left is not None and left is not self._left:
+            self._home.keep_left(left)
+            self._left = left
+        self._tell(f"has reported to attempt {attempt}")
 
     def _take_part(self, attempt: int, told: Any) -> None:
         """A secure sum; whatever the server asks that it must not, ends this device's part in the attempt."""

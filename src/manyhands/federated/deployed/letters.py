@@ -125,6 +125,11 @@ class TensorForm:
         return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
 
     @property
+    def items(self) -> tuple[int, ...]:
+        """How many numbers each tensor has."""
+        return tuple(_items(shape) for _, _, shape in self.rows)
+
+    @property
     def num_bytes(self) -> int:
         """Of the tensors alone."""
         return sum(

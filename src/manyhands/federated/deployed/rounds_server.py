@@ -15,6 +15,7 @@ import torch
 
 from manyhands.errors import ManyhandsError
 from manyhands.federated.clients import held
+from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.job import FederatedJob
 from manyhands.federated.deployed.keeping import ServerFiles
 from manyhands.federated.deployed.letters import (
@@ -97,6 +98,7 @@ class RoundServer:
         self._weights = held(self._model)
         self._algorithm = job.algorithm
         self.form = TensorForm.of(self._model)
+        self.updates = UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
         self.plan = job.plan(files.run, self.form)
         self.state = RoundState()
@@ -200,7 +202,7 @@ class RoundServer:
     def _read_update(self, client: int, model: str, body: bytes) -> ClientUpdate:
         if model != self.model_hash:
             raise LetterRefused(409, "the update is not from the current model")
-        change, about = self.form.decode(body)
+        change, about = self.updates.decode(body, client=client)
         samples, steps = whole_in(about, "samples", 1), whole_in(about, "steps", 1)
         try:
             loss = float(about.get("loss", ""))
