@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,15 +23,27 @@ from manyhands.federated.deployed.asking import Reply
 from manyhands.federated.deployed.device import Device, DevicePlan, enrol
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.job import FederatedJob, RoundSettings
-from manyhands.federated.deployed.keeping import ServerFiles, new_run
-from manyhands.federated.deployed.letters import request_text
+from manyhands.federated.deployed.keeping import TOKENS, ServerFiles, new_run
+from manyhands.federated.deployed.letters import body_hash, request_text
 from manyhands.federated.deployed.rounds_server import RoundServer, shapes_of
 from manyhands.federated.partition import Partition
 from manyhands.federated.secure.primitives import sign
 from manyhands.task import Task
 from manyhands.tasks.builtin import BuiltinTask
 
-__all__ = ["POINTS", "TOY", "Served", "job_for", "make_device", "points", "serving", "write_parts"]
+__all__ = [
+    "POINTS",
+    "TOY",
+    "Hostile",
+    "Served",
+    "ask_work",
+    "job_for",
+    "make_device",
+    "points",
+    "serving",
+    "tokens",
+    "write_parts",
+]
 
 _STEP_S = 60.0
 POINTS = 96
@@ -95,15 +109,31 @@ class Served:
         return self.app.server
 
     def ask(
-        self, method: str, target: str, body: bytes = b"", headers: dict[str, str] | None = None
+        self,
+        method: str,
+        target: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        receive: Any = None,
     ) -> Reply:
-        """Any request."""
-        sent = {"content-length": str(len(body)), **(headers or {})}
-        return asyncio.run_coroutine_threadsafe(self._ask(method, target, body, sent), self.loop).result(
-            _STEP_S
-        )
+        """Any request; `receive` gives its body otherwise than at once."""
+        return self.begin(method, target, body, headers, receive).result(_STEP_S)
 
-    async def _ask(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> Reply:
+    def begin(
+        self,
+        method: str,
+        target: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        receive: Any = None,
+    ) -> Future[Reply]:
+        """A request whose answer is waited for later."""
+        sent = {"content-length": str(len(body)), **(headers or {})}
+        return asyncio.run_coroutine_threadsafe(self._ask(method, target, body, sent, receive), self.loop)
+
+    async def _ask(
+        self, method: str, target: str, body: bytes, headers: dict[str, str], receive: Any
+    ) -> Reply:
         parts = urlsplit(target)
         scope = {
             "type": "http",
@@ -111,26 +141,36 @@ class Served:
             "path": parts.path,
             "raw_path": parts.path.encode(),
             "query_string": parts.query.encode(),
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
         }
         answers: list[Any] = []
 
-        async def receive() -> dict[str, Any]:
+        async def at_once() -> dict[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Any) -> None:
             answers.append(message)
 
-        await self.app(scope, receive, send)
+        await self.app(scope, receive or at_once, send)
         return Reply(answers[0]["status"], answers[1]["body"])
 
     def signed(
         self, client: int, secret: bytes, method: str, target: str, body: bytes = b"", model: str = ""
     ) -> Reply:
         """A client's request."""
-        text = request_text(self.server.plan["run"], client, method, target, model, body)
-        headers = {"x-client": str(client), "x-signature": sign(secret, text).hex(), "x-model": model}
-        return self.ask(method, target, body, headers)
+        return self.ask(method, target, body, self.headers(client, secret, method, target, body, model))
+
+    def headers(
+        self, client: int, secret: bytes, method: str, target: str, body: bytes = b"", model: str = ""
+    ) -> dict[str, str]:
+        """Those of a client's request."""
+        text = request_text(self.server.plan["run"], client, method, target, model, body_hash(body))
+        return {
+            "x-client": str(client),
+            "x-signature": sign(secret, text).hex(),
+            "x-model": model,
+            "x-body": body_hash(body),
+        }
 
     def asker(self, home: DeviceHome) -> Any:
         """What a device asks with."""
@@ -158,7 +198,7 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
     served = Served(app, loop, told)
 
     async def tick() -> None:
-        while not ends.is_set():
+        while not ends.is_set() and served.server.failed is None:
             await app.tick()
             await asyncio.sleep(0.01)
 
@@ -183,3 +223,39 @@ def make_device(served: Served, folder: Path, number: int, token: str | None, as
     plan = DevicePlan.read(served.server.plan, folder / f"{number}.safetensors")
     home.begin(plan.config)
     return Device(ask, home, plan, sleep=lambda _: None)
+
+
+def tokens(out: Path) -> list[str]:
+    """Those that a server has made."""
+    return (out / TOKENS).read_text().split()
+
+
+def ask_work(served: Served, device: object) -> dict[str, object]:
+    home = device._home  # type: ignore[attr-defined]
+    reply = served.signed(home.client, home.secret, "GET", "/work?have=1&after=0")
+    return json.loads(reply.body)
+
+
+class Hostile:
+    """A server with an open round of two clients, and one of them, who is up to something."""
+
+    def __init__(self, served: Served, folder: Path) -> None:
+        given = tokens(folder / "run")
+        self.served, self.folder = served, folder
+        self.honest, self.device = (make_device(served, folder, number, given[number]) for number in range(2))
+        ask_work(served, self.honest), ask_work(served, self.device)
+        self.secret = self.device._home.secret
+        self.model = served.server.model_hash
+        self.form = served.server.form
+        self.zeros = [torch.zeros(shape) for _, _, shape in self.form.rows]
+
+    def body(self, change: list[torch.Tensor] | None = None, **about: str) -> bytes:
+        said = {"samples": "5", "steps": "1", "loss": "0.5", **about}
+        return self.form.encode(change or self.zeros, said)
+
+    def report(self, body: bytes, attempt: int = 1, **other: object) -> tuple[int, str]:
+        values = {"client": 1, "secret": self.secret, "model": self.model, **other}
+        reply = self.served.signed(
+            values["client"], values["secret"], "POST", f"/report/{attempt}", body, values["model"]
+        )  # fmt: skip
+        return reply.status, reply.body.decode()

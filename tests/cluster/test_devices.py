@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import manyhands as mh
-from devices import TOY, Served, job_for, make_device, serving, write_parts
+from devices import TOY, Hostile, Served, ask_work, job_for, make_device, serving, tokens, write_parts
 from manyhands.errors import UserError
-from manyhands.federated.deployed.keeping import TOKENS
-from manyhands.federated.deployed.letters import enrolment_text
+from manyhands.federated.deployed.letters import body_hash, enrolment_text, request_text
 from manyhands.federated.secure.primitives import public_identity, sign
 from manyhands.tasks import TASKS
 
@@ -23,10 +22,6 @@ from manyhands.tasks import TASKS
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "points", TOY)
-
-
-def tokens(out: Path) -> list[str]:
-    return (out / TOKENS).read_text().split()
 
 
 def play(served: Served, folder: Path, numbers: range) -> list[int]:
@@ -48,12 +43,26 @@ def weights(path: Path) -> list[torch.Tensor]:
     return list(mh.load(path).parameters())
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox:0.1", "fedadam:0.05"])
-def test_devices_end_with_the_weights_of_the_simulation(tmp_path: Path, algorithm: str) -> None:
-    strategy = f"clients=3 epochs=2 batch=8 algorithm={algorithm}"
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm=fedavg",
+        "algorithm=fedprox:0.1",
+        "algorithm=fedadam:0.05",
+        "codec=bf16",
+        "codec=int8",
+        "codec=topk:0.3",
+        "codec=topk:0.3 feedback=no",
+        "codec=qsgd",
+    ],
+)
+def test_devices_end_with_the_weights_of_the_simulation(tmp_path: Path, words: str) -> None:
+    strategy = f"clients=3 epochs=2 batch=8 {words}"
     write_parts(tmp_path, 3)
     with serving(job_for(strategy), tmp_path / "run") as served:
         assert play(served, tmp_path, range(3)) == [3, 3, 3]
+        assert served.server.updates.is_coded == ("codec" in words)
+        assert served.server.updates.keeps == (tmp_path / "device-1" / "left.safetensors").exists()
     simulated = mh.fit(TOY.build(), f"federated {strategy}", rounds=3)
     for place in ("run", "device-0", "device-2"):
         for mine, theirs in zip(weights(tmp_path / place), simulated.model.parameters(), strict=True):
@@ -99,6 +108,22 @@ def test_a_server_that_is_started_again_goes_on_and_counts_no_round_twice(tmp_pa
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
+def test_what_a_codec_leaves_out_is_kept_over_a_restart_of_the_device_and_sent_later(tmp_path: Path) -> None:
+    """Half of the rounds, then other processes: the same as in one simulation, whose clients keep it in memory."""
+    strategy = "clients=2 epochs=1 batch=8 codec=topk:0.2"
+    write_parts(tmp_path, 2)
+    out = tmp_path / "run"
+    with serving(job_for(strategy, rounds=2), out) as served:
+        play(served, tmp_path, range(2))
+    kept = [tmp_path / f"device-{number}" / "left.safetensors" for number in range(2)]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in kept)
+    with serving(job_for(strategy, rounds=4), out, resume=True) as served:
+        assert play(served, tmp_path, range(2)) == [4, 4]
+    simulated = mh.fit(TOY.build(), f"federated {strategy}", rounds=4)
+    for mine, theirs in zip(weights(out), simulated.model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
 def test_an_open_round_is_tried_again_after_a_restart(tmp_path: Path) -> None:
     write_parts(tmp_path, 2)
     job = job_for("clients=2 epochs=1 batch=8", rounds=1)
@@ -120,37 +145,6 @@ def test_an_open_round_is_tried_again_after_a_restart(tmp_path: Path) -> None:
     simulated = mh.fit(TOY.build(), "federated clients=2 epochs=1 batch=8", rounds=1)
     for mine, theirs in zip(weights(out), simulated.model.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
-
-
-def ask_work(served: Served, device: object) -> dict[str, object]:
-    home = device._home  # type: ignore[attr-defined]
-    reply = served.signed(home.client, home.secret, "GET", "/work?have=1&after=0")
-    return json.loads(reply.body)
-
-
-class Hostile:
-    """A server with an open round of two clients, and one of them, who is up to something."""
-
-    def __init__(self, served: Served, folder: Path) -> None:
-        given = tokens(folder / "run")
-        self.served, self.folder = served, folder
-        self.honest, self.device = (make_device(served, folder, number, given[number]) for number in range(2))
-        ask_work(served, self.honest), ask_work(served, self.device)
-        self.secret = self.device._home.secret
-        self.model = served.server.model_hash
-        self.form = served.server.form
-        self.zeros = [torch.zeros(shape) for _, _, shape in self.form.rows]
-
-    def body(self, change: list[torch.Tensor] | None = None, **about: str) -> bytes:
-        said = {"samples": "5", "steps": "1", "loss": "0.5", **about}
-        return self.form.encode(change or self.zeros, said)
-
-    def report(self, body: bytes, attempt: int = 1, **other: object) -> tuple[int, str]:
-        values = {"client": 1, "secret": self.secret, "model": self.model, **other}
-        reply = self.served.signed(
-            values["client"], values["secret"], "POST", f"/report/{attempt}", body, values["model"]
-        )  # fmt: skip
-        return reply.status, reply.body.decode()
 
 
 @pytest.fixture
@@ -294,17 +288,17 @@ def test_nobody_reports_in_the_name_of_another(hostile: Hostile) -> None:
         assert served.ask("GET", target, b"", {"x-client": "1", "x-signature": "zz"}).status == 401
     # a good signature under another body, target or model
     run = served.server.plan["run"]
-    from manyhands.federated.deployed.letters import request_text
-
+    said = body_hash(body)
     for signed in (
-        request_text(run, 1, "POST", "/report/1", hostile.model, body + b"x"),
-        request_text(run, 1, "POST", "/report/2", hostile.model, body),
-        request_text(run, 1, "POST", "/report/1", "", body),
-        request_text("0" * 32, 1, "POST", "/report/1", hostile.model, body),
+        request_text(run, 1, "POST", "/report/1", hostile.model, body_hash(body + b"x")),
+        request_text(run, 1, "POST", "/report/2", hostile.model, said),
+        request_text(run, 1, "POST", "/report/1", "", said),
+        request_text("0" * 32, 1, "POST", "/report/1", hostile.model, said),
     ):
         headers = {
             "x-client": "1",
             "x-model": hostile.model,
+            "x-body": said,
             "x-signature": sign(hostile.secret, signed).hex(),
         }
         assert served.ask("POST", "/report/1", body, headers).status == 401
@@ -362,7 +356,11 @@ def test_numbers_must_be_numbers(hostile: Hostile, target: str) -> None:
     [
         ("clients=2", {"min_reports": 3}, "minimum=3"),
         ("clients=2", {"over": 0.5}, "over=0.5"),
-        ("clients=2 codec=bf16", {}, "codec=bf16: is for simulation"),
+        ("clients=2 over=2", {}, "over=2: is of simulated clients; for devices, give --over"),
+        ("clients=4 min_reports=2", {}, "min_reports=2: is of simulated .* --min-reports"),
+        ("clients=2 deadline=3", {}, "deadline=3: is of simulated"),
+        ("clients=2 dropout=0.1", {}, "dropout=0.1: is for simulation"),
+        ("clients=2", {"deadline_s": float("inf")}, "deadline_s=inf"),
         ("clients=2 keep=bias", {}, "keep=bias: is for simulation"),
         ("clients=2 algorithm=scaffold", {}, "algorithm=scaffold"),
         ("clients=2 clip=1", {}, "clip=1: is for simulation"),

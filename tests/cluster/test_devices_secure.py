@@ -12,6 +12,7 @@ from threading import Thread
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,13 +21,19 @@ from manyhands.federated.deployed.asking import Reply
 from manyhands.federated.deployed.device import Device
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.keeping import TOKENS
-from manyhands.federated.deployed.stages import terms_from
+from manyhands.federated.deployed.rounds_server import RoundServer
+from manyhands.federated.deployed.stages import SecureAttempt, terms_from
 from manyhands.federated.secure.client import SecureStage
+from manyhands.federated.secure.fixedpoint import FixedPoint
 from manyhands.federated.secure.messages import SurvivorList, UnmaskRequest
 from manyhands.federated.secure.primitives import ProtocolRefused
+from manyhands.federated.secure.vectors import words_of
+from manyhands.federated.strategy import Federated
+from manyhands.federated.updates import ClientUpdate
 from manyhands.tasks import TASKS
 
 DEVICES = 5  # of which 4 must stay
+FIXED = FixedPoint(clip=2.0)
 
 
 class Died(Exception):
@@ -45,15 +52,18 @@ class Party:
         self.served, self.folder = served, folder
         self.over = threading.Event()
         self.asked: list[tuple[int, str, str]] = []
+        self.sent: list[bytes] = []
+        self.broken = -1
         self.devices: list[Device] = []
 
     def start(self, meddle: Callable[[int, str, str, Reply | None], Reply | None]) -> None:
         """`meddle` may change what device n is answered, or raise Died before it asks (then it is given None)."""
         tokens = (self.folder / "run" / TOKENS).read_text().split()
         for number in range(DEVICES):
-            self.devices.append(
-                make_device(self.served, self.folder, number, tokens[number], self.asker(number, meddle))
-            )
+            device = make_device(self.served, self.folder, number, tokens[number], self.asker(number, meddle))
+            if number == self.broken:
+                device._update = lambda: None  # type: ignore[method-assign]
+            self.devices.append(device)
         self.threads = [threading.Thread(target=self.run, args=(one,)) for one in self.devices]
         for thread in self.threads:
             thread.start()
@@ -65,6 +75,8 @@ class Party:
             if self.over.is_set():
                 raise Died
             self.asked.append((number, method, target))
+            if number == 3 and method == "POST":
+                self.sent.append(body)
             meddle(number, method, target, None)
             client = json.loads((home.path / "device.json").read_text())["client"]
             reply = self.served.signed(client, home.secret, method, target, body, model)
@@ -207,12 +219,16 @@ def test_a_message_that_is_sent_again_counts_once_and_another_one_not_at_all(par
     def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
         if number == 3 and method == "POST" and target == "/secure/1/0" and reply is not None:
             client, secret = party.devices[3]._home.client, party.devices[3]._home.secret
-            for body in (b"x" * 228, b"x" * 9999):
+            for body in (sent[-1], b"x" * 228, b"x" * 9999):
                 again.append(party.served.signed(client, secret, "POST", target, body).status)
 
+    sent: list[bytes] = []
+    party.sent = sent
     party.start(meddle)
     party.until_told("have counted")
-    assert again == [409, 413]
+    assert again == [200, 409, 413]
+    [row] = [row for row in party.served.server._files.directory.metrics.read() if "loss" in row]
+    assert row["counted"] == [0, 1, 2, 3, 4], "what it sent first counts"
 
 
 TOLD = {
@@ -237,6 +253,11 @@ TOLD = {
         {"roster": {"0": "01" * 32}},
         {"roster": {**TOLD["roster"], "3": "01" * 32}},  # type: ignore[dict-item]
         {"roster": None},
+        {"roster": {**TOLD["roster"], "4": "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**TOLD["roster"], "-1": "05" * 32}},  # type: ignore[dict-item]
+        {"roster": {**TOLD["roster"], str(1 << 40): "05" * 32}},  # type: ignore[dict-item]
+        {"bits": float("inf")},
+        {"max_weight": 0},
         {"bits": 99},
         {"clip": "nan"},
         {"ring": 7},
@@ -244,10 +265,11 @@ TOLD = {
     ids=str,
 )
 def test_terms_under_which_a_device_would_not_be_hidden_are_refused(change: dict[str, Any]) -> None:
-    terms, roster = terms_from(TOLD, 10, 1 << 20)
+    strategy = Federated(clients=4, secure=True)
+    terms, roster = terms_from(TOLD, 10, strategy)
     assert (terms.clients, len(roster)) == (4, 4)
     with pytest.raises(ProtocolRefused):
-        terms_from({**TOLD, **change}, 10, 1 << 20)
+        terms_from({**TOLD, **change}, 10, strategy)
 
 
 def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path) -> None:
@@ -257,6 +279,12 @@ def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path
     again = DeviceHome(tmp_path / "device")
     with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
         again.require_known({1: b"3" * 32})
+    told = DeviceHome(tmp_path / "told")
+    told.remember(known={"0": "00" * 32})
+    enrolled = DeviceHome(tmp_path / "told")
+    enrolled.remember(server="https://test", run="run", client=1)
+    with pytest.raises(ProtocolRefused, match="client 0 is said to have another key"):
+        enrolled.require_known({0: b"3" * 32, 1: bytes(32)})
 
 
 def reachable(root: object) -> list[object]:
@@ -272,36 +300,75 @@ def reachable(root: object) -> list[object]:
     return list(found.values())
 
 
-def holds(root: object, update: torch.Tensor) -> bool:
-    """Whether a tensor, or bytes, of an update are in what an object holds."""
-    content = update.numpy().tobytes()
+def holds(root: object, update: ClientUpdate) -> bool:
+    """Whether a tensor of an update, or the words that it is before it is masked, are in what an object holds."""
+    first = update.change[0]
+    words = words_of(FIXED, update, update.samples)
+    needles = [first.numpy().tobytes(), first.double().numpy().tobytes(), words[:-1].tobytes()]
     for one in reachable(root):
-        if (
-            isinstance(one, torch.Tensor)
-            and one.shape == update.shape
-            and torch.equal(one.to(update.dtype), update)
-        ):
-            return True
-        if isinstance(one, bytes | bytearray) and content in one:
+        if isinstance(one, torch.Tensor):
+            one = one.detach().contiguous().numpy()
+        found = one.tobytes() if isinstance(one, np.ndarray) else one
+        if isinstance(found, bytes | bytearray) and any(needle in found for needle in needles):
             return True
     return False
+
+
+def form_of(server: RoundServer, update: ClientUpdate) -> bytes:
+    return server.form.encode(update.change, {})
 
 
 def test_a_server_that_sums_securely_never_holds_an_update(party: Party) -> None:
     """Looked for after every message, in all that the server can reach."""
     server, found = party.served.server, []
 
+    def everything() -> list[object]:
+        return [vars(server), vars(party.served.app)]
+
     def meddle(number: int, method: str, target: str, reply: Reply | None) -> None:
         if method == "POST" and reply is not None:
-            update = party.devices[number]._made[1].change[0]  # type: ignore[index]
-            found.append(holds([server._sum, server._secure, server.state, server.model_body], update))
+            found.append(holds(everything(), party.devices[number]._made[1]))  # type: ignore[index]
 
     party.start(meddle)
     party.until_told("have counted")
+    for thread in party.threads:  # each ends with the run, after its own last look
+        thread.join(30)
     assert len(found) >= 5 * DEVICES
     assert not any(found)
-    server._sum.sums[0] += party.devices[0]._made[1].change[0]  # type: ignore[index]
-    assert holds(server._sum, party.devices[0]._made[1].change[0])  # type: ignore[index]
+    update = party.devices[0]._made[1]  # type: ignore[index]
+    for planted in (
+        [update.change[0].clone()],
+        [words_of(FIXED, update, update.samples)],
+        form_of(server, update),
+    ):
+        vars(server)["kept"] = planted
+        assert holds(everything(), update), "the search finds what is there"
+        del vars(server)["kept"]
+    assert not holds(everything(), update)
     home = party.devices[0]._home
     body = server.form.encode([torch.zeros(2, 4), torch.zeros(2)], {})
     assert party.served.signed(home.client, home.secret, "POST", "/report/1", body).status == 409
+
+
+def test_a_device_that_leaves_is_not_waited_for(party: Party) -> None:
+    """What it trained is not finite: the others need not wait until the deadline of the round."""
+    party.served.server._job = replace(
+        party.served.server._job,
+        settings=replace(party.served.server._job.settings, deadline_s=3000.0, stage_s=3000.0),
+    )
+    party.served.server._terms = party.served.server._job.terms
+    party.broken = 2
+    party.start(lambda *_: None)
+    party.until_told("have counted")
+    [row] = [row for row in party.served.server._files.directory.metrics.read() if "loss" in row]
+    assert row["counted"] == [0, 1, 3, 4]
+    assert (2, "POST", "/leave/1") in party.asked
+
+
+@pytest.mark.parametrize(("least", "threshold"), [(3, 4), (5, 5)])
+def test_no_sum_is_unmasked_that_would_not_count(least: int, threshold: int) -> None:
+    """Else the next attempt's sum, of others, would tell by its difference what one device has sent."""
+    job = job_for(f"clients={DEVICES} secure=yes", min_reports=least)
+    roster = {client: bytes([client]) * 32 for client in range(DEVICES)}
+    attempt = SecureAttempt.begin(job, roster, [torch.zeros(3)], 0.0)
+    assert attempt.terms_as_json["threshold"] == threshold

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from safetensors.torch import save_file
 from torch import nn
 
@@ -16,12 +25,20 @@ from devices import TOY
 from manyhands.errors import DataError, UserError
 from manyhands.federated.deployed.asking import BackOff, HttpsAsker
 from manyhands.federated.deployed.enrolment import Enrolment
-from manyhands.federated.deployed.home import DeviceHome
+from manyhands.federated.deployed.home import DeviceHome, _put_once
 from manyhands.federated.deployed.job import FederatedJob, RoundSettings
 from manyhands.federated.deployed.letters import LetterRefused, TensorForm
 from manyhands.federated.deployed.schema import DataSchema, read_columns
+from manyhands.federated.deployed.serving import _check_tls
+from manyhands.link.authority import make_certificates
+from manyhands.tasks import TASKS
 
 SCHEMA = "inputs=float32:4,labels=int64"
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "points", TOY)
 
 
 def test_a_schema_reads_back_as_it_prints() -> None:
@@ -98,7 +115,22 @@ def test_pauses_grow_up_to_a_bound_and_begin_anew() -> None:
     assert BackOff(seed=1).next_s() != BackOff(seed=2).next_s(), "devices do not all come at once"
 
 
-@pytest.mark.parametrize("address", ["http://host", "ftp://host", "https://", "https://host/path"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://host",
+        "ftp://host",
+        "https://",
+        "https://host/path",
+        "https://host:99999",
+        "https://host:x",
+        "https://host:0",
+        "https://[::1",
+        "https://me:secret@host",
+        "https://host?a=b",
+        "https://host#a",
+    ],
+)
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UserError, match="must be https://HOST:PORT"):
         HttpsAsker(address, None)
@@ -109,6 +141,29 @@ def test_an_authority_that_is_none_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):
         with pytest.raises(UserError, match="--ca"):
             HttpsAsker("https://127.0.0.1:1", path)
+
+
+def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_opened(tmp_path: Path) -> None:
+    [good] = make_certificates(tmp_path / "good", ["127.0.0.1"]).folders
+    [other] = make_certificates(tmp_path / "other", ["127.0.0.1"]).folders
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    [old] = make_certificates(tmp_path / "old", ["127.0.0.1"], now=long_ago).folders
+    _check_tls(good)
+    with pytest.raises(UserError, match=r"old.*cert\.pem: .*2020"):
+        _check_tls(old)
+    key, right = good / "key.pem", (good / "key.pem").read_bytes()
+    key.write_bytes((other / "key.pem").read_bytes())
+    with pytest.raises(UserError, match="no certificate and its key"):
+        _check_tls(good)
+    private = load_pem_private_key(right, None)
+    locked = BestAvailableEncryption(b"secret")
+    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, locked))
+    with pytest.raises(UserError, match="is encrypted"):
+        _check_tls(good)
+    key.write_bytes(right)
+    key.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        _check_tls(good)
 
 
 def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
@@ -123,6 +178,16 @@ def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
     key.write_text("abc")
     with pytest.raises(DataError, match="damaged"):
         DeviceHome(tmp_path / "device")
+
+
+def test_a_key_is_made_once_whatever_a_killed_process_left(tmp_path: Path) -> None:
+    folder = tmp_path / "device"
+    folder.mkdir()
+    (folder / ".identity.key.writing").write_text("half of a k")
+    first = DeviceHome(folder).secret
+    _put_once(folder / "identity.key", b"another\n")  # of a process that looked before the first had written
+    assert DeviceHome(folder).secret == first
+    assert sorted(path.name for path in folder.iterdir()) == ["identity.key"]
 
 
 def test_tensors_travel_unchanged_whatever_their_types() -> None:
@@ -149,6 +214,66 @@ def test_tensors_travel_unchanged_whatever_their_types() -> None:
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(UserError, match="sent no code"):
         FederatedJob.make(replace(TOY.build(), options=None), "federated", RoundSettings(rounds=1))
+    with pytest.raises(UserError, match="sent no code"):
+        FederatedJob.make(replace(TOY.build(), name="mine"), "federated", RoundSettings(rounds=1))
+
+
+def test_devices_are_not_told_where_the_servers_files_are(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d e f g h " * 200)
+    job = FederatedJob.make(
+        TASKS["language"].build(path=text, context=8, evaluation_bytes=100),
+        "federated clients=2",
+        RoundSettings(rounds=1),
+    )
+    assert str(tmp_path) in json.dumps(job.config({}, "run"))
+    assert str(tmp_path) not in json.dumps(job.plan("run", TensorForm(())))
+    assert "path" not in job.plan("run", TensorForm(()))["task_options"]
+
+
+def answer(raw: bytes) -> http.client.HTTPResponse:
+    """What came over a connection."""
+
+    class Connection:
+        def makefile(self, _: str) -> io.BytesIO:
+            return io.BytesIO(raw)
+
+    response = http.client.HTTPResponse(Connection())  # type: ignore[arg-type]
+    response.begin()
+    return response
+
+
+@pytest.mark.parametrize(
+    ("head", "error", "why"),
+    [
+        (b"Content-Length: -5", http.client.HTTPException, "how long"),
+        (b"Content-Length: 5, 6", http.client.HTTPException, "how long"),
+        (b"X: y", http.client.HTTPException, "how long"),
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked", http.client.HTTPException, "how long"),
+        (b"Content-Length: 101", LetterRefused, "at most 100"),
+        (b"Content-Length: 50", http.client.IncompleteRead, "9 bytes read"),
+    ],
+)
+def test_a_device_reads_no_more_than_makes_sense(head: bytes, error: type[Exception], why: str) -> None:
+    ask = HttpsAsker("https://127.0.0.1:1", None)
+    raw = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n4\r\nabcd\r\n"
+    with pytest.raises(error, match=why):
+        ask._content(answer(raw), 100)
+
+
+def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = HttpsAsker("https://127.0.0.1:1", None)
+    raw = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcdefgh"
+    found = answer(raw)
+    assert ask._content(found, 100) == b"abcd"
+    assert found.isclosed(), "the connection is free for the next request"
+    assert ask._content(answer(b"HTTP/1.1 204 No Content\r\n\r\n"), 100) == b""
+    times = iter([0.0, 31.0, 32.0])
+    monkeypatch.setattr("manyhands.federated.deployed.asking.time.monotonic", lambda: next(times))
+    with pytest.raises(TimeoutError, match="slowly"):
+        ask._content(answer(raw), 100)
 
 
 @pytest.mark.parametrize(

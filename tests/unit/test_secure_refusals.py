@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.federated.secure.client import SecureStage
+from manyhands.federated.secure.fixedpoint import FixedPoint
 from manyhands.federated.secure.messages import (
     Advertisement,
     Delivery,
@@ -20,7 +21,7 @@ from manyhands.federated.secure.messages import (
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.federated.secure.primitives import ProtocolRefused
+from manyhands.federated.secure.primitives import ProtocolRefused, sign
 from manyhands.federated.secure.server import RoundAbandoned
 from manyhands.federated.secure.shamir import PRIME, SHARE_BYTES
 from securely import Party
@@ -314,3 +315,64 @@ def test_terms_that_are_not_safe_are_refused() -> None:
             replace(terms, **changed)  # type: ignore[arg-type]
     for clients in range(3, 300):
         assert 3 * fewest_clients(clients) > 2 * clients >= 3 * (fewest_clients(clients) - 1)
+
+
+def test_the_server_refuses_a_key_with_which_nobody_could_agree() -> None:
+    """One of the points of small order (RFC 7748, section 6.1): every other client would leave the round."""
+    party = Party(4)
+    for low in (bytes(32), (1).to_bytes(32, "little")):
+        mine = Advertisement.decode(party.client(3).advertise())
+        for field in ("mask_key", "channel_key"):
+            wrong = replace(mine, **{field: low})
+            wrong = replace(wrong, signature=sign(party.identities[3], wrong.signed))
+            with pytest.raises(ProtocolRefused, match="not one that anybody can have drawn"):
+                party.server.receive(3, wrong.encode())
+    assert party.server.waits_for == {3, 5, 7, 9}
+
+
+@pytest.mark.parametrize("ring", [64, 32])
+def test_a_client_that_masks_wrongly_ends_the_round_and_not_the_model(ring: int) -> None:
+    """The sum is random then, and moved the model to anywhere; a weight of nought would be divided by."""
+    party = Party(4, ring=ring, bits=8)
+    party.play(SecureStage.MASK)
+    for number, letter in party.letters.items():
+        answer = party.answer(number, letter)
+        party.server.receive(number, answer if number != 7 else party.draw(len(answer)))
+    party.letters = party.server.advance()
+    with pytest.raises(RoundAbandoned, match="did not keep to the terms"):
+        party.play(SecureStage.DONE)
+    assert not party.server._sum.any()
+    with pytest.raises(ProtocolRefused, match="there is no sum"):
+        party.server.result()
+
+
+def test_a_sum_is_one_that_clients_within_the_bounds_can_have_sent() -> None:
+    fixed = FixedPoint(clip=1.0, bits=8, max_weight=10)
+    most = 3 * 10 * fixed.most
+    for items, weight, may in (
+        ((most, -most), 30, True),
+        ((0, 0), 3, True),
+        ((0, 0), 2, False),  # each weighs one at least
+        ((0, 0), 31, False),
+        ((0, 0), 0, False),
+        ((0, 0), -3, False),
+        ((most + 1, 0), 30, False),
+        ((0, -most - 1), 30, False),
+        ((-(2**63), 0), 30, False),
+    ):
+        words = np.array([*items, weight], np.int64).view(np.uint64)
+        assert fixed.may_be_sum(words, 3) is may, (items, weight)
+
+
+def test_who_is_dropped_is_not_waited_for_and_may_not_come_back() -> None:
+    party = Party(4)
+    party.server.drop(9)
+    assert party.server.waits_for == {3, 5, 7}
+    with pytest.raises(ProtocolRefused, match="client 9 is not asked"):
+        party.server.receive(9, party.clients[9].advertise())
+    party.server.receive(3, party.clients[3].advertise())
+    party.server.drop(3)  # it has answered, and that counts
+    for number in (5, 7):
+        party.server.receive(number, party.clients[number].advertise())
+    assert not party.server.waits_for
+    assert party.server.advance().keys() == {3, 5, 7}

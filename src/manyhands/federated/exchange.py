@@ -26,6 +26,7 @@ from manyhands.federated.layers import LocalLayers
 from manyhands.federated.partition import Partition
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
+from manyhands.federated.rounds.simulated import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.federated.spread import measured, shown_clients
 from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.strategy import ALL, Federated
@@ -71,7 +72,7 @@ class FederatedExchange(Exchange):
     """Plays clients, and is the server; over a collective where several workers share them."""
 
     steps_itself = True
-    when_broken = "no client's update was finite, and the model was not changed"
+    when_broken = "no client's update was finite, or too few were, and the model was not changed"
 
     def __init__(self, strategy: Federated, seed: int, collective: Collective | None = None) -> None:
         self.rank = collective.rank if collective is not None else 0
@@ -90,12 +91,15 @@ class FederatedExchange(Exchange):
         self._samples_of: list[NDArray[np.int64]] = []
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
+        self._rounds: SimulatedRounds | None = None
+        self._course: SimulatedCourse | None = None
         self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
         self._tally: RoundTally | None = None
         self._found: TallySum | None = None
         self._counted = 0
         self._sent = Traffic()
         self._refused = 0
+        self._refused_now: list[int] = []
         self._recalled: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
@@ -132,7 +136,7 @@ class FederatedExchange(Exchange):
         begin = time.monotonic()
         assigned = self._assigned(step)
         self._clients = [one.client for one in assigned]
-        place = RoundPlace(number=step, clients=self._clients, rank=self.rank, total=self.total)
+        place = RoundPlace(number=step, clients=self._in_tally(), rank=self.rank, total=self.total)
         self._tally = tally_for(
             self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
         )
@@ -140,6 +144,7 @@ class FederatedExchange(Exchange):
         losses: list[float] = []
         samples = 0
         self._counted = 0
+        self._refused_now = []
         for update in self._trainer.play(mine, self._optimizer):
             samples += update.samples * self._work.epochs
             losses.append(update.loss)
@@ -154,6 +159,8 @@ class FederatedExchange(Exchange):
             return
         self._samples_of = split_over(self._strategy, task, self._seed)
         self._private = private_rounds(self._strategy, len(self._samples_of), self._seed)
+        self._rounds = simulated_rounds(self._strategy, len(self._samples_of), self._seed)
+        self._rounds.recall((self._recalled or {}).get("rounds", {}))
         if self._private is not None and self._recalled is not None:
             self._private.restore(self._recalled.get("privacy"))
 
@@ -171,15 +178,20 @@ class FederatedExchange(Exchange):
     def _crowd(self) -> Crowd:
         """Whom this worker plays."""
         sizes = [len(samples) for samples in self._samples_of]
-        each_round = math.ceil(self._strategy.per_round(len(sizes)) / self.world)
+        most = math.ceil(
+            self._strategy.per_round(len(sizes)) * (self._strategy.over if self._strategy.secure else 1)
+        )
+        each_round = math.ceil(min(len(sizes), most) / self.world)
         return Crowd(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
 
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
         if self._private is not None and self._private.draws_itself:
-            chosen = self._private.drawn(step, self.total, self.rank)
+            chosen, self._course = self._private.drawn(step, self.total, self.rank), None
         else:
-            chosen = self._selected(step)
+            assert self._rounds is not None, "clients are met before they are asked"
+            self._course = self._rounds.begin(step)
+            chosen = list(self._course.counted)
         return [
             ClientAssignment(
                 client=one.client,
@@ -190,6 +202,12 @@ class FederatedExchange(Exchange):
             )
             for one in self._algorithm.given(step, chosen, self._weights)
         ]
+
+    def _in_tally(self) -> list[int]:
+        """Of whom a tally knows: those who report; with secure sums also who drops out, which the protocol sees."""
+        if self._course is not None and self._strategy.secure:
+            return list(self._course.asked)
+        return self._clients
 
     def _selected(self, step: int) -> list[int]:
         clients = len(self._samples_of)
@@ -224,6 +242,7 @@ class FederatedExchange(Exchange):
         if not finite:
             self._refused += 1
             if self._private is None:
+                self._refused_now.append(update.client)
                 return
         self._tally.add(update, self._algorithm.weight(self._bounded(update)))
         self._counted += update.samples
@@ -238,14 +257,25 @@ class FederatedExchange(Exchange):
         found, self._tally = self._tally.total(), None
         self._found = found
         self._sent += found.traffic
-        words = self.total(torch.tensor([float(local.stop), float(self._counted)], dtype=torch.float64))
+        refused = float(len(self._refused_now))
+        words = self.total(torch.tensor([local.stop, self._counted, refused], dtype=torch.float64))
         self._counted = round(float(words[1]))
-        broken = found.weight == 0
+        broken = not self._closed(bool(words[2])) or found.weight == 0
         return SharedStep(
             loss=math.nan if broken else found.loss / found.weight,
             bad_workers=(0,) if broken else (),
             stop=bool(words[0] > 0),
         )
+
+    def _closed(self, some_refused: bool) -> bool:
+        """Collective where some updates were refused: whether the round counts without them."""
+        if self._course is None or self._rounds is None:
+            return True
+        if not some_refused or self._clients != list(self._course.counted):  # or not those of the round
+            return self._rounds.close()
+        whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
+        whose[self._refused_now] = 1
+        return self._rounds.close([int(one) for one in self.total(whose).nonzero().flatten()])
 
     def clip(self, max_norm: float) -> float:
         """Clients clip their own gradients."""
@@ -279,6 +309,7 @@ class FederatedExchange(Exchange):
         }
         kept: dict[str, Any] = {"algorithm": self._algorithm.memory(), "clients": clients}
         kept["privacy"] = self._private.state() if self._private is not None else {}
+        kept["rounds"] = self._rounds.memory() if self._rounds is not None else {}
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
@@ -320,8 +351,11 @@ class FederatedExchange(Exchange):
         return self._counted * self._work.epochs
 
     def row_facts(self) -> Mapping[str, Any]:
-        """Who took part; with noise, a secret on which its promise rests."""
-        return {} if self._strategy.noise else {"clients": list(self._clients)}
+        """Who took part; with noise, a secret on which its promise rests. Where some may not report, who was asked."""
+        facts: dict[str, Any] = {} if self._strategy.noise else {"clients": list(self._clients)}
+        if self._course is None or self._rounds is None or self._rounds.all_report:
+            return facts
+        return {**facts, "asked": list(self._course.asked), "attempt": self._course.attempt}
 
     def traffic(self) -> Traffic:
         """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
@@ -332,6 +366,8 @@ class FederatedExchange(Exchange):
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
         told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
         told["algorithm"] = dict(self._algorithm.told())
+        if self._rounds is not None and not self._rounds.all_report:
+            told["participation"] = self._rounds.told()
         return told if self._private is None else {**told, "privacy": self._private.told()}
 
     def _measured(self) -> dict[str, Any]:

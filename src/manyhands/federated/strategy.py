@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -87,6 +88,14 @@ class Federated(Strategy):
     """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
     together: int = setting(AUTO, _read_together, lambda value: "auto" if value == AUTO else str(value))
     """How many clients a worker trains at once, as one stacked model; `auto`: as many as is right for the task."""
+    over: float = setting(1.0, _read_number, lambda value: f"{value:g}")
+    """How many times as many clients are asked as a round takes; the first to report count."""
+    dropout: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """How likely a client that was asked says nothing more."""
+    deadline: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """How long a round waits for reports, where a typical client takes 1; 0: for all that come."""
+    min_reports: int = setting(1, whole_number)
+    """Reports without which a round is abandoned, and tried again with others."""
     secure: bool = switch_setting()
     """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
     range: float = setting(_RANGE, _read_range, lambda value: f"{value:g}")
@@ -117,7 +126,7 @@ class Federated(Strategy):
     """Where noise comes from: the operating `system`, or the run's `seed`, which is for tests and hides nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("clients", "epochs", "max_samples"):
+        for name in ("clients", "epochs", "max_samples", "min_reports"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise UserError(
                     f"federated {name}={getattr(self, name)}: must be a whole number of at least 1"
@@ -139,8 +148,34 @@ class Federated(Strategy):
                 f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "
                 "leave one of the two out"
             )
+        self._check_rounds()
         self._check_secure()
         self._check_privacy()
+
+    def _check_rounds(self) -> None:
+        """UserError where clients that drop out, or are too many, make no sense, or are not thought of as yet."""
+        if not 1 <= self.over < math.inf:
+            raise UserError(f"federated over={self.over:g}: must be a number of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"federated dropout={self.dropout:g}: must be at least 0 and below 1")
+        if not 0 <= self.deadline < math.inf:
+            raise UserError(f"federated deadline={self.deadline:g}: must be a number above 0, or 0 for none")
+        algorithm, usual = algorithm_named(self.algorithm), Federated.__dataclass_fields__
+        for name in ("over", "dropout", "deadline", "min_reports"):
+            if getattr(self, name) == usual[name].default:
+                continue
+            if algorithm.cannot_drop_clients:
+                raise UserError(
+                    f"federated {name}={getattr(self, name):g}: not with algorithm={self.algorithm}: "
+                    f"{algorithm.cannot_drop_clients}; leave one of the two out"
+                )
+            if self.clip != "no":
+                raise UserError(
+                    f"federated {name}={getattr(self, name):g}: not with clip={self.clip} as yet; leave one of the two "
+                    "out"
+                )
+        if self.dropout or self.deadline:
+            algorithm.check_round(self.min_reports)
 
     def _check_secure(self) -> None:
         """UserError where a secure sum is not enough, hides nobody, or could overflow."""
@@ -279,7 +314,8 @@ class Federated(Strategy):
             )  # as they are, and in double precision
             what += ", and every update"
         if self.secure:
-            besides += 2 * self.per_round(self.clients) * model.weights  # of 8 bytes, where a weight has 4
+            asked = min(self.clients, math.ceil(self.per_round(self.clients) * self.over))
+            besides += 2 * asked * model.weights  # of 8 bytes, where a weight has 4
             what += ", and each client's words"
         return [replace(worker, besides=besides, what=what)]
 

@@ -14,6 +14,7 @@ from manyhands.federated.clients import held_names
 from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
 from manyhands.federated.layers import local_names
 from manyhands.federated.privacy.accountant import need_accountant
+from manyhands.federated.rounds.simulated import simulated_rounds
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.federated.spread import skew_of, spread_of
 from manyhands.federated.strategy import Federated
@@ -48,6 +49,7 @@ class FederatedTraining(ExchangeTraining):
         if strategy.secure:
             need_cryptography()
         strategy.check_round(len(found))
+        simulated_rounds(strategy, len(found), request.plan.seed)
         local_names(held_names(model), strategy.keep)
         _check_privacy(strategy, model, len(found))
 
@@ -55,6 +57,8 @@ class FederatedTraining(ExchangeTraining):
         """Who the clients are and how the model does for each; what the algorithm tells, and what was given away."""
         samples, besides = super().gather(finished)
         besides |= finished[0]["algorithm"]
+        if "participation" in finished[0]:
+            besides["participation"] = finished[0]["participation"]
         if "privacy" in finished[0]:
             besides["privacy"] = finished[0]["privacy"]
         task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)

@@ -50,15 +50,15 @@ class FileDigest:
     sha256: str
 
 
-def write_synced(path: Path, chunks: Iterable[bytes]) -> FileDigest:
+def write_synced(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> FileDigest:
     """Write `chunks` into the new file `path`, hashing on the way, and sync it.
 
-    Syncing the directory is left to the caller. Raises OSError where the disk does not take it; what was
-    written so far then stays for the caller to remove.
+    `mode` is as of `open(2)`, less the umask. Syncing the directory is left to the caller. Raises OSError where the
+    disk does not take it; what was written so far then stays for the caller to remove.
     """
     hasher = hashlib.sha256()
     num_bytes = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for chunk in chunks:
             hasher.update(chunk)
@@ -96,13 +96,16 @@ def make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Put `chunks` in the place of `path`, or raise WriteFailed and leave what was there."""
+def write_atomically(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> None:
+    """Put `chunks` in the place of `path`, or raise WriteFailed and leave what was there.
+
+    With `mode` 0600 nobody else can read it, not even while it is written.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.unlink(missing_ok=True)  # of a writer that crashed
         try:
-            write_synced(temporary, chunks)
+            write_synced(temporary, chunks, mode)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

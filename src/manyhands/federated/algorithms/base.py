@@ -74,6 +74,9 @@ class FederatedAlgorithm(ABC):
     cannot_keep_layers: ClassVar[str] = ""
     """Why layers cannot stay with the clients (`keep=`); none: they can."""
 
+    cannot_drop_clients: ClassVar[str] = ""
+    """Why clients cannot drop out of a round, or be asked in excess; none: they can."""
+
     def __init__(self) -> None:
         self.states: ClientStates = {}
         """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""

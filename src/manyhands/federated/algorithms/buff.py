@@ -53,6 +53,7 @@ class FedBuff(FederatedAlgorithm):
         "asynchronous: a step after every SIZE updates, which count for less the staler they are"
     )
     number: ClassVar[str] = "SIZE"
+    cannot_drop_clients: ClassVar[str] = "no round waits for anybody there"
     cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
 
     def __init__(self, size: float = 5) -> None:

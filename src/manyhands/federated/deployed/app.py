@@ -1,7 +1,8 @@
-"""The server's requests as an ASGI application: lengths are checked, and who asks, and then `RoundServer` is called.
+"""The server's requests as an ASGI application: who asks is checked, then lengths, and then `RoundServer` is called.
 
 One thread does everything that changes the run, one request after another; a question for which there is no answer yet
-is held back until something has changed, for as long as the plan says.
+is held back until something has changed, for as long as the plan says. Nothing of a body is read before it is known
+whose it is (but for an enrolment, which is small), and never more of it than makes sense.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from manyhands.federated.deployed.letters import MODEL, SMALL_BYTES, LetterRefused, read_object, whole_in
+from manyhands.errors import printable
+from manyhands.federated.deployed.letters import (
+    BODY,
+    MODEL,
+    SMALL_BYTES,
+    LetterRefused,
+    body_hash,
+    read_object,
+    whole_in,
+)
 from manyhands.federated.deployed.rounds_server import RoundServer
 
 __all__ = ["DeviceApp"]
@@ -25,6 +36,7 @@ _Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 _Made = TypeVar("_Made")
 _LOOK_S = 0.05
 _BODY_S = 60.0
+_BODIES = 2  # of one client that are read at once: the newest, and one whose connection was lost
 _JSON, _BYTES, _TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
 
 
@@ -42,6 +54,7 @@ class DeviceApp:
             self._thread.shutdown()
             raise
         self._seen: tuple[Any, ...] = ()
+        self._reading: Counter[int] = Counter()
         self._changed = asyncio.Event()
         self.with_last_model: set[int] = set()
         """Clients that know of the end of the run and have its last model."""
@@ -77,6 +90,10 @@ class DeviceApp:
             status, kind, body = await self._answer(scope, receive)
         except LetterRefused as refused:
             status, kind, body = refused.status, _TEXT, f"{refused}\n".encode()
+        except Exception as error:
+            # where the run has failed, the server ends (`RoundServer.failed`); devices ask the next one
+            self.server.tell(f"a request failed: {type(error).__name__}: {printable(str(error))}")
+            status, kind, body = 503, _TEXT, b"the server could not answer; ask again later\n"
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
         if status in (401, 403, 411, 413):  # what a stranger goes on to send is not read
             headers.append((b"connection", b"close"))
@@ -93,7 +110,7 @@ class DeviceApp:
             case "POST", "report", attempt:
                 return await self._report(scope, headers, receive, whole_in({"attempt": attempt}, "attempt"))
             case "POST", "leave", attempt:
-                client = await self._who(scope, headers, b"")
+                client = await self._who(scope, headers)
                 number = whole_in({"attempt": attempt}, "attempt")
                 return 200, _JSON, _json(await self._run(self.server.leave, client, number, self._clock()))
             case (("GET" | "POST"), "secure", attempt, stage):
@@ -103,30 +120,44 @@ class DeviceApp:
                     return await self._letter(scope, headers, *place)
                 return await self._message(scope, headers, receive, *place)
             case "GET", "plan":
-                await self._who(scope, headers, b"")
+                await self._who(scope, headers)
                 return 200, _JSON, _json(self.server.plan)
             case "GET", "model":
-                await self._who(scope, headers, b"")
+                await self._who(scope, headers)
                 return 200, _BYTES, await self._run(lambda: self.server.model_body)
             case "GET", "work":
                 return await self._work(scope, headers)
         raise LetterRefused(404, "there is nothing here; see docs/federated-deployment.md for what there is")
 
-    async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str], body: bytes) -> int:
-        return await self._run(self.server.authenticated, headers, scope["method"], _target(scope), body)
+    async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> int:
+        return await self._run(self.server.authenticated, headers, scope["method"], _target(scope))
+
+    async def _signed_body(
+        self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
+    ) -> bytes:
+        """The body under whose hash the client has signed."""
+        if self._reading[client] >= _BODIES:
+            raise LetterRefused(429, f"client {client} is sending {_BODIES} requests already; one at a time")
+        self._reading[client] += 1
+        try:
+            body = await _body(receive, headers, most_bytes)
+        finally:
+            self._reading[client] -= 1
+        if body_hash(body) != headers.get(BODY):
+            raise LetterRefused(401, f"the body is not the one that client {client} has signed")
+        return body
 
     async def _report(
         self, scope: Mapping[str, Any], headers: Mapping[str, str], receive: _Receive, attempt: int
     ) -> tuple[int, str, bytes]:
-        server = self.server
-        await self._run(lambda: server.expects(server.named(headers), attempt))
-        body = await _body(receive, headers, server.form.most_bytes)
-        client = await self._who(scope, headers, body)
+        server, client = self.server, await self._who(scope, headers)
+        await self._run(server.expects, client, attempt)
+        body = await self._signed_body(client, headers, receive, server.updates.most_bytes)
         model = headers.get(MODEL, "")
         return 200, _JSON, _json(await self._run(server.report, client, attempt, model, body, self._clock()))
 
     async def _work(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, str, bytes]:
-        client = await self._who(scope, headers, b"")
+        client = await self._who(scope, headers)
         query = {name: found[0] for name, found in parse_qs(scope["query_string"].decode("latin-1")).items()}
         have, after = whole_in(query, "have") - 1, whole_in(query, "after")  # 0: it has no model yet
         until = self._clock() + self._hold_s
@@ -147,17 +178,16 @@ class DeviceApp:
         attempt: int,
         stage: int,
     ) -> tuple[int, str, bytes]:
-        server = self.server
-        limit = await self._run(lambda: (server.named(headers), server.secure_limit(attempt))[1])
-        body = await _body(receive, headers, limit)
-        client = await self._who(scope, headers, body)
+        server, client = self.server, await self._who(scope, headers)
+        limit = await self._run(server.secure_limit, attempt)
+        body = await self._signed_body(client, headers, receive, limit)
         await self._run(server.secure_message, client, attempt, stage, body, self._clock())
         return 200, _JSON, _json({})
 
     async def _letter(
         self, scope: Mapping[str, Any], headers: Mapping[str, str], attempt: int, stage: int
     ) -> tuple[int, str, bytes]:
-        client = await self._who(scope, headers, b"")
+        client = await self._who(scope, headers)
         until = self._clock() + self._hold_s
         while True:
             changed = self._changed
@@ -184,13 +214,18 @@ def _target(scope: Mapping[str, Any]) -> str:
 
 
 async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
-    """The request's body; LetterRefused before more than `most_bytes` of it are read, or if it takes too long."""
-    if not headers.get("content-length", "").isdigit():
+    """The request's body; LetterRefused before more than `most_bytes` of it are read, or if it takes too long.
+
+    What a request says of its length is compared with what comes: one in chunks could say anything.
+    """
+    said = headers.get("content-length", "")
+    if not (said.isascii() and said.isdigit() and len(said) < 20) or "transfer-encoding" in headers:
         raise LetterRefused(411, "the request does not say how long it is")
-    length = int(headers["content-length"][:20])
+    length = int(said)
     if length > most_bytes:
         raise LetterRefused(413, f"the request has {length} bytes; at most {most_bytes} make sense")
     parts: list[bytes] = []
+    came = 0
     try:
         async with asyncio.timeout(_BODY_S):
             while True:
@@ -198,14 +233,16 @@ async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) 
                 if message["type"] != "http.request":
                     raise LetterRefused(400, "the request ended before its body")
                 parts.append(message.get("body", b""))
+                came += len(parts[-1])
+                if came > length:
+                    raise LetterRefused(413, f"the request has more than the {length} bytes that it says")
                 if not message.get("more_body", False):
                     break
     except TimeoutError:
         raise LetterRefused(408, f"the request took more than {_BODY_S:g} s") from None
-    body = b"".join(parts)
-    if len(body) != length:
+    if came != length:
         raise LetterRefused(400, "the request is not as long as it says")
-    return body
+    return b"".join(parts)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import random
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from urllib.parse import urlsplit
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.federated.deployed.letters import (
+    BODY,
     CLIENT,
     MODEL,
     SIGNATURE,
     SMALL_BYTES,
     LetterRefused,
+    body_hash,
     request_text,
 )
 from manyhands.federated.secure.primitives import sign
@@ -28,6 +31,8 @@ from manyhands.federated.secure.primitives import sign
 __all__ = ["Asker", "BackOff", "HttpsAsker", "Reply", "Unreached"]
 
 _TIMEOUT_S: Final = 30.0
+_SLOWEST: Final = 4096  # bytes a second; an answer that comes more slowly is waited for no longer
+_PIECE: Final = 1 << 16
 
 
 class Unreached(ManyhandsError):
@@ -73,10 +78,7 @@ class HttpsAsker:
 
         Without `authority`, the certificates count that this host trusts.
         """
-        parts = urlsplit(address if "://" in address else f"https://{address}")
-        if parts.scheme != "https" or parts.hostname is None or parts.path.strip("/"):
-            raise UserError(f"address {address!r}: must be https://HOST:PORT")
-        self._host, self._port = parts.hostname, parts.port or 443
+        self._host, self._port = _host_and_port(address)
         try:
             self._context = ssl.create_default_context(cafile=str(authority) if authority else None)
         except OSError as error:
@@ -99,11 +101,11 @@ class HttpsAsker:
         self, method: str, target: str, body: bytes = b"", model: str = "", most_bytes: int = SMALL_BYTES
     ) -> Reply:
         """One request and its answer."""
-        headers = {"content-length": str(len(body)), MODEL: model}
+        headers = {"content-length": str(len(body)), MODEL: model, BODY: body_hash(body)}
         if self._signer is not None:
             run, client, secret = self._signer
-            headers[CLIENT] = str(client)
-            headers[SIGNATURE] = sign(secret, request_text(run, client, method, target, model, body)).hex()
+            text = request_text(run, client, method, target, model, headers[BODY])
+            headers |= {CLIENT: str(client), SIGNATURE: sign(secret, text).hex()}
         try:
             if self._connection is None:
                 self._connection = http.client.HTTPSConnection(
@@ -111,14 +113,7 @@ class HttpsAsker:
                 )
             self._connection.request(method, target, body, headers)
             response = self._connection.getresponse()
-            length = int(response.headers.get("content-length") or 0)
-            if length > most_bytes:
-                raise LetterRefused(
-                    413, f"the server's answer has {length} bytes; at most {most_bytes} make sense"
-                )
-            content = response.read(length)
-            if len(content) != length:
-                raise http.client.IncompleteRead(content, length - len(content))
+            content = self._content(response, most_bytes)
             if response.will_close:
                 self.close()
             return Reply(response.status, content)
@@ -138,8 +133,50 @@ class HttpsAsker:
             self.close()
             raise
 
+    def _content(self, response: http.client.HTTPResponse, most_bytes: int) -> bytes:
+        """An answer's body; LetterRefused where it is too long, TimeoutError where it trickles."""
+        said = response.headers.get("content-length") or ("0" if response.status == 204 else "")
+        if response.chunked or not (said.isascii() and said.isdigit() and len(said) < 20):
+            raise http.client.HTTPException("it does not say how long its answer is")
+        length = int(said)
+        if length > most_bytes:
+            raise LetterRefused(
+                413, f"the server's answer has {length} bytes; at most {most_bytes} make sense"
+            )
+        until, content = time.monotonic() + self._timeout_s + length / _SLOWEST, bytearray()
+        while len(content) < length:
+            piece = response.read1(min(_PIECE, length - len(content)))
+            if not piece:
+                raise http.client.IncompleteRead(bytes(content), length - len(content))
+            content += piece
+            if time.monotonic() > until:
+                raise TimeoutError("its answer comes too slowly")
+        response.read()  # nothing is left, and http.client learns it
+        return bytes(content)
+
     def close(self) -> None:
         """Let go of the connection; the next request makes another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """UserError unless it is https://HOST:PORT, without anything else."""
+    try:
+        parts = urlsplit(address if "://" in address else f"https://{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    else:
+        if (
+            parts.scheme != "https"
+            or parts.username
+            or parts.path.strip("/")
+            or parts.query
+            or parts.fragment
+        ):
+            host = None
+    if host is None or port == 0:
+        raise UserError(f"address {address!r}: must be https://HOST:PORT")
+    return host, port or 443

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.errors import DataError, ManyhandsError, UserError
+from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.federated.algorithms import algorithm_named
 from manyhands.federated.clients import ClientTrainer, held
 from manyhands.federated.deployed.asking import Asker, BackOff, Reply, Unreached
+from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.job import work_of
 from manyhands.federated.deployed.letters import (
@@ -48,6 +49,7 @@ __all__ = ["Device", "DevicePlan", "enrol", "plan_for"]
 
 _MOST_PLAN_BYTES = 1 << 24
 _MOST_LETTER_BYTES = 1 << 24
+_MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
 _MOST_HOLD_S = 3600.0
 _GONE = 409
 
@@ -137,7 +139,7 @@ def enrol(ask: Asker, home: DeviceHome, token: str | None, address: str) -> None
         "key": key.hex(),
         "signature": sign(home.secret, enrolment_text(token, key)).hex(),
     }
-    reply = ask("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES)
+    reply = _answered(ask("POST", "/enrol", json.dumps(asked).encode(), "", SMALL_BYTES))
     if reply.status != 200:
         raise UserError(f"--enrol: the server refused: {_sentence(reply)}")
     told = _object(reply)
@@ -178,6 +180,9 @@ class Device:
         self._hash = ""
         self._after = 0
         self._made: tuple[str, ClientUpdate] | None = None
+        self._updates = UpdateForm(plan.form, plan.strategy, plan.seed)
+        self._left = home.left(self._updates.require_left) if self._updates.keeps else None
+        self._body: tuple[str, bytes, torch.Tensor | None] | None = None
         found = home.load()
         if found is not None:
             self._model.load_state_dict(found.model)
@@ -186,18 +191,21 @@ class Device:
     def run(self) -> int:
         """Take part until the server says that the run is done; how many rounds the last model has seen."""
         while True:
-            told = self._asked("GET", f"/work?have={self._rounds + 1}&after={self._after}")
+            target = f"/work?have={self._rounds + 1}&after={self._after}"
+            told = self._asked("GET", target, most=_MOST_WORK_BYTES)
             if told is None:
+                self._sleep(self._back_off.next_s())
                 continue
             work = _object(told)
             expected, rounds = str(work.get("model")), whole_in(work, "rounds")
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
-                continue  # the server has gone on since
+                self._sleep(self._back_off.next_s())  # the server has gone on since, or has lost its way
+                continue
             if work.get("state") == "done":
                 self._say_that_it_has_it()
                 return self._rounds
             if work.get("state") == "train":
-                attempt = whole_in(work, "attempt", 1)
+                attempt = whole_in(work, "attempt", self._after + 1)
                 if "secure" in work:
                     self._take_part(attempt, work["secure"])
                 else:
@@ -216,27 +224,27 @@ class Device:
     def _asked(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
         """An answer, asked for until there is one; None where the server will have none of it (409, 422).
 
-        ManyhandsError where it was not reached for too long, or refuses this device.
+        ManyhandsError where there was none for too long, or the server refuses this device.
         """
         since = self._clock()
         while True:
             try:
                 reply = self._ask(method, target, body, self._hash, most)
             except Unreached as lost:
-                if self._clock() - since > self._patience_s:
-                    raise ManyhandsError(f"{lost}; it was tried for {self._patience_s:g} s") from lost
-                self._sleep(self._back_off.next_s())
-                continue
-            self._back_off.reset()
-            if reply.status in (200, 204):
-                return reply
-            if reply.status in (_GONE, 422):
-                self._tell(f"was told: {_sentence(reply)}")
-                return None
-            if reply.status in (408, 429, 503):
-                self._sleep(self._back_off.next_s())
-                continue
-            raise ManyhandsError(f"the server refused {method} {target}: {reply.status} {_sentence(reply)}")
+                why = str(lost)
+            else:
+                if reply.status in (200, 204):
+                    self._back_off.reset()
+                    return reply
+                if reply.status in (_GONE, 422):
+                    self._tell(f"was told: {_sentence(reply)}")
+                    return None
+                why = f"the server refused {method} {target}: {reply.status} {_sentence(reply)}"
+                if not _comes_back(reply):
+                    raise ManyhandsError(why)
+            if self._clock() - since > self._patience_s:
+                raise ManyhandsError(f"{why}; it was tried for {self._patience_s:g} s")
+            self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
         """The current model, checked and kept; False where it is another by now."""
@@ -277,10 +285,19 @@ class Device:
             self._tell("what it trained is not finite, and is not sent")
             self._asked("POST", f"/leave/{attempt}")
             return
-        about = {"samples": str(update.samples), "steps": str(update.steps), "loss": repr(update.loss)}
-        body = self._plan.form.encode(update.change, about)
-        if self._asked("POST", f"/report/{attempt}", body) is not None:
-            self._tell(f"has reported to attempt {attempt}")
+        if self._body is None or self._body[0] != self._hash:
+            about = {"samples": str(update.samples), "steps": str(update.steps), "loss": repr(update.loss)}
+            made = self._updates.encode(
+                update.change, about, self._left, client=self._client, number=self._rounds
+            )
+            self._body = self._hash, *made
+        _, body, left = self._body
+        if self._asked("POST", f"/report/{attempt}", body) is None:
+            return
+        if left is not None and left is not self._left:
+            self._home.keep_left(left)
+            self._left = left
+        self._tell(f"has reported to attempt {attempt}")
 
     def _take_part(self, attempt: int, told: Any) -> None:
         """A secure sum; whatever the server asks that it must not, ends this device's part in the attempt."""
@@ -290,7 +307,7 @@ class Device:
             return
         try:
             items = sum(one.numel() for one in self._weights)
-            terms, roster = terms_from(told, items, self._plan.strategy.fixed_point.max_weight)
+            terms, roster = terms_from(told, items, self._plan.strategy)
             self._home.require_known(roster)
             if roster.get(self._client) != public_identity(self._home.secret):
                 raise ProtocolRefused("the server has another key for this device than its own")
@@ -328,13 +345,25 @@ class Device:
 
 def plan_for(ask: Asker, data: Path) -> DevicePlan:
     """The server's plan for a device that is enrolled; Unreached where it was not reached."""
-    reply = ask("GET", "/plan", b"", "", _MOST_PLAN_BYTES)
+    reply = _answered(ask("GET", "/plan", b"", "", _MOST_PLAN_BYTES))
     if reply.status != 200:
         raise UserError(f"the server refused this device: {_sentence(reply)}")
     try:
         return DevicePlan.read(_object(reply), data)
     except LetterRefused as refused:
         raise ManyhandsError(f"the server's plan makes no sense: {refused}") from refused
+
+
+def _comes_back(reply: Reply) -> bool:
+    """Whether to ask again: the server, or what stands before it, has trouble of its own."""
+    return reply.status >= 500 or reply.status in (408, 429)
+
+
+def _answered(reply: Reply) -> Reply:
+    """Unreached where to ask again."""
+    if _comes_back(reply):
+        raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
+    return reply
 
 
 def _object(reply: Reply) -> dict[str, Any]:
@@ -356,4 +385,4 @@ def _seconds(value: Any) -> float:
 
 
 def _sentence(reply: Reply) -> str:
-    return reply.body[:300].decode(errors="replace").strip().partition("\n")[0]
+    return printable(reply.body[:300].decode(errors="replace").strip().partition("\n")[0])

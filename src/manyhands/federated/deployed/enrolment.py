@@ -41,6 +41,10 @@ class Enrolment:
         tokens = [secrets.token_urlsafe(24) for _ in range(places - len(self.places))]
         return Enrolment((*self.places, *(DevicePlace(_hash(token)) for token in tokens))), tokens
 
+    def has(self, token: str) -> bool:
+        """Whether a place is, or was, opened by it."""
+        return any(hmac.compare_digest(place.token, _hash(token)) for place in self.places)
+
     def key_of(self, client: int) -> bytes:
         """A client's public key; LetterRefused where nobody has that place."""
         if not 0 <= client < len(self.places) or not self.places[client].key:
@@ -52,7 +56,9 @@ class Enrolment:
         token = asked.get("token")
         key = from_hex(asked.get("key"), KEY_BYTES)
         signature = from_hex(asked.get("signature"), SIGNATURE_BYTES)
-        if not isinstance(token, str) or not verify(key, signature, enrolment_text(token, key)):
+        if not isinstance(token, str) or not token.isascii():
+            raise LetterRefused(403, "the enrolment has no token")
+        if not verify(key, signature, enrolment_text(token, key)):
             raise LetterRefused(403, "the enrolment is not signed with the key that it names")
         hashed = _hash(token)
         for number, place in enumerate(self.places):
@@ -91,4 +97,4 @@ def from_hex(value: Any, num_bytes: int) -> bytes:
 
 
 def _hash(token: str) -> str:
-    return hashlib.sha256(token.encode(errors="replace")).hexdigest()
+    return hashlib.sha256(token.encode()).hexdigest()

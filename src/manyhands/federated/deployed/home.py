@@ -2,6 +2,7 @@
 
 identity.key    the Ed25519 secret, in hexadecimal; mode 0600; it never leaves the device
 device.json     the server, the run, the client's number, and the public keys of other clients it has met
+left.safetensors    what a codec has left out of its updates so far, where it keeps that; mode 0600
 config.json, checkpoints/ …    a run directory: `mh.load` reads the model there
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from manyhands.errors import DataError, UserError
 from manyhands.federated.secure.primitives import KEY_BYTES, ProtocolRefused
-from manyhands.store.atomic import make_directory, write_json
+from manyhands.store.atomic import make_directory, sync_directory, write_atomically, write_json, write_synced
 from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
+from manyhands.store.tensorfile import encode_tensors, read_tensors
 
 __all__ = ["DeviceHome"]
 
-_IDENTITY, _ABOUT = "identity.key", "device.json"
-_OWN = (_IDENTITY, _ABOUT, f".{_ABOUT}.writing")
+_IDENTITY, _ABOUT, _LEFT = "identity.key", "device.json", "left.safetensors"
+_OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 
 
 class DeviceHome:
@@ -45,11 +47,7 @@ class DeviceHome:
     def _identity(self) -> bytes:
         path = self.path / _IDENTITY
         if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(os.urandom(KEY_BYTES).hex() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            _put_once(path, os.urandom(KEY_BYTES).hex().encode() + b"\n")
         if path.stat().st_mode & 0o077:
             raise UserError(f"{path}: others can read it; chmod 600 {path}, and enrol anew if they may have")
         try:
@@ -122,8 +120,40 @@ class DeviceHome:
         except NoCheckpoint:
             return None
 
+    def left(self, require: Callable[[Tensor, str], Tensor]) -> Tensor | None:
+        """What `keep_left` had kept, None where it has not; `require` raises DataError where it does not fit."""
+        path = self.path / _LEFT
+        if not path.exists():
+            return None
+        try:
+            found = read_tensors(path)
+        except ValueError as error:
+            raise DataError(f"{path} {error}; remove it") from error
+        if found.keys() != {"left"}:
+            raise DataError(f"{path}: holds other tensors than it should; remove it")
+        return require(found["left"], str(path))
+
+    def keep_left(self, left: Tensor) -> None:
+        """What a codec has left out of this device's updates so far, to be added to the next."""
+        write_atomically(self.path / _LEFT, encode_tensors({"left": left}), mode=0o600)
+
     def close(self) -> None:
         """Let others have the folder."""
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _put_once(path: Path, secret: bytes) -> None:
+    """Whole or not at all, for nobody else to read; where another process was first, its own stays."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)  # of a process that was killed
+    write_synced(temporary, [secret], mode=0o600)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from manyhands.errors import UserError
@@ -16,6 +17,7 @@ from manyhands.federated.rounds.core import RoundTerms
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.tasks import TASKS
 
 __all__ = ["FederatedJob", "RoundSettings", "work_of"]
 
@@ -71,7 +73,7 @@ class FederatedJob:
                 f"algorithm={self.strategy.algorithm}: with devices it is one of {', '.join(_OVER_HTTPS)}; the others "
                 "are for simulation"
             )
-        if self.task.options is None:
+        if self.task.options is None or self.task.name not in TASKS:
             raise UserError(
                 f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
             )
@@ -79,12 +81,21 @@ class FederatedJob:
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
-        _ = self.terms
+        terms = self.terms
+        if self.strategy.secure:
+            self.strategy.fixed_point.require_room(terms.asks)
 
     def _check_settings(self) -> None:
         """UserError for what is a simulation's as yet, and would be left out without a word."""
         usual = Federated()
-        for name in ("codec", "keep", "clip", "noise", "epsilon", "sampling"):
+        for name in ("over", "min_reports", "deadline"):
+            if getattr(self.strategy, name) != getattr(usual, name):
+                option = name.replace("_", "-")
+                raise UserError(
+                    f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
+                    f"--{option}"
+                )
+        for name in ("keep", "clip", "noise", "epsilon", "sampling", "dropout"):
             if getattr(self.strategy, name) != getattr(usual, name):
                 raise UserError(
                     f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
@@ -121,11 +132,13 @@ class FederatedJob:
         return algorithm_named(self.strategy.algorithm)
 
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
-        """What a device is told, once."""
+        """What a device is told, once; not where the server's own files are."""
+        options = dict(self.task.options or {})
+        paths = [one.name for one in TASKS[self.task.name].options if one.kind is Path]
         return {
             "run": run,
             "task": self.task.name,
-            "task_options": dict(self.task.options or {}),
+            "task_options": {name: value for name, value in options.items() if name not in paths},
             "strategy": str(self.strategy),
             "seed": self.seed,
             "schema": str(self.schema),

@@ -11,7 +11,6 @@ could be the update of a single client.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from torch import Tensor
 from manyhands.errors import DataError, UserError
 from manyhands.federated.deployed.enrolment import Enrolment
 from manyhands.federated.rounds.core import RoundState, as_json, state_of
-from manyhands.store.atomic import make_directory, write_json
+from manyhands.store.atomic import make_directory, write_atomically, write_json
 from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory
@@ -71,11 +70,11 @@ class ServerFiles:
         grown, tokens = found.grown(places)
         if not tokens:
             return found, None
-        self.save_enrolment(grown)
         path = self.directory.path / TOKENS
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.writelines(f"{token}\n" for token in tokens)
+        before = [token for token in _lines(path) if found.has(token)]  # others open nothing
+        # first, or a crash would leave places whose tokens nobody has
+        write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
+        self.save_enrolment(grown)
         return grown, path
 
     def save_enrolment(self, enrolment: Enrolment) -> None:
@@ -136,6 +135,16 @@ class ServerFiles:
         if not isinstance(found, dict):
             raise DataError(f"{path} holds no JSON object")
         return found
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file that its owner may have removed."""
+    try:
+        return path.read_text("ascii").split()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; remove it if the tokens were handed out") from error
 
 
 def new_run() -> str:

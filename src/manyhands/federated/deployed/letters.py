@@ -10,12 +10,14 @@
 | `POST /leave/A` | a client | | JSON: it will not report in this attempt |
 | `GET /secure/A/S` · `POST /secure/A/S` | a client | a message of the secure sum | the next one, or 204: not yet |
 
-A request of a client has its number in `x-client` and in `x-signature` an Ed25519 signature under run, client, method,
-target, the hash of the model it is about (`x-model`) and its body. Errors are one sentence as text, with status 4xx.
+A request of a client has its number in `x-client`, the hash of its body in `x-body`, and in `x-signature` an Ed25519
+signature under run, client, method, target, the hash of the model it is about (`x-model`) and `x-body`: so it is known
+whose it is before any of the body is read. Errors are one sentence as text, with status 4xx.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -32,12 +34,14 @@ from manyhands.store.tensorfile import encode_tensors
 from manyhands.wire.dtypes import NAMED, STORED
 
 __all__ = [
+    "BODY",
     "CLIENT",
     "MODEL",
     "SIGNATURE",
     "SMALL_BYTES",
     "LetterRefused",
     "TensorForm",
+    "body_hash",
     "enrolment_text",
     "read_object",
     "request_text",
@@ -45,7 +49,7 @@ __all__ = [
 ]
 
 LABEL: Final = b"manyhands federated 1"
-CLIENT, SIGNATURE, MODEL = "x-client", "x-signature", "x-model"
+CLIENT, SIGNATURE, MODEL, BODY = "x-client", "x-signature", "x-model", "x-body"
 SMALL_BYTES: Final = 1 << 16
 """More than any body needs that has no tensors in it."""
 _ABOUT_BYTES: Final = 4096
@@ -60,10 +64,15 @@ class LetterRefused(ManyhandsError):
         self.status = status
 
 
-def request_text(run: str, client: int, method: str, target: str, model: str, body: bytes) -> bytes:
-    """What a client signs of a request."""
-    parts = (run, str(client), method, target, model)
-    return digest_of(b"request", LABEL, *(part.encode() for part in parts), digest_of(body))
+def body_hash(body: bytes) -> str:
+    """What `x-body` has."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def request_text(run: str, client: int, method: str, target: str, model: str, body: str) -> bytes:
+    """What a client signs of a request; `model` and `body` are hashes, as its headers have them."""
+    parts = (run, str(client), method, target, model, body)
+    return digest_of(b"request", LABEL, *(part.encode() for part in parts))
 
 
 def enrolment_text(token: str, key: bytes) -> bytes:
@@ -116,6 +125,11 @@ class TensorForm:
         return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
 
     @property
+    def items(self) -> tuple[int, ...]:
+        """How many numbers each tensor has."""
+        return tuple(_items(shape) for _, _, shape in self.rows)
+
+    @property
     def num_bytes(self) -> int:
         """Of the tensors alone."""
         return sum(
@@ -144,7 +158,8 @@ class TensorForm:
             raise LetterRefused(400, "the body is no safetensors file: it ends within its header")
         header = read_object(body[_LENGTH.size : begin], "the header of the body")
         about = header.pop("__metadata__", {})
-        self._require_same(header)
+        expected = _table(self._header())
+        _require_same(header, expected)
         if len(body) - begin != self.num_bytes:
             raise LetterRefused(
                 422, f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
@@ -152,7 +167,7 @@ class TensorForm:
         content = bytearray(body)
         tensors = []
         for name, dtype, shape in self.rows:
-            start = begin + header[name]["data_offsets"][0]
+            start = begin + expected[name]["data_offsets"][0]
             flat = torch.empty(0, dtype=NAMED[dtype])
             if _items(shape):
                 flat = torch.frombuffer(
@@ -160,22 +175,6 @@ class TensorForm:
                 ).clone()
             tensors.append(flat.view(shape))
         return tensors, about if isinstance(about, dict) else {}
-
-    def _require_same(self, header: Mapping[str, Any]) -> None:
-        expected = _table(self._header())
-        for name in [*expected, *header]:
-            if name not in header:
-                raise LetterRefused(422, f"tensor {printable(repr(name))} is missing")
-            if name not in expected:
-                raise LetterRefused(422, f"the model has no tensor {printable(repr(name)[:80])}")
-            for field in ("dtype", "shape", "data_offsets"):
-                found = header[name].get(field) if isinstance(header[name], dict) else None
-                if found != expected[name][field]:
-                    raise LetterRefused(
-                        422,
-                        f"tensor {printable(repr(name))} has the {field} {printable(str(found)[:60])}, and the model "
-                        f"has {expected[name][field]}",
-                    )
 
     def _header(self) -> bytes:
         """The one that our writer would write."""
@@ -193,6 +192,23 @@ class TensorForm:
             }
             offset = end
         return json.dumps(table).encode()
+
+
+def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """LetterRefused with the first thing that differs."""
+    for name in [*expected, *header]:
+        if name not in header:
+            raise LetterRefused(422, f"tensor {printable(repr(name))} is missing")
+        if name not in expected:
+            raise LetterRefused(422, f"the model has no tensor {printable(repr(name)[:80])}")
+        for field in ("dtype", "shape", "data_offsets"):
+            found = header[name].get(field) if isinstance(header[name], dict) else None
+            if found != expected[name][field]:
+                raise LetterRefused(
+                    422,
+                    f"tensor {printable(repr(name))} has the {field} {printable(str(found)[:60])}, and the model "
+                    f"has {expected[name][field]}",
+                )
 
 
 def _table(header: bytes) -> dict[str, Any]:

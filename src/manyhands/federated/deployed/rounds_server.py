@@ -5,10 +5,9 @@ Everything here is called by one thread at a time. `at_s` is the time of the dri
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,20 @@ import torch
 
 from manyhands.errors import ManyhandsError
 from manyhands.federated.clients import held
+from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.job import FederatedJob
 from manyhands.federated.deployed.keeping import ServerFiles
-from manyhands.federated.deployed.letters import LetterRefused, TensorForm, request_text, whole_in
+from manyhands.federated.deployed.letters import (
+    BODY,
+    CLIENT,
+    MODEL,
+    SIGNATURE,
+    LetterRefused,
+    TensorForm,
+    body_hash,
+    request_text,
+    whole_in,
+)
 from manyhands.federated.deployed.stages import SecureAttempt
 from manyhands.federated.rounds.core import RoundPhase, RoundState, handle
 from manyhands.federated.rounds.events import (
@@ -81,11 +91,14 @@ class RoundServer:
         self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
     ) -> None:
         """Go on with what the files have, or begin."""
-        self._job, self._files, self._tell, self._terms = job, files, tell, job.terms
+        self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
+        self.failed: Exception | None = None
+        """What kept a decision from being carried out: nothing is answered any more, and the run must be resumed."""
         self._model = initial_model(job)
         self._weights = held(self._model)
         self._algorithm = job.algorithm
         self.form = TensorForm.of(self._model)
+        self.updates = UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
         self.plan = job.plan(files.run, self.form)
         self.state = RoundState()
@@ -118,24 +131,20 @@ class RoundServer:
     @property
     def secure_stage(self) -> int:
         """Of the secure sum under way; -1 where there is none."""
-        return self._secure.stage if self._secure is not None else -1
+        secure = self._secure  # another thread may look
+        return secure.stage if secure is not None else -1
 
-    def authenticated(self, headers: Mapping[str, str], method: str, target: str, body: bytes) -> int:
-        """Whose request it is; LetterRefused unless that client has signed it."""
-        client = self.named(headers)
+    def authenticated(self, headers: Mapping[str, str], method: str, target: str) -> int:
+        """Whose request it is; LetterRefused unless that client has signed it, and the hash of its body."""
+        client = whole_in(headers, CLIENT)
+        key = self.enrolment.key_of(client)
         try:
-            signature = bytes.fromhex(headers.get("x-signature", ""))
+            signature = bytes.fromhex(headers.get(SIGNATURE, ""))
         except ValueError:
             signature = b""
-        text = request_text(self._files.run, client, method, target, headers.get("x-model", ""), body)
-        if not verify(self.enrolment.key_of(client), signature, text):
+        hashes = headers.get(MODEL, ""), headers.get(BODY, "")
+        if not verify(key, signature, request_text(self._files.run, client, method, target, *hashes)):
             raise LetterRefused(401, f"the request is not signed by client {client}")
-        return client
-
-    def named(self, headers: Mapping[str, str]) -> int:
-        """Whose request it is said to be; LetterRefused where there is no such client."""
-        client = whole_in(headers, "x-client")
-        self.enrolment.key_of(client)
         return client
 
     def enrol(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +153,7 @@ class RoundServer:
         if grown != self.enrolment:
             self._files.save_enrolment(grown)
             self.enrolment = grown
-            self._tell(f"client {number} is enrolled")
+            self.tell(f"client {number} is enrolled")
         return {"client": number, "run": self._files.run}
 
     def work(self, client: int, have: int, after: int, at_s: float) -> tuple[dict[str, Any], bool]:
@@ -181,10 +190,9 @@ class RoundServer:
         except LetterRefused as refused:
             if client not in self.state.reported:
                 self._do(ClientGone(client=client, at_s=at_s))
-            self._tell(f"the report of client {client} was refused: {refused}")
+            self.tell(f"the report of client {client} was refused: {refused}")
             raise
-        digest = hashlib.sha256(body).hexdigest()
-        event = ReportCame(client=client, attempt=attempt, digest=digest, at_s=at_s)
+        event = ReportCame(client=client, attempt=attempt, digest=body_hash(body), at_s=at_s)
         decisions = self._do(event, update)
         for decision in decisions:
             if isinstance(decision, RefuseReport) and not decision.repeated:
@@ -194,7 +202,7 @@ class RoundServer:
     def _read_update(self, client: int, model: str, body: bytes) -> ClientUpdate:
         if model != self.model_hash:
             raise LetterRefused(409, "the update is not from the current model")
-        change, about = self.form.decode(body)
+        change, about = self.updates.decode(body, client=client)
         samples, steps = whole_in(about, "samples", 1), whole_in(about, "steps", 1)
         try:
             loss = float(about.get("loss", ""))
@@ -205,12 +213,16 @@ class RoundServer:
         for (name, _, _), one in zip(self.form.rows, change, strict=True):
             if not bool(one.isfinite().all()):
                 raise LetterRefused(422, f"tensor {name!r} of the update has a number that is not finite")
+            if not bool(one.square().isfinite().all()):  # algorithms square it, and the model would be lost
+                raise LetterRefused(422, f"tensor {name!r} of the update has a number that is too large")
         bounded = min(samples, self._job.strategy.max_samples)
         return ClientUpdate(client=client, change=change, samples=bounded, steps=steps, loss=loss)
 
     def leave(self, client: int, attempt: int, at_s: float) -> dict[str, Any]:
         """A client will not report."""
         if attempt == self.state.attempt:
+            if self._secure is not None:
+                self._secure.drop(client)
             self._do(ClientGone(client=client, at_s=at_s))
         return {}
 
@@ -220,6 +232,7 @@ class RoundServer:
         try:
             secure.receive(client, stage, body)
         except ProtocolRefused as refused:
+            self.tell(f"a message of client {client} was refused: {refused}")
             raise LetterRefused(409, str(refused)) from refused
         self._do(ClientSeen(client=client, at_s=at_s))
         self._advance(at_s)
@@ -261,7 +274,20 @@ class RoundServer:
             self._do(SumCame(attempt=self.state.attempt, clients=found.clients, at_s=at_s))
 
     def _do(self, event: RoundEvent, update: ClientUpdate | None = None) -> tuple[RoundDecision, ...]:
+        """Tell the core, and do what it decides; where that fails, the state is ahead of the disk, and all is over."""
+        if self.failed is not None:
+            raise ManyhandsError(f"the server has failed: {self.failed}")
         self.state, decisions = handle(self._terms, self.state, event)
+        try:
+            self._carry_out(decisions, event, update)
+        except Exception as error:
+            self.failed = error
+            raise
+        return decisions
+
+    def _carry_out(
+        self, decisions: Sequence[RoundDecision], event: RoundEvent, update: ClientUpdate | None
+    ) -> None:
         for decision in decisions:
             match decision:
                 case BeginRound():
@@ -274,13 +300,12 @@ class RoundServer:
                 case AbandonRound():
                     self._forget()
                     self._files.save_state(self.state)
-                    self._tell(f"round {decision.number + 1} was abandoned: {decision.why}")
+                    self.tell(f"round {decision.number + 1} was abandoned: {decision.why}")
                 case EndRounds():
                     self._end(decision)
                 case RefuseReport():
                     if not decision.repeated:
-                        self._tell(f"a report of client {decision.client} was refused: {decision.why}")
-        return decisions
+                        self.tell(f"a report of client {decision.client} was refused: {decision.why}")
 
     def _begin(self, decision: BeginRound, at_s: float) -> None:
         self._forget()
@@ -320,7 +345,7 @@ class RoundServer:
         self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
         self._refresh()
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
-        self._tell(
+        self.tell(
             f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
         )
 
@@ -344,7 +369,7 @@ class RoundServer:
             "final": measured[-1] if measured else {},
         }
         self._files.directory.write_summary(summary)
-        self._tell(decision.why)
+        self.tell(decision.why)
 
     def _forget(self) -> None:
         self._sum, self._secure = self._empty(), None
@@ -359,7 +384,9 @@ def shapes_of(job: FederatedJob) -> dict[str, str]:
 
 
 def require_complete(server: RoundServer) -> None:
-    """ManyhandsError where the server gave up."""
+    """ManyhandsError where the server gave up, or could not do what it had to."""
+    if server.failed is not None:
+        raise ManyhandsError(f"the server has failed: {server.failed}") from server.failed
     if server.state.phase is RoundPhase.GIVEN_UP:
         raise ManyhandsError(
             f"the server gave up after {server.state.done} rounds: too few devices came, or too few reported; start it "

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from manyhands.errors import UserError
@@ -19,6 +21,7 @@ from manyhands.federated.deployed.rounds_server import RoundServer, require_comp
 from manyhands.federated.rounds.core import RoundPhase
 from manyhands.federated.secure.primitives import need_cryptography
 from manyhands.link.authority import make_certificates
+from manyhands.link.certificate import validity
 from manyhands.link.secure import AUTHORITY, CERTIFICATE, KEY
 
 __all__ = ["ServingPlace", "serve_devices"]
@@ -49,12 +52,14 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
     """Hold all rounds; ManyhandsError where it gave up. `tell` hears what happens, a sentence each."""
     _need_web()
     need_cryptography()
-    _check_tls(place.tls)
+    if place.tls is not None:
+        _check_tls(place.tls)
     with (
         _listening(place.host, place.port) as listener,
         ServerFiles.begin(place.out, job.config(shapes_of(job), new_run()), resume=place.resume) as files,
     ):
         folder = _certificates(place)
+        _check_tls(folder)  # they may have been made a year ago
         app = DeviceApp(lambda: RoundServer(job, files, time.monotonic(), tell), job.settings.hold_s)
         try:
             host = f"[{place.host}]" if ":" in place.host else place.host
@@ -109,6 +114,8 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
     while not app.server.is_over:
         await app.tick()
         await asyncio.sleep(_TICK_S)
+    if app.server.failed is not None:  # as it saved the last round
+        return
     complete = app.server.state.phase is RoundPhase.FINISHED
     until = time.monotonic() + (linger_s if complete else 0.0)
     there = set(app.server.state.present)
@@ -127,14 +134,31 @@ def _certificates(place: ServingPlace) -> Path:
     return made / place.host
 
 
-def _check_tls(folder: Path | None) -> None:
-    if folder is None:
-        return
+def _check_tls(folder: Path) -> None:
+    """UserError where the folder holds no certificate and its key, or devices would refuse it."""
     for name in (CERTIFICATE, KEY):
         if not (folder / name).is_file():
             raise UserError(
                 f"--tls {folder}: has no {name}; give this host's folder of `manyhands certificates`"
             )
+    key = folder / KEY
+    if key.stat().st_mode & stat.S_IRWXO:
+        raise UserError(f"--tls {folder}: every user of this host can read {KEY}; chmod 600 {key}")
+
+    def refuse() -> str:  # or the terminal would be asked
+        raise UserError(f"--tls {folder}: {KEY} is encrypted; write it without a password, mode 0600")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / CERTIFICATE, key, refuse)
+        complaint = validity((folder / CERTIFICATE).read_text("ascii")).complaint(datetime.now(UTC))
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--tls {folder}: {CERTIFICATE} and {KEY} are no certificate and its key: {error}"
+        ) from error
+    if complaint is not None:
+        raise UserError(f"--tls {folder}: {CERTIFICATE}: {complaint}")
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.errors import UserError
 from manyhands.federated.deployed.enrolment import from_hex
 from manyhands.federated.deployed.job import FederatedJob
 from manyhands.federated.deployed.letters import LetterRefused
@@ -25,6 +24,7 @@ from manyhands.federated.secure.primitives import KEY_BYTES, ProtocolRefused, di
 from manyhands.federated.secure.server import SecureServer
 from manyhands.federated.secure.tally import hash_of
 from manyhands.federated.secure.vectors import LOSS_ITEMS, sum_of
+from manyhands.federated.strategy import Federated
 
 __all__ = ["SecureAttempt", "StagedSum", "terms_from"]
 
@@ -69,7 +69,8 @@ class SecureAttempt:
         terms = SecureTerms(
             round_id=os.urandom(KEY_BYTES),
             clients=len(roster),
-            threshold=fewest_clients(len(roster)),
+            # no sum is made that would not count: with the next attempt's it would tell more than either
+            threshold=max(fewest_clients(len(roster)), min(job.terms.minimum, len(roster))),
             length=sum(one.numel() for one in weights) + LOSS_ITEMS + 1,
             fixed=fixed,
         )
@@ -114,8 +115,16 @@ class SecureAttempt:
             raise ProtocolRefused(
                 f"the round is at {self._server.stage.name}: the message is too late, or too early"
             )
-        self._server.receive(client, body)
+        try:
+            self._server.receive(client, body)
+        except ProtocolRefused:
+            self._server.drop(client)  # the others need not wait for it
+            raise
         self._came[client, stage] = digest
+
+    def drop(self, client: int) -> None:
+        """A client will not answer any more."""
+        self._server.drop(client)
 
     def letter(self, client: int, stage: int) -> bytes | None:
         """What the client is sent at a stage, None as long as that is not known; LetterRefused if it never will be."""
@@ -148,14 +157,14 @@ class SecureAttempt:
         return StagedSum(flat=flat, weight=weight, loss=loss, clients=self._server.survivors)
 
 
-def terms_from(told: Any, items: int, most_weight: int) -> tuple[SecureTerms, dict[int, bytes]]:
+def terms_from(told: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:
     """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe."""
     try:
         roster = {int(client): from_hex(key, KEY_BYTES) for client, key in told["roster"].items()}
         fixed = FixedPoint(
             clip=float(told["clip"]),
             bits=int(told["bits"]),
-            max_weight=min(int(told["max_weight"]), most_weight),
+            max_weight=min(int(told["max_weight"]), strategy.fixed_point.max_weight),
             ring=int(told["ring"]),
         )
         terms = SecureTerms(
@@ -165,10 +174,12 @@ def terms_from(told: Any, items: int, most_weight: int) -> tuple[SecureTerms, di
             length=int(told["length"]),
             fixed=fixed,
         )
-    except (KeyError, TypeError, ValueError, AttributeError, UserError, LetterRefused) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, LetterRefused) as error:
         raise ProtocolRefused(f"the terms of the secure sum make no sense: {error}") from error
     if terms.length != items + LOSS_ITEMS + 1:
         raise ProtocolRefused(f"the terms are for {terms.length} words, and the model has {items} numbers")
+    if any(not 0 <= client < strategy.clients for client in roster):
+        raise ProtocolRefused(f"a client is on the roster who is none of the {strategy.clients}")
     if len(set(roster.values())) < len(roster):
         raise ProtocolRefused("an identity is on the roster twice")
     return terms, roster

@@ -14,7 +14,7 @@ The state is a plain value. It goes on the same from `state_of(as_json(state))` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -26,6 +26,7 @@ from manyhands.federated.rounds.events import (
     BeginRound,
     ClientGone,
     ClientSeen,
+    ClientsSeen,
     CloseRound,
     EndRounds,
     RefuseReport,
@@ -92,9 +93,11 @@ class RoundTerms:
             )
         if not 1 <= self.over < math.inf:
             raise UserError(f"over={self.over:g}: must be a number of at least 1")
-        for name in ("deadline_s", "select_s", "present_s", "patience_s"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name):g}: must be above 0")
+        for name in ("deadline_s", "select_s", "present_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name):g}: must be a number above 0")
+        if not self.patience_s > 0:
+            raise UserError(f"patience_s={self.patience_s:g}: must be above 0")
 
     @property
     def asks(self) -> int:
@@ -150,7 +153,9 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
         return state, _too_late(event, "the run has ended")
     match event:
         case ClientSeen():
-            return _look(terms, _with_seen(state, event.client))
+            return _look(terms, _with_seen(state, (event.client,)))
+        case ClientsSeen():
+            return _look(terms, _with_seen(state, event.clients))
         case ClientGone():
             gone = (*state.gone, event.client) if event.client in state.waits_for else state.gone
             present = {one: at_s for one, at_s in state.present.items() if one != event.client}
@@ -177,12 +182,12 @@ def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
     return fresh, ()
 
 
-def _with_seen(state: RoundState, client: int) -> RoundState:
-    return replace(state, present={**state.present, client: state.now_s})
+def _with_seen(state: RoundState, clients: Sequence[int]) -> RoundState:
+    return replace(state, present={**state.present, **dict.fromkeys(clients, state.now_s)})
 
 
 def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
-    state = _with_seen(state, event.client)
+    state = _with_seen(state, (event.client,))
     refused = _refusal(terms, state, event)
     if refused is not None:
         looked, more = _look(terms, state)

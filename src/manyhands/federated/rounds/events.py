@@ -13,6 +13,7 @@ __all__ = [
     "BeginRound",
     "ClientGone",
     "ClientSeen",
+    "ClientsSeen",
     "CloseRound",
     "EndRounds",
     "RefuseReport",
@@ -32,6 +33,14 @@ class ClientSeen:
     """A client asked whether there is work for it."""
 
     client: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientsSeen:
+    """Several clients did at once, as those of a simulation do."""
+
+    clients: tuple[int, ...]
     at_s: float
 
 
@@ -88,7 +97,7 @@ class ServerResumed:
 
 
 RoundEvent: TypeAlias = (
-    ClientSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
+    ClientSeen | ClientsSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
 )
 
 

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 
-import numpy as np
-
 from manyhands.federated.secure.fixedpoint import Words
 from manyhands.federated.secure.keys import RoundKeys, point_of
 from manyhands.federated.secure.messages import (
@@ -219,8 +217,7 @@ class SecureClient:
                 f"an input has {self._terms.length} words of {fixed.ring} bits, and this one "
                 f"{words.size} of {words.dtype}"
             )
-        items, weight = fixed.decode(words)
-        if not 1 <= weight <= fixed.max_weight or np.abs(items).max() > weight * fixed.most:
+        if not fixed.may_be_sum(words, 1):
             raise ProtocolRefused("an input is outside of what the terms have room for")
         return words
 

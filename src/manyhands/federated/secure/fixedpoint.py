@@ -105,6 +105,13 @@ class FixedPoint:
         signed = words.view(f"i{words.itemsize}").astype(np.int64)
         return signed[:-1], int(signed[-1])
 
+    def may_be_sum(self, words: Words, clients: int) -> bool:
+        """Whether so many clients, who kept within the bounds, can have sent this; random words cannot be."""
+        items, weight = self.decode(words)
+        most = weight * self.most
+        in_bounds = -most <= int(items.min()) and int(items.max()) <= most
+        return clients <= weight <= clients * self.max_weight and in_bounds
+
     def mean(self, words: Words) -> NDArray[np.float64]:
         """The weighted mean of what clients encoded, from the sum of their words."""
         items, weight = self.decode(words)

@@ -3,12 +3,13 @@
     receive(sender, bytes) …  until enough have come or the time is up, which is the driver's to say;
     advance() ─► what to send to whom, at the next stage;   or RoundAbandoned, and nothing is revealed
 
-`sender` is who the channel says it is (TLS, in a deployment). A masked input is added to the sum when it comes and not
-kept. What a client sends too late, twice, or wrongly is refused, and the client counts as gone.
+`sender` is who the channel says it is (its signature under a request, in a deployment). A masked input is added to the
+sum when it comes and not kept. What a client sends too late, twice, or wrongly is refused; the driver may `drop` it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -28,7 +29,14 @@ from manyhands.federated.secure.messages import (
     UnmaskReply,
     UnmaskRequest,
 )
-from manyhands.federated.secure.primitives import ProtocolRefused, digest_of, public_key, verify
+from manyhands.federated.secure.primitives import (
+    KEY_BYTES,
+    ProtocolRefused,
+    agree,
+    digest_of,
+    public_key,
+    verify,
+)
 from manyhands.federated.secure.shamir import combine
 
 __all__ = ["RoundAbandoned", "SecureServer"]
@@ -93,6 +101,11 @@ class SecureServer:
         takers[self.stage](sender, data)
         self._came.add(sender)
 
+    def drop(self, client: int) -> None:
+        """A client that has not answered at this stage is not waited for any more, and may not answer."""
+        if client not in self._came:
+            self._asked -= {client}
+
     def advance(self) -> dict[int, bytes]:
         """No more answers are waited for: what each client is sent next, nothing after the last stage.
 
@@ -134,6 +147,8 @@ class SecureServer:
         taken = {key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)}
         if one.channel_key in taken or one.mask_key in taken or one.channel_key == one.mask_key:
             raise ProtocolRefused(f"client {sender} has a key that is taken")
+        for key in (one.channel_key, one.mask_key):
+            agree(os.urandom(KEY_BYTES), key)  # or every other client would refuse it, and the round with it
         self._advertised[sender] = one
 
     def _send_keys(self, came: frozenset[int]) -> dict[int, bytes]:
@@ -193,6 +208,8 @@ class SecureServer:
                 shared = keys.shared_mask(secret, self._advertised[client].mask_key, gone, client)
                 found = found - shared if client < gone else found + shared
         self._forget()
+        if not self._terms.fixed.may_be_sum(found, len(self._lists.survivors)):
+            self._abandon("a client did not keep to the terms: the sum is none that their inputs can have")
         self._sum = found
 
     def _combined(self, shares: list[tuple[int, bytes]], client: int) -> bytes:
