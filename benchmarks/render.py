@@ -13,7 +13,13 @@ from pathlib import Path
 from manyhands.errors import format_bytes
 from render_choosing import choosing
 from render_exploring import density_speed, scaling_speed
-from render_federated import federated_gpu, federated_mnist
+from render_federated import (
+    federated_flower,
+    federated_gpu,
+    federated_mnist,
+    federated_noniid,
+    federated_roles,
+)
 from render_inference import inference_speed
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
@@ -425,8 +431,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "offload": offload,
     "pipeline bubbles": pipeline_bubbles,
     "pipeline speed": pipeline_speed,
+    "federated flower": federated_flower,
     "federated gpu": federated_gpu,
     "federated mnist": federated_mnist,
+    "federated noniid": federated_noniid,
+    "federated roles": federated_roles,
     "regression": regression_speed,
     "gbdt": gbdt_speed,
     "startup": startup_times,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from results_read import load, markdown
 
@@ -33,3 +35,76 @@ def federated_gpu() -> str:
     for one in result["settings"].values():
         rows.append([one["about"], str(one["each_round"]), f"{one['manyhands']['clients_per_s']:,.0f}"])
     return f"**{result['machine']}**\n\n{markdown(rows)}"
+
+
+def federated_flower() -> str:
+    """Simulated clients per second beside Flower's simulation."""
+    result = load("federated-flower")
+    rows = [["model and clients", "clients/s", "Flower", "ratio", "accuracy", "Flower's"]]
+    for one in result["settings"].values():
+        ours, theirs = one["manyhands"], one["flower"]
+        rows.append(
+            [
+                one["about"],
+                f"{ours['clients_per_s']:,.0f}",
+                f"{theirs['clients_per_s']:,.1f}",
+                f"{one['ratio']:.1f}×",
+                f"{ours['accuracy']:.1%}",
+                f"{theirs['accuracy']:.1%}",
+            ]
+        )
+    version = next(iter(result["settings"].values()))["flower"]["flwr"]
+    return f"**{result['machine']}**, torch {result['torch']}, Flower {version}\n\n{markdown(rows)}"
+
+
+def federated_roles() -> str:
+    """Rounds on the roles of Shakespeare, beside the same lines dealt at random."""
+    result = load("federated-roles")
+    names = {"natural": "each role its own lines", "iid": "lines dealt at random"}
+    rows = [["clients have", f"rounds to {result['target']:.0%}", "best", "rounds run", "clients"]]
+    for way, one in result["runs"].items():
+        rounds = str(one["rounds"] or f"not in {one['curve'][-1][0]}")
+        rows.append([names[way], rounds, f"{one['best']:.1%}", str(one["curve"][-1][0]), str(one["clients"])])
+    return f"**{result['machine']}**, {result['device']}, torch {result['torch']}\n\n{markdown(rows)}"
+
+
+def middle(values: Iterable[float | None]) -> str:
+    """The median of rounds, of which some may never have come to the target."""
+    found = statistics.median(math.inf if value is None else value for value in values)
+    return "not reached" if math.isinf(found) else f"{found:.0f}"
+
+
+def federated_noniid() -> str:
+    """Algorithms beside each other on clients whose labels differ: medians over the seeds."""
+    result = load("federated-noniid")
+    seeds = result["seeds"]
+    target = seeds[0]["target"]["value"]
+    rows = [
+        [
+            "algorithm",
+            f"rounds to {target:.0%}",
+            "common model at the end",
+            "a client's own model",
+            "worst client's",
+        ]
+    ]
+    for place, name in enumerate(row["strategy"] for row in seeds[0]["strategies"]):
+        algorithm = next((word[10:] for word in name.split() if word.startswith("algorithm=")), "fedavg")
+        runs = [one["strategies"][place] for one in seeds]
+        rows.append(
+            [
+                f"`{algorithm}`",
+                middle(run["target_steps"] and run["target_steps"]["median"] for run in runs),
+                f"{statistics.median(run['final']['accuracy']['median'] for run in runs):.1%}",
+                *own_columns(seeds, algorithm),
+            ]
+        )
+    rows.append(["`fedavg`, then fine-tuned", "", "", *own_columns(seeds, "fedavg, fine-tuned")])
+    about = f"{result['clients']} clients, {result['partition']}, {result['rounds']} rounds"
+    return f"**{about}**, torch {result['torch']}\n\n{markdown(rows)}"
+
+
+def own_columns(seeds: Iterable[Mapping[str, Any]], name: str) -> list[str]:
+    """How good the models are which clients use themselves: their mean, and the worst."""
+    own = [one["own"][name] for one in seeds]
+    return [f"{statistics.median(one[which] for one in own):.1%}" for which in ("mean", "worst")]
