@@ -54,9 +54,7 @@ def _softsync(text: str, rest: str) -> Policy:
 def _rated(text: str, rest: str) -> Policy:
     word = text.partition(":")[0]
     if not rest:
-        raise UserError(
-            f"consistency={text!r}: name the policy whose rates it changes, as in {word}:async"
-        )
+        raise UserError(f"consistency={text!r}: name the policy whose rates it changes, as in {word}:async")
     if rest.partition(":")[0] in _RATES:
         raise UserError(f"consistency={text!r}: one of {', '.join(_RATES)} may be said, and once only")
     return _RATES[word](parse_consistency(rest))

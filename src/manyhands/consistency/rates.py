@@ -3,8 +3,8 @@
 `aware:…`: Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning" (arXiv 1511.05950): an update that is
 tau steps stale moves the parameters by alpha0 / tau of its gradient, and by alpha0 when it is fresh.
 
-`damped:…`: Xie et al., "Asynchronous Federated Optimization" (arXiv 1903.03934), and FedBuff after it: an update that is
-tau steps stale counts by (1 + tau) to the power of -1/2.
+`damped:…`: Xie et al., "Asynchronous Federated Optimization" (arXiv 1903.03934), and FedBuff after it: an update
+that is tau steps stale counts by (1 + tau) to the power of -1/2.
 """
 
 from __future__ import annotations

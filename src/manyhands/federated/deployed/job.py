@@ -84,7 +84,7 @@ class FederatedJob:
     def _check_settings(self) -> None:
         """UserError for what is a simulation's as yet, and would be left out without a word."""
         usual = Federated()
-        for name in ("codec", "keep", "clip", "noise", "epsilon", "sampling"):
+        for name in ("codec", "keep", "personal", "held_out", "clip", "noise", "epsilon", "sampling"):
             if getattr(self.strategy, name) != getattr(usual, name):
                 raise UserError(
                     f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
