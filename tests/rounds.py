@@ -12,8 +12,7 @@ import manyhands as mh
 from manyhands.federated.exchange import FederatedExchange
 from manyhands.federated.strategy import Federated
 from manyhands.strategy import Strategy
-from manyhands.task import Metric
-from manyhands.training.computing import Computer
+from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.exchange import LocalStep, Traffic
 
 __all__ = ["Played", "play_rounds"]
@@ -33,21 +32,15 @@ class Played:
         return self.exchange.traffic()
 
 
-class _Task:
-    """As much of a `Computer` as rounds ask for."""
-
-    def __init__(self, task: mh.Task) -> None:
-        self.task = task
-
-    def measures(self) -> dict[str, Metric]:
-        """Nothing but the task's own."""
-        return dict(self.task.metrics)
-
-    def slow_down(self, step: int, seconds: float) -> None:
-        """Never."""
-
-
-def play_rounds(task: mh.Task, words: str, rounds: int, after: Played | None = None, seed: int = 0) -> Played:
+def play_rounds(
+    task: mh.Task,
+    words: str,
+    rounds: int,
+    after: Played | None = None,
+    seed: int = 0,
+    *,
+    autocast: bool = False,
+) -> Played:
     """So many rounds; `after`: go on with another exchange where that one stopped, by what it would save."""
     torch.manual_seed(seed)
     model = task.model()
@@ -61,7 +54,10 @@ def play_rounds(task: mh.Task, words: str, rounds: int, after: Played | None = N
     if after is not None:
         exchange.recall(after.exchange.memory())
     losses = list(after.losses) if after is not None else []
-    computer = cast(Computer, _Task(task))
+    plan = TrainingPlan(
+        task=task, steps=rounds, seed=seed, evaluate_every=1, checkpoint_every=0, autocast=autocast
+    )
+    computer = Computer(plan, 0)
     for step in range(begin, begin + rounds):
         computed = exchange.compute(computer, model, step)
         agreed = exchange.agree(LocalStep(loss=computed.loss, share=computed.share, step=step))

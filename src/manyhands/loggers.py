@@ -230,13 +230,18 @@ def _import(logger: str, name: str) -> Any:
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a flat row by name, but for its step."""
-    return {name: value for name, value in row.items() if name not in ("step", "at_s")}
+    """The numbers of a flat row by name, but for its step; a loss that is not told is none."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("step", "at_s") and isinstance(value, int | float)
+    }
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the history with its metrics beside the rest."""
-    return {**{name: value for name, value in row.items() if name != "metrics"}, **row.get("metrics", {})}
+    """A row of the history with its metrics beside the rest; lists and tables, as of who took part, are left out."""
+    plain = {name: value for name, value in row.items() if not isinstance(value, list | Mapping)}
+    return {**plain, **row.get("metrics", {})}
 
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:

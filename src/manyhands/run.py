@@ -18,7 +18,8 @@ class History(Sequence[dict[str, Any]]):
 
     A step's row has `step` (global batches done), `loss` (mean over the global batch, or None where that is not told),
     `seconds` (that step's own) and `at_s` (since training began); an evaluation's row has `step`, `metrics`
-    ({name: value}) and `at_s`.
+    ({name: value}) and `at_s`. A strategy may add to them: under `federated` a step's row says who took part, an
+    evaluation's how the measures spread over parties (`fairness`).
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:

@@ -14,6 +14,7 @@ from manyhands.errors import UserError
 from manyhands.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.federated.algorithms.base import ClientUpdate
 from manyhands.federated.algorithms.plain import FedAvg
+from manyhands.federated.tally import PlainTally
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
 
@@ -53,8 +54,10 @@ def test_three_models_become_their_mean() -> None:
         ClientUpdate(client=k, change=[m - weights[0]], samples=7, steps=1, loss=0.0)
         for k, m in enumerate(models)
     ]
-    weight = sum(fedavg.weight(update) for update in updates)
-    fedavg.step(weights, [sum(fedavg.weight(u) * u.change[0] for u in updates) / weight])  # type: ignore[list-item]
+    tally = PlainTally(lambda values: values, weights)
+    for update in updates:
+        tally.add(update, fedavg.weight(update))
+    fedavg.step(weights, fedavg.mean(tally.total()))
     assert weights[0].tolist() == [2.0, 4.0]
 
 
@@ -169,6 +172,8 @@ def test_a_client_whose_update_is_not_finite_is_left_out() -> None:
     words = "federated batch=all partition=natural"
     run = mh.fit(task(mh.Parties({**PARTIES, "broken": broken})), words, rounds=2)
     assert_same(run.model, mh.fit(task(), words, rounds=2).model)
+    assert run.summary["updates_refused"] == 2
+    assert any("2 updates had a number that is not finite" in note for note in run.summary["notes"])
 
 
 def test_secure_rounds_are_plain_ones_to_half_a_step_of_their_fixed_point() -> None:
@@ -231,6 +236,22 @@ def test_an_algorithm_that_must_see_each_update_is_refused_with_a_secure_sum(
         ("federated secure=yes", {"rounds": 1, "workers": 2}, "workers=2: with secure=yes one worker"),
         ("federated clients=0", {"rounds": 1}, "clients=0"),
         ("federated fraction=0", {"rounds": 1}, "fraction=0"),
+        (
+            "federated clients=4 partition=natural",
+            {"rounds": 1},
+            "as many as the data has parties, which are 3",
+        ),
+        (
+            "federated algorithm=fedsgd epochs=2",
+            {"rounds": 1},
+            "epochs=2: a client of algorithm=fedsgd takes one",
+        ),
+        (
+            "federated algorithm=fedsgd batch=5",
+            {"rounds": 1},
+            "batch=5: a client of algorithm=fedsgd takes one",
+        ),
+        ("federated algorithm=fedyogi:0", {"rounds": 1}, "fedyogi:0: a server with a rate of 0 never moves"),
         ("federated fraction=many", {"rounds": 1}, "not a number"),
         ("federated algorithm=fedavgg", {"rounds": 1}, "fedavg"),
         ("federated algorithm=fedavg:2", {"rounds": 1}, "takes no number"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.draw.report import write_report
 from manyhands.errors import UserError
 
 RATE = 0.05
@@ -84,3 +87,55 @@ def test_a_state_that_no_round_has_touched_is_in_the_next_checkpoint(tmp_path: P
 def test_what_an_algorithm_cannot_do_is_refused(words: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         mh.fit(regression(), words, rounds=1)
+
+
+def measured_task() -> mh.Task:
+    return replace(
+        regression(samples(200, 4)),
+        evaluation=samples(40, 5),
+        metrics={"near": lambda model, batch: ((model(batch[0]) - batch[1]).abs() < 0.3).double().mean()},
+    )
+
+
+def test_fine_tuned_models_are_measured_alike_by_two_workers_and_after_a_resume(tmp_path: Path) -> None:
+    words = (
+        "federated clients=12 fraction=0.5 batch=4 partition=quantity:0.7 personal=finetune:2 held_out=0.25"
+    )
+    whole = mh.fit(measured_task(), words, rounds=6)
+    out = tmp_path / "parts"
+    mh.fit(measured_task(), words, workers=2, rounds=3, out=out)
+    again = mh.fit(measured_task(), words, workers=2, rounds=6, out=out, resume=True)
+    over = mh.fit(measured_task(), words, rounds=6, out=out, resume=True)
+    assert over.summary["steps"] == 6
+    for run in (again, over):
+        for kind in ("measures", "measures_common"):
+            mine, theirs = run.summary["parties"][kind], whole.summary["parties"][kind]
+            assert list(mine) == ["evaluation_loss", "near"]
+            for name in mine:
+                assert None in mine[name], "of a single sample nothing is held out"
+                values = ([math.nan if one is None else one for one in told[name]] for told in (mine, theirs))
+                np.testing.assert_allclose(*values, rtol=1e-9)
+    tuned, common = (
+        whole.summary[name]["evaluation_loss"]["mean"] for name in ("fairness", "fairness_common")
+    )
+    assert tuned != pytest.approx(common, rel=1e-3)
+    plain = mh.fit(measured_task(), words.replace("personal=finetune:2 ", ""), rounds=6)
+    np.testing.assert_array_equal(weight_of(plain), weight_of(whole))
+    assert plain.summary["parties"]["measures"] == whole.summary["parties"]["measures_common"]
+    assert "measures_common" not in plain.summary["parties"]
+
+
+def test_every_evaluation_tells_how_the_parties_fare(tmp_path: Path) -> None:
+    words = "federated clients=12 fraction=0.5 batch=4 partition=quantity:0.7 algorithm=ditto"
+    alone = mh.fit(measured_task(), words, rounds=3)
+    both = mh.fit(measured_task(), words, rounds=3, workers=2, out=tmp_path)
+    assert [row["step"] for row in alone.history.evaluations] == [1, 2, 3]
+    for mine, theirs in zip(alone.history.evaluations, both.history.evaluations, strict=True):
+        assert list(mine["fairness"]) == ["evaluation_loss", "near"]
+        for name, spread in mine["fairness"].items():
+            assert spread == pytest.approx(theirs["fairness"][name], rel=1e-9)
+    last = alone.history.evaluations[-1]["fairness"]
+    assert last["near"] == pytest.approx(alone.summary["fairness"]["near"])
+    assert "over the parties, at each evaluation" in write_report(tmp_path).read_text()
+    noisy = f"{words.replace(' algorithm=ditto', '')} sampling=poisson clip=1 noise=1 delta=1e-3"
+    assert all("fairness" not in row for row in mh.fit(measured_task(), noisy, rounds=2).history.evaluations)

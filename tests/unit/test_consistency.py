@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from manyhands.consistency.asynchronous import Async
 from manyhands.consistency.bounded import Bounded
+from manyhands.consistency.buffered import Buffered
 from manyhands.consistency.parse import parse_consistency
 from manyhands.consistency.policy import BatchPlace, Group, Policy, blend
-from manyhands.consistency.rates import StalenessAware
+from manyhands.consistency.rates import StalenessAware, StalenessDamped
 from manyhands.consistency.softsync import SoftSync
 from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError
@@ -25,6 +26,7 @@ TEXTS = {
     "async": Async(),
     "softsync:4": SoftSync(4),
     "aware:softsync:30": StalenessAware(SoftSync(30)),
+    "damped:bounded:2": StalenessDamped(Bounded(2)),
 }
 
 
@@ -53,7 +55,7 @@ def test_a_bound_of_zero_is_sync() -> None:
     ("text", "says"),
     [
         ("assync", "did you mean 'async'"),
-        ("", "allowed: sync, bounded, async, softsync, aware"),
+        ("", "allowed: sync, bounded, async, softsync, aware, damped"),
         ("async:1", "takes no number"),
         ("bounded", "'' is not a whole number"),
         ("bounded:", "nothing follows the colon"),
@@ -64,6 +66,9 @@ def test_a_bound_of_zero_is_sync() -> None:
         ("softsync:99999999999", "is not a whole number"),
         ("aware", "as in aware:async"),
         ("aware:aware:async", "once only"),
+        ("damped:aware:async", "once only"),
+        ("damped", "as in damped:async"),
+        ("buffered:5", "'buffered' is not a policy"),
         ("aware:bonded:1", "did you mean 'bounded'"),
     ],
 )
@@ -74,7 +79,7 @@ def test_a_wrong_text_is_told_what_is_allowed(text: str, says: str) -> None:
 
 
 def test_values_are_checked_where_they_are_made() -> None:
-    for make in (lambda: Sync(-1), lambda: Bounded(0), lambda: SoftSync(0)):
+    for make in (lambda: Sync(-1), lambda: Bounded(0), lambda: SoftSync(0), lambda: Buffered(0)):
         with pytest.raises(UserError):
             make()
 
@@ -125,6 +130,11 @@ ROWS: list[tuple[Policy, Arrivals, tuple[tuple[int, int], ...] | None]] = [
     (SoftSync(1), Arrivals((), drained=True), None),
     (SoftSync(3), Arrivals(TWO), ((2, 0),)),
     (SoftSync(30), Arrivals(TWO), ((2, 0),)),
+    (Buffered(3), Arrivals(TWO), None),
+    (Buffered(2), Arrivals(ALL), ((2, 0), (0, 0))),
+    (Buffered(3), Arrivals(TWO, drained=True), ((2, 0), (0, 0))),
+    (Buffered(3), Arrivals((), drained=True), None),
+    (StalenessDamped(Buffered(3)), Arrivals(ALL, num_active=1), ALL),
     (StalenessAware(Sync()), Arrivals(ALL), ((0, 0), (1, 0), (2, 0))),
 ]
 
@@ -145,12 +155,13 @@ def test_what_makes_a_step(
         (Bounded(3), 3, True, False, False),
         (Async(), None, False, False, False),
         (SoftSync(2), None, False, True, True),
+        (Buffered(2), None, False, True, True),
     ],
 )
 def test_what_a_shard_is_told(
     policy: Policy, lag: int | None, by_clock: bool, chosen_by_lead: bool, outlives_read: bool
 ) -> None:
-    for one in (policy, StalenessAware(policy)):
+    for one in (policy, StalenessAware(policy), StalenessDamped(policy)):
         assert (one.lag, one.by_clock) == (lag, by_clock)
         assert (one.chosen_by_lead, one.outlives_read) == (chosen_by_lead, outlives_read)
         assert one.stepwise is isinstance(policy, Sync)
@@ -193,3 +204,6 @@ def test_a_fresh_update_keeps_its_whole_rate() -> None:
     aware = StalenessAware(Async())
     assert [aware.rate(tau) for tau in (0, 1, 2, 4)] == [1.0, 1.0, 0.5, 0.25]
     assert Async().rate(9) == 1.0
+    damped = StalenessDamped(Buffered(2))
+    assert [damped.rate(tau) for tau in (0, 3, 8)] == [1.0, 0.5, 1 / 3]
+    assert [Buffered(size).includes_own(9) for size in (1, 2)] == [True, False]

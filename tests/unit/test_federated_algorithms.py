@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -167,3 +169,47 @@ def test_scaffold_and_fednova_go_with_a_secure_sum() -> None:
         plain = play_rounds(regression(), words, 2)
         secure = play_rounds(regression(), f"{words} secure=yes range=16 bits=30", 2)
         np.testing.assert_allclose(weight_of(secure), weight_of(plain), rtol=0, atol=1e-6)
+
+
+def test_fednovas_number_of_steps_has_room_in_a_secure_sum_however_many_there_are() -> None:
+    """Up to eleven steps of a client, and items of at most 2."""
+    words = "federated batch=1 partition=natural algorithm=fednova"
+    plain = play_rounds(regression(), words, 1)
+    secure = play_rounds(regression(), f"{words} secure=yes range=2 bits=30", 1)
+    np.testing.assert_allclose(weight_of(secure), weight_of(plain), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["fedadam", "fedyogi", "fedadagrad", "fednova"])
+def test_running_statistics_are_averaged_whatever_the_servers_optimizer(algorithm: str) -> None:
+    """A step of Adam could make a variance negative; after a round they are those of FedAvg."""
+    task = replace(
+        regression(),
+        model=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1, bias=False)).double(),
+    )
+    words = "federated batch=all epochs=2 partition=natural algorithm="
+    fedavg, other = (play_rounds(task, words + one, 1) for one in ("fedavg", algorithm))
+    for name, buffer in fedavg.model.named_buffers():
+        torch.testing.assert_close(dict(other.model.named_buffers())[name], buffer, rtol=1e-12, atol=1e-12)
+    begun = nn.BatchNorm1d(3).double().running_var
+    assert not torch.allclose(fedavg.model.get_buffer("0.running_var"), begun, atol=1e-3)  # type: ignore[arg-type]
+
+
+def test_clients_compute_in_the_precision_of_the_run() -> None:
+    words = "federated batch=all partition=natural together="
+    single = {name: (one.float(), other.float()) for name, (one, other) in PARTIES.items()}
+    task = replace(regression(mh.Parties(single)), model=lambda: nn.Linear(3, 1, bias=False))
+    torch.manual_seed(0)
+    by_hand = task.model().weight.detach().clone()
+    step = torch.zeros_like(by_hand)
+    for inputs, targets in single.values():
+        model = nn.Linear(3, 1, bias=False)
+        model.weight.data.copy_(by_hand)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        step -= RATE * len(inputs) / 35 * model.weight.grad
+    plain = play_rounds(task, words + "1", 1)
+    for together in ("1", "auto"):
+        rounded = play_rounds(task, words + together, 1, autocast=True)
+        torch.testing.assert_close(rounded.model.weight.detach(), by_hand + step, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(rounded.model.weight, plain.model.weight, rtol=1e-5, atol=1e-6)

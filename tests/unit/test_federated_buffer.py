@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.consistency.policy import blend
 from manyhands.errors import UserError
 from manyhands.federated.algorithms.base import FederatedFacts
-from manyhands.federated.algorithms.buff import FedBuff, duration_s
+from manyhands.federated.algorithms.buff import ClientArrivals, FedBuff, Underway, duration_s, next_client
+from manyhands.federated.updates import ClientUpdate
 from rounds import Played, play_rounds
 
 RATE = 0.1
@@ -40,13 +45,30 @@ def weight_of(played: Played) -> np.ndarray:
 
 
 def schedule(rounds: int, clients: int, per_round: int, size: int) -> list[list[tuple[int, int]]]:
-    """By an event loop of its own: (client, version) of each round's updates."""
-    made = FedBuff(size)
-    made.attach(FederatedFacts(clients=clients, per_round=per_round))
-    return [
-        [(one.client, one.number) for one in made.given(number, (), [torch.full((1,), float(number))])]
-        for number in range(rounds)
-    ]
+    """(client, version) of each round's updates, by a loop over events of its own.
+
+    It shares with the algorithm how long a client takes and who goes next, and no line of the loop.
+    """
+    events: list[tuple[float, int, int]] = []  # when, who, with which model
+    trips, now = itertools.count(), 0.0
+
+    def send(version: int, resting: set[int]) -> None:
+        away = {client for _, client, _ in events}
+        trip = next(trips)
+        client = next_client(0, trip, [one for one in range(clients) if one not in away | resting])
+        heapq.heappush(events, (now + duration_s(0, client, trip), client, version))
+
+    for _ in range(per_round):
+        send(0, set())
+    found: list[list[tuple[int, int]]] = []
+    for version in range(rounds):
+        buffer: list[tuple[int, int]] = []
+        while len(buffer) < size:
+            now, client, began = heapq.heappop(events)
+            buffer.append((client, began))
+            send(version, {one for one, _ in buffer})
+        found.append(buffer)
+    return found
 
 
 def test_a_step_is_the_mean_of_the_buffer_each_update_from_the_model_it_began_with() -> None:
@@ -69,6 +91,33 @@ def test_a_step_is_the_mean_of_the_buffer_each_update_from_the_model_it_began_wi
     told = run.exchange.told()["algorithm"]
     assert told["staleness"]["mean"] == pytest.approx(late / 24)
     assert told["staleness"]["mean"] > 1, "six are under way, and two make a step"
+
+
+def test_staleness_counts_as_under_parameter_servers() -> None:
+    """What `blend` makes of gradients of one step, which is what a server of `ps` does with them."""
+    staleness = [0, 3, 1, 8]
+    made = FedBuff(len(staleness))
+    updates = [
+        ClientUpdate(client=at, change=[], samples=at + 1, steps=1, loss=0.0, staleness=tau)
+        for at, tau in enumerate(staleness)
+    ]
+    factors, rate = blend(made.policy, [1.0] * 4, staleness, parts=1)
+    counted = [made.weight(one) / 4 for one in updates]
+    assert counted == pytest.approx([rate * factor for factor in factors], rel=1e-15)
+    assert counted == pytest.approx([1 / 4, 1 / 8, 1 / (4 * 2**0.5), 1 / 12], rel=1e-15)
+    assert str(made.policy) == "damped:buffered:4"
+
+
+def test_a_policy_is_told_who_is_under_way_and_who_is_back() -> None:
+    underway = [Underway(3.0, 7, 2), Underway(1.0, 4, 1)]
+    book = ClientArrivals(2, underway)
+    book.add(underway.pop())
+    assert (book.num_active, book.num_waiting, book.step) == (1, 1, 2)
+    assert (book.slots_at(1), book.slots_at(2), book.slots_at(3)) == ((4,), (7,), ())
+    assert (book.num_arrived(1), book.num_arrived(2)) == (1, 0)
+    assert book.waits(4, 1)
+    assert not book.waits(7, 2)
+    assert book.first_waiting(5) == ((4, 1),)
 
 
 def test_where_a_step_waits_for_everybody_it_is_fedavg() -> None:

@@ -9,12 +9,12 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.analyse.gather import Gather
-from manyhands.analyse.parties import parties_view
+from manyhands.analyse.parties import PartiesHistory, parties_view
 from manyhands.analyse.view import PartiesView
 from manyhands.draw.page import sections
 from manyhands.draw.parties import skew_lines, skew_picture
 from manyhands.federated.clients import held
-from manyhands.federated.spread import measured, shown_clients, skew_of, spread_of
+from manyhands.federated.spread import ClientMeasures, measured, shown_clients, skew_of, spread_of
 from views import run_view
 
 LABELS = torch.tensor([0, 0, 0, 1, 1, 2])
@@ -64,9 +64,33 @@ def test_each_party_is_measured_on_its_own_samples_with_the_model_it_uses() -> N
     with torch.no_grad():
         model.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))  # everything is a 0
     own = [model.weight.detach().clone(), torch.tensor([0.0, 0.0, 1.0])]  # everything is a 2, to party 1
-    found = measured(task, task.metrics, model, lambda client: own if client else held(model), SPLIT, [1, 0])
-    assert found == {0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}
+    models = [(1, own), (0, held(model))]
+    found = measured(task, task.metrics, model, models, SPLIT)
+    assert found == ClientMeasures({0: {"accuracy": 0.75}, 1: {"accuracy": 0.5}}, {})
 
+
+def test_a_metric_that_cannot_read_samples_of_training_is_left_out_and_it_is_told_why() -> None:
+    task = a_task((torch.zeros(6, 1), LABELS))
+    model = task.model()
+
+    def third(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return batch[2].mean()
+
+    metrics = {"third": third, **task.metrics}
+    found = measured(task, metrics, model, [(client, held(model)) for client in (0, 1)], SPLIT)
+    assert found.failed == {"third": "IndexError: list index out of range"}
+    assert [list(one) for one in found.values.values()] == [["accuracy"], ["accuracy"]]
+
+    def stopped(model: nn.Module, batch: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(task, {"stopped": stopped}, model, [(0, held(model))], SPLIT)
+    with pytest.raises(ValueError, match="zip"):  # a defect of ours is no reason to leave a measure out
+        measured(task, metrics, model, [(0, held(model)[:1])], SPLIT)
+
+
+FAIRNESS = {"accuracy": {"mean": 0.375, "lowest_tenth": 0.0, "highest_tenth": 0.75, "deviation": 0.375}}
 
 SUMMARY = {
     "parties": {
@@ -78,7 +102,7 @@ SUMMARY = {
         "counts": [[3, 1, 0], [0, 1, 1]],
         "measures": {"accuracy": [0.75, 0.0]},
     },
-    "fairness": {"accuracy": {"mean": 0.375, "lowest_tenth": 0.0, "highest_tenth": 0.75, "deviation": 0.375}},
+    "fairness": FAIRNESS,
 }
 
 
@@ -96,6 +120,17 @@ def test_a_view_counts_who_took_part_from_the_first_round_on_and_tells_the_rest_
     assert live is not None
     assert live.rounds == {0: 1, 1: 2}
     assert live.parties == ()
+    gather.add_rows([{"step": 3, "metrics": {"accuracy": 0.4}, "at_s": 0.3, "fairness": FAIRNESS}])
+    gather.add_rows(
+        [{"step": 4, "metrics": {}, "at_s": 0.4, "fairness": {"accuracy": 3, "x": {"mean": "y"}}}]
+    )
+    told = gather.view(0).parties
+    assert told is not None
+    assert {curve.name: (curve.steps, curve.values) for curve in told.courses["accuracy"]} == {
+        "highest_tenth": ((3.0,), (0.75,)),
+        "mean": ((3.0,), (0.375,)),
+        "lowest_tenth": ((3.0,), (0.0,)),
+    }
     gather.end(SUMMARY)
     ended = gather.view(0).parties
     assert ended is not None
@@ -127,6 +162,24 @@ def test_the_page_shows_the_skew_the_fairness_and_who_took_part() -> None:
     assert "parties" not in sections(run_view())
     quiet = sections(run_view(strategy="federated", parties=PartiesView(count=0, rounds={})))["parties"]
     assert "No round has ended yet" in quiet
+
+
+def test_the_page_shows_models_of_parties_own_beside_the_common_one_and_the_spread_over_the_run() -> None:
+    parties = {**SUMMARY["parties"], "measures_common": {"accuracy": [0.5, None]}, "held_out": 0.2}
+    history = PartiesHistory()
+    for step, lowest in ((1, 0.1), (2, 0.3)):
+        spread = {"mean": 0.5, "lowest_tenth": lowest, "highest_tenth": 0.9}
+        history.add({"step": step, "at_s": float(step), "fairness": {"accuracy": spread}})
+    summary = {**SUMMARY, "parties": parties, "fairness_common": {"accuracy": {"mean": 0.5}}}
+    view = parties_view({0: 1}, summary, history.courses)
+    assert [one.common for one in view.parties] == [{"accuracy": 0.5}, {}]
+    drawn = sections(run_view(strategy="federated clients=2", parties=view))["parties"]
+    assert drawn.count(">accuracy of the common model<") == 2, (
+        "in the table of parties, and in that of the spread"
+    )
+    assert "On samples of the parties' own, held out, over the parties" in drawn.replace("&#x27;", "'")
+    assert "accuracy over the parties, at each evaluation" in drawn
+    assert "lowest tenth" in drawn
 
 
 def test_the_skew_in_text_is_darker_where_a_party_has_more_of_a_label() -> None:

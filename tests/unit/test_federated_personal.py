@@ -12,6 +12,7 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.federated.coding import UpdateCoding
 from manyhands.federated.layers import local_names
+from manyhands.federated.partition import held_back
 from manyhands.federated.personal import fine_tuned, models_kept
 from manyhands.federated.updates import ClientUpdate
 from rounds import Played, play_rounds
@@ -238,6 +239,20 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ("federated codec=bf16 feedback=no", "feedback=no: codec=bf16 keeps nothing"),
         ("federated codec=bf16 secure=yes", "codec=bf16: words under a mask .* use fewer bits="),
         ("federated algorithm=ditto:-1", "at least 0"),
+        ("federated personal=finetun:1", "personal=finetun:1: unknown; .*did you mean 'finetune'"),
+        ("federated personal=finetune:0", "personal=finetune:0: '0' is no number of epochs"),
+        ("federated personal=finetune:", "'' is no number of epochs"),
+        (
+            "federated personal=finetune:1 algorithm=ditto",
+            "finetune:1: not with algorithm=ditto: each client has",
+        ),
+        (
+            "federated personal=finetune clip=1 noise=1 delta=1e-5",
+            "personal=finetune: with noise nothing is told of single",
+        ),
+        ("federated held_out=0.2 clip=1 noise=1 delta=1e-5", "held_out=0.2: with noise nothing is told"),
+        ("federated held_out=1", "held_out=1: must be a number from 0 to below 1"),
+        ("federated held_out=some", "'some' is not a number from 0 to below 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
@@ -265,6 +280,86 @@ def test_fine_tuning_is_each_clients_own_descent_from_the_common_model() -> None
     same(weights_of(common), before, within=0)
     with pytest.raises(UserError, match="epochs=0"):
         list(fine_tuned(task(), strategy, common.model, epochs=0))
+
+
+def error_of(weights: list[Tensor], data: tuple[Tensor, Tensor]) -> float:
+    hidden = data[0] @ weights[0].T + weights[1]
+    return float((hidden @ weights[2].T + weights[3] - data[1]).square().mean())
+
+
+def told_errors(played: Played, kind: str) -> list[float]:
+    told = played.exchange.told()[kind]
+    return [told[client]["evaluation_loss"] for client in sorted(told, key=int)]
+
+
+def test_fine_tuning_is_a_setting_that_is_measured_beside_the_common_model() -> None:
+    words = "federated partition=natural batch=all epochs=2 keep=1"
+    plain = play_rounds(task(), words, 2)
+    tuned = play_rounds(task(), f"{words} personal=finetune:3", 2)
+    same(weights_of(tuned), weights_of(plain), within=0)
+    common, own = [], []
+    for client, data in enumerate(PARTIES.values()):
+        mine = list(plain.exchange.personal(client))
+        common.append(error_of(weights_of(plain), data))
+        own.append(error_of(descend(mine, data, 3, mine, 0.0), data))
+    assert told_errors(tuned, "measured") == pytest.approx(own, rel=1e-9)
+    assert told_errors(tuned, "measured_common") == pytest.approx(common, rel=1e-9)
+    for client in range(4):  # what a client keeps from round to round is as it was
+        same(tuned.exchange.personal(client), plain.exchange.personal(client), within=0)
+    assert "measured_common" not in play_rounds(task(), "federated partition=natural", 1).exchange.told()
+
+
+def test_the_function_gives_the_models_that_a_run_has_measured() -> None:
+    words = "federated partition=natural batch=2 keep=1 personal=finetune:2 held_out=0.3"
+    run = play_rounds(task(), words, 2)
+    strategy = mh.Federated.parse(words)
+    assert isinstance(strategy, mh.Federated)
+    layers = models_kept(run.exchange.memory(), "layers")
+    found = dict(fine_tuned(task(), strategy, run.model, kept=layers))
+    _, held = held_back(mh.Parties(PARTIES).split(), 0.3, 0)
+    begins = mh.Parties(PARTIES).split()
+    errors = []
+    for client, data in enumerate(PARTIES.values()):
+        at = held[client] - begins[client][0]
+        errors.append(error_of(found[client], (data[0][at], data[1][at])))
+    assert told_errors(run, "measured") == pytest.approx(errors, rel=1e-9)
+
+
+def test_clients_that_are_tuned_at_once_come_to_what_each_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.federated.playing._FEW_STEPS", 0)
+    model = task().model()
+    both = []
+    for together in (1, 0):
+        strategy = mh.Federated(partition="natural", batch=3, personal="finetune:2", together=together)
+        both.append(dict(fine_tuned(task(), strategy, model)))
+    for client in range(4):
+        same(both[0][client], both[1][client])
+        assert not torch.equal(both[0][client][0], model[0].weight)
+
+
+def test_what_is_held_out_is_not_trained_on_and_measures() -> None:
+    """By hand: each client's descent on what is left to it, weighed by that."""
+    trained, held = held_back(mh.Parties(PARTIES).split(), 0.4, 0)
+    everything = mh.Parties(PARTIES)
+    common, models, errors = begun(), [], []
+
+    def samples_at(indices: object) -> tuple[Tensor, Tensor]:
+        pairs = [everything[at] for at in indices]  # type: ignore[attr-defined]
+        return torch.stack([one for one, _ in pairs]), torch.stack([one for _, one in pairs])
+
+    for mine in trained:
+        models.append(descend(common, samples_at(mine), 2, common, 0.0))
+    sizes = [len(mine) for mine in trained]
+    assert sizes == [2, 3, 4, 4]
+    mean = [
+        sum(size / sum(sizes) * one for size, one in zip(sizes, column, strict=True))
+        for column in zip(*models, strict=True)
+    ]
+    run = play_rounds(task(), "federated partition=natural batch=all epochs=2 held_out=0.4", 1)
+    same(weights_of(run), mean)
+    for tested in held:
+        errors.append(error_of(mean, samples_at(tested)))  # type: ignore[arg-type]
+    assert told_errors(run, "measured") == pytest.approx(errors, rel=1e-9)
 
 
 def test_what_clients_had_kept_is_read_from_a_checkpoint() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.federated.spread import ClientMeasures, spread_of, spread_over
 from manyhands.federated.states import ClientStates, gathered, restored
 from manyhands.federated.tally import KeptTally, PlainTally
 from manyhands.federated.updates import ClientUpdate, TallySum
@@ -94,3 +95,21 @@ def test_the_states_of_clients_go_into_a_checkpoint_and_to_other_workers() -> No
                 assert [tensor.dtype for tensor in state] == [torch.float32, torch.float64]
     assert gathered({}, 12, LIKE, lambda values: values) == {}
     assert restored({}, 0, 1, torch.device("cpu")) == {}
+
+
+def test_the_spread_over_parties_is_that_of_one_worker_who_has_measured_all() -> None:
+    clients, names = [0, 2, 5, 7], ["accuracy", "loss", "odd"]
+    values = {
+        client: {"accuracy": 0.1 * client, "loss": 2.0 - client} for client in (0, 2, 7)
+    }  # 5 has no samples
+
+    def spread(rank: int, world: int, total: Callable[[Tensor], Tensor]) -> dict[str, dict[str, float]]:
+        mine = {client: one for client, one in values.items() if client % world == rank}
+        odd = {"odd": "TypeError"} if rank == 0 else {}
+        return spread_over(ClientMeasures(mine, odd), clients, names, total)
+
+    alone = spread(0, 1, lambda values: values)
+    assert alone == {name: spread_of([one[name] for one in values.values()]) for name in ("accuracy", "loss")}
+    assert alone["accuracy"]["mean"] == pytest.approx(0.3)
+    for found in together(2, lambda rank, total: spread(rank, 2, total)):
+        assert found == alone

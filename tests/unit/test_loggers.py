@@ -226,3 +226,22 @@ def test_a_package_that_is_missing_is_one_line_with_the_command(monkeypatch: pyt
         mh.MlflowLogger()
     with pytest.raises(UserError, match="every is 0; it must be a whole number of at least 1"):
         mh.WandbLogger(run=Board(), every=0)
+
+
+def test_of_a_federated_round_the_numbers_are_logged(tmp_path: Path) -> None:
+    """MLflow takes numbers alone; who took part is a list, the spread over parties a table, a private loss nothing."""
+    module = Calls(start_run=SimpleNamespace(info=SimpleNamespace(run_id="7")))
+    logger = mh.MlflowLogger(mlflow=module)
+    file = mh.CsvLogger(tmp_path / "rounds.csv")
+    for one in (logger, file):
+        one.on_begin(FRESH)
+        one.on_step({"step": 1, "loss": None, "seconds": 0.5, "at_s": 0.5, "clients": [3, 4]})
+        one.on_evaluate({**EVALUATION, "fairness": {"accuracy": {"mean": 0.5}}})
+        one.on_end(None, None)
+    assert module.of("log_metrics") == [
+        (({"seconds": 0.5},), {"step": 1}),
+        (({"evaluation_loss": 0.25, "accuracy": 0.5},), {"step": 2}),
+    ]
+    assert list(read(tmp_path / "rounds.csv")[1]) == [
+        "step", "at_s", "loss", "seconds", "evaluation_loss", "accuracy",
+    ]  # fmt: skip

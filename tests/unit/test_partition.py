@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import manyhands as mh
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
-from manyhands.federated.partition import Partition
+from manyhands.federated.partition import Partition, held_back
 
 LABELS = torch.arange(1000) % 10
 DATA = (torch.arange(1000.0), LABELS)
@@ -88,3 +88,26 @@ def test_parties_are_one_data_set_and_each_its_own() -> None:
             mh.Parties(wrong)
     with pytest.raises(UserError, match="one each"):
         mh.Parties.by((torch.arange(5.0),), ["x"])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    share=st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_held_back_is_a_part_of_every_clients_samples_and_never_all(
+    sizes: list[int], share: float, seed: int
+) -> None:
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    trained, held = held_back(parts, share, seed)
+    for part, mine, tested in zip(parts, trained, held, strict=True):
+        assert sorted([*mine, *tested]) == part.tolist()
+        assert len(mine) >= 1
+        assert (len(tested) > 0) == (len(part) > 1)
+        assert abs(len(tested) - share * len(part)) <= 1
+    again, _ = held_back(parts, share, seed)
+    assert all(map(np.array_equal, trained, again))
+    everything, same = held_back(parts, 0.0, seed)
+    assert all(map(np.array_equal, everything, parts))
+    assert all(map(np.array_equal, same, parts))

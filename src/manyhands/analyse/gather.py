@@ -16,7 +16,7 @@ import numpy as np
 
 from manyhands.analyse.curves import HistoryCurves, RateCurve
 from manyhands.analyse.members import Members, ServerPlace
-from manyhands.analyse.parties import Participation, parties_view
+from manyhands.analyse.parties import PartiesHistory, parties_view
 from manyhands.analyse.privacy import privacy_words
 from manyhands.analyse.recent import WINDOW_NS, Recent
 from manyhands.analyse.remarks import about_imbalance, about_quiet, about_workers
@@ -89,7 +89,7 @@ class Gather:
         self._summary: Mapping[str, Any] | None = None
         self._notes: dict[str, None] = {}
         self._odd_rows: Counter[str] = Counter()  # by file
-        self._participation = Participation() if _has_parties(strategy) else None
+        self._parties = PartiesHistory() if _has_parties(strategy) else None
 
     def set_clock(self, offset_ns: int) -> None:
         """Tell how much the events' clock is behind the time of day, which members are told in."""
@@ -132,8 +132,8 @@ class Gather:
         for row in rows:
             if self._history.add(row):
                 known.append(row)
-                if self._participation is not None:
-                    self._participation.add(row)
+                if self._parties is not None:
+                    self._parties.add(row)
             else:
                 self._odd_rows["metrics.jsonl"] += 1
         return known
@@ -141,8 +141,8 @@ class Gather:
     def forget_rows(self) -> None:
         """The history was rewritten, as a resumed run does; its rows will all be added again."""
         self._history = HistoryCurves()
-        if self._participation is not None:
-            self._participation = Participation()
+        if self._parties is not None:
+            self._parties = PartiesHistory()
 
     def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of what happened to members, as they stand in members.jsonl."""
@@ -212,8 +212,8 @@ class Gather:
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
             parties=None
-            if self._participation is None
-            else parties_view(self._participation.rounds, self._summary),
+            if self._parties is None
+            else parties_view(self._parties.rounds, self._summary, self._parties.courses),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *self._odd()),

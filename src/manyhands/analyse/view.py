@@ -155,7 +155,9 @@ class PartyView:
     labels: tuple[int, ...]
     """How many samples of each label it has; none where samples have no labels."""
     measures: Mapping[str, float]
-    """Means over samples of its own, at the end."""
+    """Means over samples of its own, at the end, with the model that it uses itself."""
+    common: Mapping[str, float] = field(default_factory=dict)
+    """The same with the common model, where that is another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,12 @@ class PartiesView:
     """All, or some in even distances."""
     spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of each measure, over the parties: mean, lowest and highest tenth, standard deviation."""
+    spread_common: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """The same with the common model, where parties use others."""
+    held_out: float = 0.0
+    """Which part of its samples a party was measured by and has not trained on; 0: by what it trained on."""
+    courses: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
+    """Of each measure, at the evaluations: the mean over parties, and the means of the lowest and highest tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""Consistency as text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`, `aware:async`.
+"""Consistency as text: `sync`, `sync:1` (one backup worker), `bounded:3`, `async`, `softsync:4`.
+
+Before each of them may stand how rates follow staleness: `aware:async`, `damped:softsync:4`.
 
 `strong`, `weak:3` and `eventual` are other words for `sync`, `bounded:3` and `async`.
 """
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from manyhands.consistency.asynchronous import Async
 from manyhands.consistency.bounded import Bounded
 from manyhands.consistency.policy import Policy
-from manyhands.consistency.rates import StalenessAware
+from manyhands.consistency.rates import StalenessAware, StalenessDamped, StalenessRate
 from manyhands.consistency.softsync import SoftSync
 from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError, nearest
@@ -49,12 +51,13 @@ def _softsync(text: str, rest: str) -> Policy:
     return SoftSync(_number(text, rest))
 
 
-def _aware(text: str, rest: str) -> Policy:
+def _rated(text: str, rest: str) -> Policy:
+    word = text.partition(":")[0]
     if not rest:
-        raise UserError(f"consistency={text!r}: name the policy whose rates it changes, as in aware:async")
-    if rest.partition(":")[0] == "aware":
-        raise UserError(f"consistency={text!r}: aware may be said once only")
-    return StalenessAware(parse_consistency(rest))
+        raise UserError(f"consistency={text!r}: name the policy whose rates it changes, as in {word}:async")
+    if rest.partition(":")[0] in _RATES:
+        raise UserError(f"consistency={text!r}: one of {', '.join(_RATES)} may be said, and once only")
+    return _RATES[word](parse_consistency(rest))
 
 
 def _number(text: str, rest: str) -> int:
@@ -70,10 +73,12 @@ def _example(text: str) -> str:
 
 
 _OTHER_WORDS = {"strong": "sync", "weak": "bounded", "eventual": "async"}
+_RATES: dict[str, type[StalenessRate]] = {"aware": StalenessAware, "damped": StalenessDamped}
 _FORMS: dict[str, Callable[[str, str], Policy]] = {
     "sync": _sync,
     "bounded": _bounded,
     "async": _async,
     "softsync": _softsync,
-    "aware": _aware,
+    "aware": _rated,
+    "damped": _rated,
 }

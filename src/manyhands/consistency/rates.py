@@ -1,21 +1,30 @@
-"""Staleness-aware rates, as a wrapper of any policy.
+"""Rates that follow staleness, as wrappers of any policy.
 
-Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning" (arXiv 1511.05950): an update that is tau steps
-stale moves the parameters by alpha0 / tau of its gradient, and by alpha0 when it is fresh.
+`aware:…`: Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning" (arXiv 1511.05950): an update that is
+tau steps stale moves the parameters by alpha0 / tau of its gradient, and by alpha0 when it is fresh.
+
+`damped:…`: Xie et al., "Asynchronous Federated Optimization" (arXiv 1903.03934), and FedBuff after it: an update
+that is tau steps stale counts by (1 + tau) to the power of -1/2.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from manyhands.consistency.policy import BatchPlace, Book, Group, Policy
 
-__all__ = ["StalenessAware"]
+__all__ = ["StalenessAware", "StalenessDamped", "StalenessRate"]
 
 
 @dataclass(frozen=True, slots=True)
-class StalenessAware(Policy):
+class StalenessRate(Policy):
     """The policy `inner` in everything but the rate."""
+
+    word: ClassVar[str]
+    """What stands before the policy that it wraps."""
 
     inner: Policy
 
@@ -56,9 +65,31 @@ class StalenessAware(Policy):
         """As inside."""
         return self.inner.place(rank, count, clock, first)
 
+    @abstractmethod
+    def rate(self, staleness: int) -> float:
+        """What the learning rate is multiplied by for an update of this staleness."""
+
+    def __str__(self) -> str:
+        return f"{self.word}:{self.inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessAware(StalenessRate):
+    """By the inverse of the staleness."""
+
+    word: ClassVar[str] = "aware"
+
     def rate(self, staleness: int) -> float:
         """One part in `staleness`."""
         return self.inner.rate(staleness) / max(staleness, 1)
 
-    def __str__(self) -> str:
-        return f"aware:{self.inner}"
+
+@dataclass(frozen=True, slots=True)
+class StalenessDamped(StalenessRate):
+    """By the inverse of the square root of one more than the staleness."""
+
+    word: ClassVar[str] = "damped"
+
+    def rate(self, staleness: int) -> float:
+        """Slower to fall than the inverse of the staleness, and from the first step on."""
+        return self.inner.rate(staleness) / math.sqrt(1 + staleness)

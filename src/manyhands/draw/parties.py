@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from manyhands.analyse.view import PartiesView, PartyView
-from manyhands.draw.charts import data_table, histogram, matrix, quiet, section
+from manyhands.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet, section
 
 __all__ = ["parties_section", "skew_lines", "skew_picture"]
 
 _MOST_COLUMNS = 24
 _MOST_ROWS = 60
 _SHADES = " ·░▒▓█"
+_MOST_COURSES = 4
+_COMMON = "{} of the common model"
 
 
 def parties_section(view: PartiesView) -> str:
     """The section of the page; what is not known yet has a quiet line."""
-    parts = [_participation(view)]
+    parts = [_participation(view), *_courses(view)]
     if view.parties:
         parts += [skew_picture(view), _spread(view), _table(view)]
     else:
@@ -66,32 +69,54 @@ def _participation(view: PartiesView) -> str:
     )
 
 
+def _courses(view: PartiesView) -> list[str]:
+    """How the parties fared so far, a picture for each measure."""
+    return [
+        line_chart(
+            [Series(name=one.name.replace("_", " "), xs=one.steps, ys=one.values) for one in curves],
+            title=f"{name} over the parties, at each evaluation",
+            x_label="round",
+            y_label=name,
+        )
+        for name, curves in list(view.courses.items())[:_MOST_COURSES]
+    ]
+
+
 def _spread(view: PartiesView) -> str:
     if not view.spread:
         return ""
     columns = ("mean", "lowest_tenth", "highest_tenth", "deviation")
+    named = [*view.spread.items(), *((_COMMON.format(name), one) for name, one in view.spread_common.items())]
     rows = [
         (name, *(f"{parts[column]:.4g}" if column in parts else "–" for column in columns))
-        for name, parts in view.spread.items()
+        for name, parts in named
     ]
     head = ("measure", "mean", "lowest tenth", "highest tenth", "standard deviation")
-    return data_table(head, rows, title="On samples of the parties' own, over the parties")
+    which = "held out" if view.held_out else "that they trained on"
+    return data_table(head, rows, title=f"On samples of the parties' own, {which}, over the parties")
 
 
 def _table(view: PartiesView) -> str:
     shown = _some(view.parties, _MOST_ROWS)
-    names = list(shown[0].measures)
+    own = list(dict.fromkeys(chain.from_iterable(party.measures for party in shown)))
+    common = list(dict.fromkeys(chain.from_iterable(party.common for party in shown)))
     rows = [
         (
             party.name,
             f"{party.samples:,}",
             f"{party.rounds:,}",
-            *(f"{party.measures[name]:.4g}" if name in party.measures else "–" for name in names),
+            *(_cell(party.measures, name) for name in own),
+            *(_cell(party.common, name) for name in common),
         )
         for party in shown
     ]
     title = "Each party" if len(shown) == view.count else f"{len(shown)} of {view.count} parties"
+    names = [*own, *(_COMMON.format(name) for name in common)]
     return data_table(("party", "samples", "rounds", *names), rows, title=title)
+
+
+def _cell(measures: Mapping[str, float], name: str) -> str:
+    return f"{measures[name]:.4g}" if name in measures else "–"
 
 
 def _some(parties: Sequence[PartyView], most: int) -> list[PartyView]:

@@ -15,17 +15,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.products import plain_products
 from manyhands.federated.samples import Samples
-from manyhands.federated.strategy import ALL
+from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import mix, seed_all
 from manyhands.task import Task
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import require_loss
 
-__all__ = ["ClientTrainer", "LocalWork", "batches", "held", "held_names", "selected"]
+__all__ = [
+    "ClientTrainer",
+    "LocalWork",
+    "batches",
+    "held",
+    "held_names",
+    "selected",
+    "steps_in",
+    "work_of",
+]
 
 _SELECTING, _SHUFFLING = 1, 2
 
@@ -36,6 +45,12 @@ class LocalWork:
 
     epochs: int
     batch: int
+
+
+def work_of(strategy: Federated) -> LocalWork:
+    """What a client does in a round of this strategy."""
+    whole = algorithm_named(strategy.algorithm).whole_batches
+    return LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
 
 
 def selected(seed: int, number: int, clients: int, count: int) -> list[int]:
@@ -54,6 +69,11 @@ def batches(
         order = indices if size >= len(indices) else random.permutation(indices)
         for begin in range(0, len(order), size):
             yield order[begin : begin + size]
+
+
+def steps_in(work: LocalWork, samples: int) -> int:
+    """That a client with so many samples takes in a round."""
+    return work.epochs * (1 if work.batch == ALL else -(-samples // work.batch))
 
 
 def held(model: nn.Module) -> list[Tensor]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,20 +20,29 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective, broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
-from manyhands.federated.clients import LocalWork, held, held_names, selected
+from manyhands.federated.clients import held, held_names, selected, steps_in, work_of
 from manyhands.federated.coding import UpdateCoding
 from manyhands.federated.layers import LocalLayers
-from manyhands.federated.partition import Partition
+from manyhands.federated.partition import Partition, held_back
+from manyhands.federated.personal import tuned
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.rounds.simulated import SimulatedCourse, SimulatedRounds, simulated_rounds
-from manyhands.federated.spread import measured, shown_clients
+from manyhands.federated.spread import (
+    DURING,
+    ClientMeasures,
+    measured,
+    samples_each,
+    shown_clients,
+    spread_over,
+)
 from manyhands.federated.states import ClientStates, gathered, restored
-from manyhands.federated.strategy import ALL, Federated
+from manyhands.federated.strategy import Federated
 from manyhands.federated.tally import tally_for
+from manyhands.federated.tuning import AFTER_ALL, Tuned, Tuning
 from manyhands.federated.updates import ClientAssignment, ClientUpdate, RoundPlace, RoundTally, TallySum
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.task import Task
+from manyhands.task import Metric, Task
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.wire.parcels import Parcel
@@ -41,11 +50,14 @@ from manyhands.wire.parcels import Parcel
 __all__ = ["FederatedExchange", "private_rounds", "split_over"]
 
 _ROOM = 1 << 17  # items that travel at once
+_T = TypeVar("_T")
 
 
 def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
     """Which samples each client has; UserError where the data cannot be split so."""
-    return Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
+    parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
+    strategy.check_parties(len(parts))
+    return parts
 
 
 def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRounds | None:
@@ -68,6 +80,17 @@ def _all_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
 
 
+def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Callable[[nn.Module, Any], _T]:
+    """A loss or metric, computed in the precision of the run."""
+
+    def computed(model: nn.Module, batch: Any) -> _T:
+        with computer.precision():
+            found = function(model, batch)
+        return found  # noqa: RET504 - by its type, a context may swallow what is raised in it
+
+    return computed
+
+
 class FederatedExchange(Exchange):
     """Plays clients, and is the server; over a collective where several workers share them."""
 
@@ -81,14 +104,17 @@ class FederatedExchange(Exchange):
         self._seed = seed
         self._collective = collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
-        whole = self._algorithm.whole_batches
-        self._work = LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
+        self._work = work_of(strategy)
+        self._tuning = Tuning.parse(strategy.personal)
         self._optimizer: Optimizer | None = None
         self._trainer: Players | None = None
         self._playing: Playing | None = None
-        self._trained: tuple[Computer, nn.Module] | None = None
+        self._trained: tuple[Task, nn.Module] | None = None
+        self._measures: dict[str, Metric] = {}
+        self._spread: dict[str, dict[str, float]] = {}  # at the newest evaluation
         self._clients: list[int] = []
         self._samples_of: list[NDArray[np.int64]] = []
+        self._tested: list[NDArray[np.int64]] = []  # samples that each client is measured by
         self._weights: list[Tensor] = []
         self._private: PrivateRounds | None = None
         self._rounds: SimulatedRounds | None = None
@@ -124,15 +150,7 @@ class FederatedExchange(Exchange):
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
-        if self._trainer is None:
-            self._meet_clients(computer.task)
-            self._trained = (computer, model)
-            self._algorithm.attach(self._facts(model))
-            self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
-            self._recall_clients()
-            self._trainer, self._playing = players_for(
-                computer.task, model, self._algorithm, self._work, self._seed, self._crowd()
-            )
+        trainer = self._players(computer, model)
         begin = time.monotonic()
         assigned = self._assigned(step)
         self._clients = [one.client for one in assigned]
@@ -145,7 +163,7 @@ class FederatedExchange(Exchange):
         samples = 0
         self._counted = 0
         self._refused_now = []
-        for update in self._trainer.play(mine, self._optimizer):
+        for update in trainer.play(mine, self._optimizer):
             samples += update.samples * self._work.epochs
             losses.append(update.loss)
             self._add(update, step)
@@ -153,11 +171,28 @@ class FederatedExchange(Exchange):
         loss = sum(losses) / len(losses) if losses else 0.0
         return Computed(loss=loss, share=len(mine) / max(1, len(assigned)), samples=samples)
 
+    def _players(self, computer: Computer, model: nn.Module) -> Players:
+        """Who trains this worker's clients; the first time, learn who they are, and what they have kept."""
+        if self._trainer is not None:
+            return self._trainer
+        self._meet_clients(computer.task)
+        task = replace(computer.task, loss=_precise(computer, computer.task.loss))
+        self._trained = (task, model)
+        self._measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        self._algorithm.attach(self._facts(model))
+        self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
+        self._recall_clients()
+        self._trainer, self._playing = players_for(
+            task, model, self._algorithm, self._work, self._seed, self._crowd()
+        )
+        return self._trainer
+
     def _meet_clients(self, task: Task) -> None:
         """Learn who has which samples, and what is kept about them, once."""
         if self._samples_of:
             return
-        self._samples_of = split_over(self._strategy, task, self._seed)
+        parts = split_over(self._strategy, task, self._seed)
+        self._samples_of, self._tested = held_back(parts, self._strategy.held_out, self._seed)
         self._private = private_rounds(self._strategy, len(self._samples_of), self._seed)
         self._rounds = simulated_rounds(self._strategy, len(self._samples_of), self._seed)
         self._rounds.recall((self._recalled or {}).get("rounds", {}))
@@ -172,6 +207,7 @@ class FederatedExchange(Exchange):
             clients=clients,
             per_round=self._strategy.per_round(clients),
             weight=float(sum(min(len(one), self._strategy.max_samples) for one in self._samples_of)),
+            most_steps=max(steps_in(self._work, len(one)) for one in self._samples_of),
             seed=self._seed,
         )
 
@@ -215,7 +251,7 @@ class FederatedExchange(Exchange):
 
     def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
         """Which of them this worker plays: those whose state it has, or as many as any other."""
-        if self._shelves():
+        if self._kept_by_clients():
             return [one for one in assigned if one.client % self.world == self.rank]
         return assigned[self.rank :: self.world]
 
@@ -223,12 +259,15 @@ class FederatedExchange(Exchange):
         """Tensors like those of an update."""
         return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
 
-    def _shelves(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
-        """All that clients keep, by name, and what it is like."""
-        found = self._algorithm.shelves(self._weights)
-        shared = len(self._algorithm.layers.shared(self._weights))
-        found["layers"] = (self._algorithm.layers.states, self._algorithm.layers.kept(self._weights))
-        found["codec"] = (self._coding.states, self._coding.kept(self._sent_by_clients(), shared))
+    def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
+        """All that clients keep, by name, and what it is like; for a checkpoint."""
+        algorithm, layers = self._algorithm, self._algorithm.layers
+        shared = len(layers.shared(self._weights))
+        found: dict[str, tuple[ClientStates, Sequence[Tensor]]] = {
+            "algorithm": (algorithm.states, algorithm.kept(self._weights)),
+            "layers": (layers.states, layers.kept(self._weights)),
+            "codec": (self._coding.states, self._coding.kept(self._sent_by_clients(), shared)),
+        }
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
     def _add(self, update: ClientUpdate, step: int) -> None:
@@ -305,7 +344,7 @@ class FederatedExchange(Exchange):
             return (self._recalled or {}) if self.rank == 0 else {}  # no round was played since
         clients = {
             name: gathered(states, len(self._samples_of), like, self.total)
-            for name, (states, like) in self._shelves().items()
+            for name, (states, like) in self._kept_by_clients().items()
         }
         kept: dict[str, Any] = {"algorithm": self._algorithm.memory(), "clients": clients}
         kept["privacy"] = self._private.state() if self._private is not None else {}
@@ -320,7 +359,7 @@ class FederatedExchange(Exchange):
     def _recall_clients(self) -> None:
         """What this worker's clients have kept, when it is known what that is like."""
         device = next((one.device for one in self._weights), torch.device("cpu"))
-        for name, (states, _) in self._shelves().items():
+        for name, (states, _) in self._kept_by_clients().items():
             kept = (self._recalled or {}).get("clients", {}).get(name, {})
             states.update(restored(kept, self.rank, self.world, device))
 
@@ -370,21 +409,74 @@ class FederatedExchange(Exchange):
             told["participation"] = self._rounds.told()
         return told if self._private is None else {**told, "privacy": self._private.told()}
 
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: the common model on the evaluation data, as ever; and how some of the clients fare."""
+        self._players(computer, model)  # who is measured, also where no round is left to play
+        found = super().evaluate(computer, model)
+        self._spread = {} if found is None or self._strategy.noise else self._spread_now()
+        return found
+
+    def _spread_now(self) -> dict[str, dict[str, float]]:
+        """Collective: over clients, of each measure with the models that they have now."""
+        most, samples = DURING
+        shown = shown_clients(len(self._tested), most)
+        models = ((client, self.personal(client)) for client in self._played_here(shown))
+        found = self._measure(models, samples_each(len(shown), samples))
+        return spread_over(found, shown, list(self._measures), self.total)
+
+    def evaluation_facts(self) -> Mapping[str, Any]:
+        """How the measures spread over clients; with noise nothing, since its promise would not hold for it."""
+        return {"fairness": self._spread} if self._spread else {}
+
+    def _played_here(self, clients: Sequence[int]) -> list[int]:
+        return [one for one in clients if one % self.world == self.rank]
+
+    def _measure(self, models: Tuned, each: int) -> ClientMeasures:
+        assert self._trained is not None, "clients are met before they are measured"
+        task, model = self._trained
+        return measured(task, self._measures, model, models, self._tested, each)
+
     def _measured(self) -> dict[str, Any]:
-        """The measures of this worker's clients, by their number; or why there are none."""
+        """The measures of this worker's clients, and which could not be taken, and why.
+
+        By the models that they use themselves; where these are not the common one, by that as well.
+        """
         if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
             return {}
-        computer, model = self._trained
-        mine = [one for one in shown_clients(len(self._samples_of)) if one % self.world == self.rank]
-        measures = computer.measures()
-        try:
-            found = measured(computer.task, measures, model, self.personal, self._samples_of, mine)
-        except (
-            Exception
-        ) as error:  # a metric of evaluation data need not know samples of training, and the run is done
-            why = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-            return {"unmeasured": f"the parties' own samples were not measured: {why}"}
-        return {"measured": {str(client): one for client, one in found.items()}}
+        shown = shown_clients(len(self._tested))
+        mine, each = self._played_here(shown), samples_each(len(shown))
+        kinds = {"measured": self._own_models(*self._trained, mine)}
+        if self._strategy.gives_own_models:
+            kinds["measured_common"] = ((client, self._weights) for client in mine)
+        told: dict[str, Any] = {}
+        failed: dict[str, str] = {}
+        for kind, models in kinds.items():
+            found = self._measure(models, each)
+            told[kind] = {str(client): one for client, one in found.values.items()}
+            failed |= found.failed
+        told["failed"] = sorted(failed)
+        told["unmeasured"] = [
+            f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
+        ]
+        return told
+
+    def _own_models(self, task: Task, model: nn.Module, clients: Sequence[int]) -> Tuned:
+        """What each of these clients uses itself, fine-tuned where the strategy says so."""
+        if self._tuning is None:
+            yield from ((client, self.personal(client)) for client in clients)
+            return
+        assert self._optimizer is not None, "attach comes before the first round"
+        assigned = [
+            ClientAssignment(
+                client=client,
+                samples=self._samples_of[client],
+                weights=self.personal(client),
+                number=AFTER_ALL,
+            )
+            for client in clients
+        ]
+        work, together = replace(self._work, epochs=self._tuning.epochs), self._strategy.together
+        yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -22,12 +22,14 @@ from torch.utils.data import StackDataset, TensorDataset
 
 from manyhands.data.parties import Parties
 from manyhands.errors import UserError, nearest
+from manyhands.randomness import mix
 
-__all__ = ["NATURAL", "Partition", "labels_of"]
+__all__ = ["NATURAL", "Partition", "held_back", "labels_of"]
 
 Indices = NDArray[np.int64]
 NATURAL: Final = "natural"
 _FEWEST = 1  # samples of a client, whatever the draw
+_HOLDING = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,23 @@ class Partition:
         return [np.sort(part).astype(np.int64) for part in _without_empty(found)]
 
 
+def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[Indices], list[Indices]]:
+    """What each client trains on, and what it is measured by: so large a part of its samples, drawn at random.
+
+    With two samples or more it is at least one, and never all; with a single one there is nothing to measure by. Where
+    `share` is 0 nothing is held back, and clients are measured by what they train on.
+    """
+    if not share:
+        return list(parts), list(parts)
+    trained, held = [], []
+    for client, part in enumerate(parts):
+        count = min(len(part) - 1, max(1, round(share * len(part))))
+        order = np.random.default_rng(mix(seed, client, _HOLDING)).permutation(part)
+        held.append(np.sort(order[:count]))
+        trained.append(np.sort(order[count:]))
+    return trained, held
+
+
 def labels_of(data: Any, samples: int) -> Indices:
     """The label of each sample: the last column of whole numbers, or the data set's `targets`."""
     columns: Sequence[Any] = ()
@@ -107,7 +126,8 @@ def _shards(
     count = clients * int(each)
     if count > samples:
         raise UserError(
-            f"partition=shards:{each:g}: {clients} clients make {count} shards of {samples} samples"
+            f"partition=shards:{each:g}: {clients} clients make {count} shards of {samples} samples; use "
+            "fewer clients, or fewer shards each"
         )
     shards = np.array_split(np.argsort(labels(), kind="stable"), count)
     dealt = random.permutation(count).reshape(clients, int(each))

@@ -1,56 +1,82 @@
-"""Models of clients' own after the last round: the common one, trained a little further by each on what it has.
-
-Fine-tuning is the plainest personalisation: the improved model is on the device anyway, and nothing leaves it.
-"""
+"""Models of clients' own: the common one fine-tuned by each, and what is in a checkpoint of Ditto's and `keep=`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.errors import UserError
-from manyhands.federated.algorithms import FederatedFacts
-from manyhands.federated.algorithms.plain import FedAvg
-from manyhands.federated.clients import ClientTrainer, LocalWork, held
-from manyhands.federated.partition import Partition
+from manyhands.federated.clients import LocalWork, held, held_names, work_of
+from manyhands.federated.layers import LocalLayers
+from manyhands.federated.partition import Partition, held_back
+from manyhands.federated.playing import Crowd, players_for
 from manyhands.federated.states import ClientStates, restored
-from manyhands.federated.strategy import Federated
+from manyhands.federated.strategy import AUTO, Federated
+from manyhands.federated.tuning import AFTER_ALL, Tuned, Tuning, TuningSteps
 from manyhands.federated.updates import ClientAssignment
 from manyhands.task import Task
 
-__all__ = ["fine_tuned", "models_kept"]
-
-_AFTER_ALL = 2**31 - 1  # the number of a round that no run has: what is random is drawn apart
+__all__ = ["fine_tuned", "models_kept", "tuned"]
 
 
 def fine_tuned(
-    task: Task, strategy: Federated, model: nn.Module, *, epochs: int = 1, seed: int = 0
+    task: Task,
+    strategy: Federated,
+    model: nn.Module,
+    *,
+    epochs: int | None = None,
+    seed: int = 0,
+    kept: Mapping[int, Sequence[Tensor]] | None = None,
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Each client, and what the model becomes after so many epochs on its own samples alone, with the task's optimizer.
 
     Tensors are the model's parameters, then its floating-point buffers. The split is that of a run of this strategy
-    with this seed; the model is not changed.
+    with this seed, and so are the epochs, unless they are given; the model is not changed. With `keep=` a client begins
+    with its own layers, which `models_kept(…, "layers")` reads.
     """
-    if epochs < 1:
+    setting = Tuning.parse(strategy.personal) or Tuning(1)
+    if epochs is not None and epochs < 1:
         raise UserError(f"epochs={epochs}: fine-tuning takes at least one")
     parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
-    algorithm = FedAvg()
-    algorithm.attach(FederatedFacts(clients=len(parts), seed=seed))
-    trainer = ClientTrainer(task, model, algorithm, LocalWork(epochs=epochs, batch=strategy.batch), seed)
-    weights = held(model)
-    like = task.optimizer(model.parameters())
+    samples_of, _ = held_back(parts, strategy.held_out, seed)
+    layers = LocalLayers(held_names(model), strategy.keep)
+    layers.states.update({client: list(own) for client, own in (kept or {}).items()})
     assigned = [
-        ClientAssignment(client=client, samples=samples, weights=weights, number=_AFTER_ALL)
-        for client, samples in enumerate(parts)
-    ]
-    for update in trainer.play(assigned, like):
-        yield (
-            update.client,
-            [begun + change for begun, change in zip(weights, update.change, strict=True)],
+        ClientAssignment(
+            client=client, samples=samples, weights=layers.put(client, held(model)), number=AFTER_ALL
         )
+        for client, samples in enumerate(samples_of)
+    ]
+    work = replace(work_of(strategy), epochs=epochs or setting.epochs)
+    like = task.optimizer(model.parameters())
+    for client, tensors in tuned(task, model, assigned, work, like, seed, together=strategy.together):
+        yield client, list(tensors)
+
+
+def tuned(
+    task: Task,
+    model: nn.Module,
+    assigned: Sequence[ClientAssignment],
+    work: LocalWork,
+    like: Optimizer,
+    seed: int,
+    *,
+    together: int = AUTO,
+) -> Tuned:
+    """What each of these clients makes of the weights that it is given, by an optimizer that is set as `like` is."""
+    if not assigned:
+        return
+    sizes = [len(one.samples) for one in assigned]
+    wanted = 1 if together == 1 else AUTO  # more than there is room for is no reason to end without any
+    crowd = Crowd(sizes=sizes, each_round=len(sizes), wanted=wanted)
+    players, _ = players_for(task, model, TuningSteps(), work, seed, crowd)
+    for update in players.play(assigned, like):
+        yield update.client, update.change
 
 
 def models_kept(memory: Mapping[str, Any], name: str = "algorithm") -> ClientStates:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import FederatedAlgorithm
-from manyhands.federated.clients import ClientTrainer, LocalWork, held
+from manyhands.federated.clients import ClientTrainer, LocalWork, held, steps_in
 from manyhands.federated.samples import Samples
 from manyhands.federated.stacked import ITEM_BY_ITEM, StackedGradients, StackedTrainer
 from manyhands.federated.strategy import ALL, AUTO
@@ -118,8 +118,8 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, crowd: Crowd) -> Play
 
 def _steps(work: LocalWork, crowd: Crowd) -> int:
     """That one worker's clients take in a round, about."""
-    mean = sum(crowd.sizes) / len(crowd.sizes)
-    return round(crowd.each_round * work.epochs * (1 if work.batch == ALL else math.ceil(mean / work.batch)))
+    mean = math.ceil(sum(crowd.sizes) / len(crowd.sizes))
+    return crowd.each_round * steps_in(work, mean)
 
 
 def _fitting(model: nn.Module) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
-from manyhands.federated.algorithms import algorithm_named
+from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.layers import EVERYTHING_SHARED
 from manyhands.federated.partition import NATURAL, Partition
 from manyhands.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
+from manyhands.federated.tuning import NOTHING_PERSONAL, Tuning
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import setting, switch_setting, whole_number
 from manyhands.strategy import Strategy
@@ -24,7 +26,7 @@ ALL = 0
 """The batch that is all of a client's samples."""
 AUTO = 0
 """As many clients at once as is right."""
-_RANGE, _BITS = 8.0, 24
+_RANGE, _BITS, _BATCH, _CLIENTS = 8.0, 24, 10, 10
 
 
 def _read_batch(text: str) -> int:
@@ -39,25 +41,19 @@ def _read_together(text: str) -> int:
     return whole_number(text)
 
 
-def _read_fraction(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{text!r} is not a number above 0 and up to 1") from None
+def _number(kind: str) -> Callable[[str], float]:
+    """Reads a number, or says that the text is not of this kind."""
+
+    def read(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise UserError(f"{text!r} is not {kind}") from None
+
+    return read
 
 
-def _read_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{text!r} is not a number") from None
-
-
-def _read_range(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{text!r} is not a number above 0") from None
+_read_number = _number("a number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +70,13 @@ class Federated(Strategy):
     cannot_stream: ClassVar[str] = "the samples of each client are looked up by number"
     cannot_read_apart: ClassVar[str] = "the samples of each client are looked up by number"
 
-    clients: int = setting(10, whole_number)
+    clients: int = setting(_CLIENTS, whole_number)
     """How many there are; with partition=natural, as many as there are parties."""
-    fraction: float = setting(1.0, _read_fraction, lambda value: f"{value:g}")
+    fraction: float = setting(1.0, _number("a number above 0 and up to 1"), lambda value: f"{value:g}")
     """Which part of them takes part in a round, at least one."""
     epochs: int = setting(1, whole_number)
     """How often a client goes through its data in a round."""
-    batch: int = setting(10, _read_batch, lambda value: "all" if value == ALL else str(value))
+    batch: int = setting(_BATCH, _read_batch, lambda value: "all" if value == ALL else str(value))
     """Samples in a client's batch; `all`: one batch of all it has."""
     algorithm: str = setting("fedavg", str)
     """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
@@ -98,12 +94,16 @@ class Federated(Strategy):
     """Reports without which a round is abandoned, and tried again with others."""
     secure: bool = switch_setting()
     """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
-    range: float = setting(_RANGE, _read_range, lambda value: f"{value:g}")
+    range: float = setting(_RANGE, _number("a number above 0"), lambda value: f"{value:g}")
     """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
     bits: int = setting(_BITS, whole_number)
     """With secure=yes, how many an item is rounded to, its sign included."""
     keep: str = setting(EVERYTHING_SHARED, str)
     """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
+    personal: str = setting(NOTHING_PERSONAL, str)
+    """What each client makes of the common model for itself after the last round: `finetune:EPOCHS`, or `none`."""
+    held_out: float = setting(0.0, _number("a number from 0 to below 1"), lambda value: f"{value:g}")
+    """Which part of its samples a client does not train on, and is measured by instead; 0: by what it trains on."""
     codec: str = codec_setting()
     """How updates are made smaller on their way to the server: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
     feedback: bool = feedback_setting()
@@ -140,6 +140,7 @@ class Federated(Strategy):
                 f"federated together={self.together}: must be a whole number of at least 1, or auto"
             )
         algorithm = algorithm_named(self.algorithm)
+        self._check_whole_batches(algorithm)
         if Partition.parse(self.partition).word != NATURAL:
             algorithm.check_round(self.per_round(self.clients))
         check_codec(self.codec, link="", strategy=self.word, feedback=self.feedback)
@@ -148,6 +149,7 @@ class Federated(Strategy):
                 f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "
                 "leave one of the two out"
             )
+        self._check_personal(algorithm)
         self._check_rounds()
         self._check_secure()
         self._check_privacy()
@@ -176,6 +178,40 @@ class Federated(Strategy):
                 )
         if self.dropout or self.deadline:
             algorithm.check_round(self.min_reports)
+
+    def _check_whole_batches(self, algorithm: FederatedAlgorithm) -> None:
+        """UserError for what an algorithm of whole batches would not look at."""
+        if not algorithm.whole_batches:
+            return
+        for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
+            if unused:
+                raise UserError(
+                    f"federated {name}={getattr(self, name)}: a client of algorithm={self.algorithm} takes one step on "
+                    "all it has; leave it out, or use fedavg"
+                )
+
+    def _check_personal(self, algorithm: FederatedAlgorithm) -> None:
+        """UserError where models of clients' own, or what they are measured by, would come to nothing."""
+        try:
+            tuning = Tuning.parse(self.personal)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"federated held_out={self.held_out:g}: must be a number from 0 to below 1")
+        if tuning is not None and algorithm.trains_personal:
+            raise UserError(
+                f"federated personal={self.personal}: not with algorithm={self.algorithm}: each client has a model of "
+                "its own already; leave one of the two out"
+            )
+        for name, value, asked in (
+            ("personal", self.personal, tuning is not None),
+            ("held_out", f"{self.held_out:g}", self.held_out > 0),
+        ):
+            if asked and self.noise:
+                raise UserError(
+                    f"federated {name}={value}: with noise nothing is told of single clients, so that nobody would see "
+                    "what comes of it; leave one of the two out"
+                )
 
     def _check_secure(self) -> None:
         """UserError where a secure sum is not enough, hides nobody, or could overflow."""
@@ -247,6 +283,14 @@ class Federated(Strategy):
         """How updates become whole numbers, with secure=yes."""
         return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
+    def check_parties(self, clients: int) -> None:
+        """UserError where so many are there, by the data, and another number was asked for."""
+        if self.clients not in (_CLIENTS, clients):
+            raise UserError(
+                f"federated clients={self.clients}: with partition={self.partition} there are as many as the data has "
+                f"parties, which are {clients}; leave it out"
+            )
+
     def check_round(self, clients: int) -> None:
         """UserError where a round of so many clients is too small, or cannot be summed securely."""
         count = self.per_round(clients)
@@ -265,6 +309,14 @@ class Federated(Strategy):
         super().check(workers, device, compiled=compiled)
         if self.secure and workers > 1:
             raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
+
+    @property
+    def gives_own_models(self) -> bool:
+        """Whether clients use other models than the common one."""
+        algorithm = algorithm_named(self.algorithm)
+        return (
+            self.personal != NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
+        )
 
     @property
     def saves_each_step(self) -> bool:

@@ -12,10 +12,17 @@ from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.privacy.tally import PrivateTally
 from manyhands.federated.secure.tally import SecureTally
 from manyhands.federated.strategy import Federated
-from manyhands.federated.updates import ClientUpdate, RoundPlace, RoundTally, TallySum, WeighedUpdate
+from manyhands.federated.updates import (
+    ClientUpdate,
+    RoundPlace,
+    RoundTally,
+    TallySum,
+    WeighedUpdate,
+    shaped,
+)
 from manyhands.training.exchange import Traffic
 
-__all__ = ["KeptTally", "PlainTally", "Total", "shaped", "tally_for"]
+__all__ = ["KeptTally", "PlainTally", "Total", "tally_for"]
 
 Total = Callable[[Tensor], Tensor]
 """Collective: the sum of a flat float64 tensor over the workers."""
@@ -39,12 +46,6 @@ def tally_for(
         return PlainTally(place.total, like)
 
     return summing(like) if private is None else PrivateTally(summing, private, like, place)
-
-
-def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """A row of all items as tensors of these shapes, on their devices."""
-    pieces = torch.split(flat, [one.numel() for one in like])
-    return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]
 
 
 class PlainTally:

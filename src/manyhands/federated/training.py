@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.cluster.template import expect
+from manyhands.data.parties import Parties
 from manyhands.errors import UserError
 from manyhands.federated.clients import held_names
 from manyhands.federated.exchange import FederatedExchange, private_rounds, split_over
 from manyhands.federated.layers import local_names
+from manyhands.federated.partition import NATURAL
 from manyhands.federated.privacy.accountant import need_accountant
 from manyhands.federated.rounds.simulated import simulated_rounds
 from manyhands.federated.secure.primitives import need_cryptography
@@ -67,18 +69,34 @@ class FederatedTraining(ExchangeTraining):
         assert isinstance(task, Task), "a compiled task is refused before"
         split = split_over(strategy, task, self._request.plan.seed)
         parties = skew_of(task, split)
-        found = {client: one for worker in finished for client, one in worker.get("measured", {}).items()}
-        if found and set(found) == {str(number) for number in parties["numbers"]}:
-            names = next(iter(found.values()))
-            parties["measures"] = {
-                name: [found[str(number)][name] for number in parties["numbers"]] for name in names
-            }
-            besides["fairness"] = {name: spread_of(values) for name, values in parties["measures"].items()}
+        besides["updates_refused"] = _refused(finished)
+        parties["held_out"] = strategy.held_out
+        failed = {name for one in finished for name in one.get("failed", ())}
+        for told, here, over in (
+            ("measured", "measures", "fairness"),
+            ("measured_common", "measures_common", "fairness_common"),
+        ):
+            measures = _columns([one.get(told, {}) for one in finished], parties["numbers"], failed)
+            if measures:
+                parties[here] = measures
+                besides[over] = {name: spread_of(values) for name, values in measures.items()}
         return samples, {**besides, "parties": parties}
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """How the clients were played, what was not measured, and what is promised to whom."""
-        told = [one.get(name) for name in ("played", "unmeasured") for one in finished]
+        """How the clients were played, what was not counted or measured, and what is promised to whom."""
+        told = [one.get("played") for one in finished]
+        told += [sentence for one in finished for sentence in one.get("unmeasured", ())]
+        task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
+        if isinstance(task, Task) and isinstance(task.data, Parties) and strategy.partition != NATURAL:
+            told.append(
+                f"the parties of the data were mixed: partition={strategy.partition} deals their samples out anew, and "
+                f"partition={NATURAL} leaves each its own"
+            )
+        refused = _refused(finished)
+        if refused and not strategy.noise:  # even their number tells of somebody
+            told.append(
+                f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
+            )
         told.append(finished[0].get("privacy", {}).get("sentence"))
         return (*super().said(finished), *dict.fromkeys(sentence for sentence in told if sentence))
 
@@ -89,6 +107,24 @@ class FederatedTraining(ExchangeTraining):
             need_accountant()  # here, for it takes a second to import and is no part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
+
+
+def _refused(finished: Sequence[Mapping[str, Any]]) -> int:
+    """How many updates were not counted."""
+    return sum(one["updates_refused"] for one in finished)
+
+
+def _columns(
+    told: Sequence[Mapping[str, Mapping[str, float]]], clients: Sequence[int], failed: Collection[str]
+) -> dict[str, list[float | None]]:
+    """Each measure of these clients, of what each worker told of its own; None for those without a sample to measure.
+
+    Left out are those that some worker has `failed` to take.
+    """
+    found = {client: one for worker in told for client, one in worker.items()}
+    rows = [found.get(str(client), {}) for client in clients]
+    names = dict.fromkeys(name for row in rows for name in row if name not in failed)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:

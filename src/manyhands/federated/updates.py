@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +27,7 @@ __all__ = [
     "RoundTally",
     "TallySum",
     "WeighedUpdate",
+    "shaped",
 ]
 
 
@@ -129,3 +131,9 @@ class RoundTally(Protocol):
 
     def total(self) -> TallySum:
         """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned."""
+
+
+def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A row of all items as tensors of these shapes, on their devices."""
+    pieces = torch.split(flat, [one.numel() for one in like])
+    return [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, like, strict=True)]

@@ -309,6 +309,10 @@ class Exchange(ABC):
         """What the history's row of the step just taken says besides, the same on every worker: plain values."""
         return {}
 
+    def evaluation_facts(self) -> Mapping[str, Any]:
+        """What the history's row of the evaluation just made says besides, the same on every worker: plain values."""
+        return {}
+
     def told(self) -> Mapping[str, Any]:
         """What this worker tells at the end of a run, besides its traffic: plain values."""
         return {}

@@ -119,8 +119,13 @@ class Reporter:
         evaluate: Evaluate | None = None,
         *,
         keeps_rows: bool = False,
+        facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """With `keeps_rows`, every worker is given all rows; worker 0 tells them, and who follows it the newest."""
+        """With `keeps_rows`, every worker is given all rows; worker 0 tells them, and who follows it the newest.
+
+        `facts` says what the row of an evaluation has besides its metrics.
+        """
+        self._facts = facts
         self._evaluate = evaluate
         self._keeps_rows = keeps_rows
         self._owed: int | None = None  # the step of a checkpoint that worker 0 writes just now
@@ -207,7 +212,7 @@ class Reporter:
             EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=step - 1, count=samples
         )
         if peers.rank == 0 or self._keeps_rows:
-            self.add(step=step, metrics=self._evaluated, at_s=self.seconds)
+            self.add(step=step, metrics=self._evaluated, at_s=self.seconds, **self._facts())
         if not decides:
             return False
         self._advance_schedule()

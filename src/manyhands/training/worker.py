@@ -66,7 +66,13 @@ class Trainer:
         self._computer = Computer(plan, exchange.worker)
         evaluate = partial(exchange.evaluate, self._computer)
         self._reporter = Reporter(
-            plan, exchange, around, checkpoints, evaluate, keeps_rows=exchange.may_lose_workers
+            plan,
+            exchange,
+            around,
+            checkpoints,
+            evaluate,
+            keeps_rows=exchange.may_lose_workers,
+            facts=exchange.evaluation_facts,
         )
         self._model: nn.Module | None = None
         self._samples = 0

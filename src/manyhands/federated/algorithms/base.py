@@ -34,6 +34,8 @@ class FederatedFacts:
     """How many clients take part in a round."""
     weight: float = 0.0
     """Of all clients together, whether they take part or not."""
+    most_steps: int = 1
+    """That any client takes in a round."""
     seed: int = 0
 
 
@@ -99,11 +101,6 @@ class FederatedAlgorithm(ABC):
         """Tensors of the shapes and types of what a client keeps in `states`; none: it keeps nothing."""
         del weights
         return ()
-
-    def shelves(self, weights: Sequence[Tensor]) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
-        """All that clients keep, by name, and what it is like; for a checkpoint."""
-        like = self.kept(weights)
-        return {"algorithm": (self.states, like)} if like else {}
 
     def keep(self, client: int, tensors: Sequence[Tensor]) -> None:
         """A copy of these is what a client keeps from now on; it keeps what it had where a number is not finite."""

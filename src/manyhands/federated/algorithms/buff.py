@@ -5,8 +5,10 @@ and somebody else begins with the model of that moment; after SIZE updates the s
 
     w ← w + (1 / SIZE) Σ Δw_i / √(1 + τ_i)      τ_i: how many steps the server took since client i began
 
-Time is simulated: how long a client takes is drawn from the seed, most a while and a few very long (log-normal), so
-that a run can be repeated, resumed and shared among workers.
+When a step is due, of which updates, and what staleness does to each is decided by the consistency policy
+`damped:buffered:SIZE`, of the same kind as those of parameter servers. A policy sees the order of arrivals and no
+time, so that when clients arrive is this module's: how long one takes is drawn from the seed, most a while and a few
+very long (log-normal), and a run can be repeated, resumed and shared among workers.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from manyhands.consistency.buffered import Buffered
+from manyhands.consistency.policy import Policy
+from manyhands.consistency.rates import StalenessDamped
 from manyhands.errors import UserError
 from manyhands.federated.algorithms.base import FederatedAlgorithm
 from manyhands.federated.updates import ClientUpdate, GivenModel, TallySum
 from manyhands.randomness import mix
 
-__all__ = ["FedBuff", "Underway", "duration_s"]
+__all__ = ["ClientArrivals", "FedBuff", "Underway", "duration_s", "next_client"]
 
 _SPEED, _TRIP, _NEXT = 11, 12, 13
 _SPREAD, _JITTER = 1.0, 0.25  # of the logarithms
@@ -36,6 +41,11 @@ def duration_s(seed: int, client: int, trip: int) -> float:
     return math.exp(_SPREAD * own + _JITTER * now)
 
 
+def next_client(seed: int, trip: int, free: Sequence[int]) -> int:
+    """Who of those that are free begins, the `trip`-th to do so; each is as likely as any other."""
+    return int(np.random.default_rng(mix(seed, trip, _NEXT)).choice(free))
+
+
 class Underway(NamedTuple):
     """A client that has begun and is not back."""
 
@@ -43,6 +53,51 @@ class Underway(NamedTuple):
     client: int
     version: int
     """The number of the round whose weights it began with."""
+
+
+class ClientArrivals:
+    """The clients of a round as a consistency policy sees them (its `Book`).
+
+    A slot is a client, and an update's clock the round whose model it began with: no client is under way twice.
+    """
+
+    def __init__(self, step: int, underway: Sequence[Underway]) -> None:
+        """In round `step`, with these under way; the list is looked at, and changes as clients come and go."""
+        self.step = step
+        self.drained = False
+        self._underway = underway
+        self._waiting: list[tuple[int, int]] = []
+
+    def add(self, back: Underway) -> None:
+        """One more is back."""
+        self._waiting.append((back.client, back.version))
+
+    @property
+    def num_active(self) -> int:
+        """Those under way."""
+        return len(self._underway)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those back, whose updates are in no step yet."""
+        return len(self._waiting)
+
+    def slots_at(self, clock: int) -> tuple[int, ...]:
+        """Who began with the model of that round, and is under way or waits."""
+        away = [(one.client, one.version) for one in self._underway]
+        return tuple(sorted(client for client, version in (*away, *self._waiting) if version == clock))
+
+    def num_arrived(self, clock: int) -> int:
+        """How many of them are back."""
+        return sum(version == clock for _, version in self._waiting)
+
+    def waits(self, slot: int, clock: int) -> bool:
+        """Whether that client is back with that update."""
+        return (slot, clock) in self._waiting
+
+    def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
+        """In the order in which they came back."""
+        return tuple(self._waiting[:count])
 
 
 class FedBuff(FederatedAlgorithm):
@@ -63,6 +118,8 @@ class FedBuff(FederatedAlgorithm):
                 f"algorithm=fedbuff:{size:g}: how many updates make a step is a whole number of at least 1"
             )
         self._size = int(size)
+        self.policy: Policy = StalenessDamped(Buffered(self._size))
+        """Which updates make a step, and what each counts for."""
         self._clock_s = 0.0
         self._trips = 0
         self._underway: list[Underway] = []
@@ -83,31 +140,28 @@ class FedBuff(FederatedAlgorithm):
         self._versions[number] = [one.detach().clone() for one in weights]
         while len(self._underway) < self.facts.per_round and self._send_off(number, ()):
             pass
-        back: list[Underway] = []
-        while len(back) < self._size:
+        book, back = ClientArrivals(number, self._underway), list[int]()
+        while (group := self.policy.next_group(book)) is None:
             first = min(self._underway)
             self._underway.remove(first)
             self._clock_s = first.back_s
-            back.append(first)
-            self._send_off(number, [one.client for one in back])
+            book.add(first)
+            back.append(first.client)
+            self._send_off(number, back)
         found = [
             GivenModel(
-                client=one.client,
-                weights=self._versions[one.version],
-                number=one.version,
-                staleness=number - one.version,
+                client=client, weights=self._versions[version], number=version, staleness=number - version
             )
-            for one in back
+            for client, version in group.updates
         ]
-        for one in found:
-            self._stale = [
-                self._stale[0] + 1,
-                self._stale[1] + one.staleness,
-                max(self._stale[2], one.staleness),
-            ]
+        self._note([one.staleness for one in found])
         used = {one.version for one in self._underway}
         self._versions = {version: kept for version, kept in self._versions.items() if version in used}
         return found
+
+    def _note(self, staleness: Sequence[int]) -> None:
+        count, total, most = self._stale
+        self._stale = [count + len(staleness), total + sum(staleness), max(most, *staleness)]
 
     def _send_off(self, number: int, back: Sequence[int]) -> bool:
         """Let another client begin, who is neither under way nor just back; False where there is none."""
@@ -116,18 +170,20 @@ class FedBuff(FederatedAlgorithm):
         if not free:
             return False
         seed, trip = self.facts.seed, self._trips
-        client = int(np.random.default_rng(mix(seed, trip, _NEXT)).choice(free))
-        back_s = self._clock_s + duration_s(seed, client, trip)
-        self._underway.append(Underway(back_s, client, number))
+        client = next_client(seed, trip, free)
+        self._underway.append(Underway(self._clock_s + duration_s(seed, client, trip), client, number))
         self._trips += 1
         return True
 
     def weight(self, update: ClientUpdate) -> float:
-        """Everybody's the same, less what it is late."""
-        return 1 / math.sqrt(1 + update.staleness)
+        """Everybody's the same, less what it is late: the policy's rate."""
+        return self.policy.rate(update.staleness)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """By the number of updates, and not by what they weigh: a late buffer takes a smaller step."""
+        """By the number of updates, and not by what they weigh: a late buffer takes a smaller step.
+
+        One that was refused, since it is not finite, counts as nought among them.
+        """
         return [one / self._size for one in found.sums]
 
     def told(self) -> Mapping[str, Any]:

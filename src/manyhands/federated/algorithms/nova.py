@@ -6,6 +6,7 @@ how far clients come per step, and the model goes as many such steps as they too
     d_i = Δw_i / K_i      K = Σ p_i K_i      w ← w + K Σ p_i d_i      p_i: the client's part of the round's samples
 
 K_i is the number of its steps, which is right for plain SGD; for an optimizer with momentum the paper counts otherwise.
+What is sent is K_i by the most steps that any client takes, so that a secure sum, which clips, has room for it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class FedNova(FederatedAlgorithm):
     about: ClassVar[str] = "FedAvg that divides each update by its number of steps"
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The model's, and one number: the steps."""
+        """The model's, and one number: the steps, by the most that any client takes."""
         return [*weights, torch.zeros(1, dtype=torch.float64)]
 
     def report(
@@ -40,11 +41,11 @@ class FedNova(FederatedAlgorithm):
         return [
             *(one / steps for one in change[:parameters]),
             *change[parameters:],
-            torch.tensor([float(steps)], dtype=torch.float64),
+            torch.tensor([steps / self.facts.most_steps], dtype=torch.float64),
         ]
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
         """As many mean steps as clients took on average."""
-        taken, parameters = float(mean[-1]), self.facts.parameters
+        taken, parameters = float(mean[-1]) * self.facts.most_steps, self.facts.parameters
         scaled = [one * taken for one in mean[:parameters]]
         super().step(weights, [*scaled, *mean[parameters:-1]])

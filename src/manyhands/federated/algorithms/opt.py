@@ -3,6 +3,7 @@
     m ← β₁ m + (1 - β₁) Δ      v ← by the algorithm      w ← w + η m / (√v + τ)
 
 Δ is the mean of the updates. As in the paper there is no correction of the bias of m and v, and v begins with τ².
+Buffers (running statistics of BatchNorm) are averaged as they are: a mean of variances is one, a step of Adam is not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from manyhands.errors import UserError
 from manyhands.federated.algorithms.base import FederatedAlgorithm
 
 __all__ = ["FedAdagrad", "FedAdam", "FedYogi"]
@@ -30,16 +32,26 @@ class _FedOpt(FederatedAlgorithm):
 
     def __init__(self, rate: float = 0.01) -> None:
         super().__init__()
+        if not rate:
+            raise UserError(
+                f"algorithm={self.word}:0: a server with a rate of 0 never moves; use a number above 0"
+            )
         self._rate = rate
         self._momentum: list[Tensor] = []
         self._second: list[Tensor] = []
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """One step of the server's optimizer, with the mean in the place of a gradient's opposite."""
+        """One step of the server's optimizer, the mean in the place of a gradient's opposite; buffers by their mean."""
+        assert self.facts.names, "an algorithm is attached before its first step"
+        count = self.facts.parameters
+        super().step(weights[count:], mean[count:])
+        parameters, changes = weights[:count], mean[:count]
         if not self._momentum:
-            self._momentum = [torch.zeros_like(weight) for weight in weights]
-            self._second = [torch.full_like(weight, _TAU**2) for weight in weights]
-        for weight, change, momentum, second in zip(weights, mean, self._momentum, self._second, strict=True):
+            self._momentum = [torch.zeros_like(weight) for weight in parameters]
+            self._second = [torch.full_like(weight, _TAU**2) for weight in parameters]
+        for weight, change, momentum, second in zip(
+            parameters, changes, self._momentum, self._second, strict=True
+        ):
             momentum.mul_(self.beta_1).add_(change, alpha=1 - self.beta_1)
             self._grow(second, change.square())
             weight.addcdiv_(momentum, second.sqrt().add_(_TAU), value=self._rate)

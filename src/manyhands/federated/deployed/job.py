@@ -95,7 +95,7 @@ class FederatedJob:
                     f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
                     f"--{option}"
                 )
-        for name in ("keep", "clip", "noise", "epsilon", "sampling", "dropout"):
+        for name in ("keep", "personal", "held_out", "clip", "noise", "epsilon", "sampling", "dropout"):
             if getattr(self.strategy, name) != getattr(usual, name):
                 raise UserError(
                     f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.federated.clients import held
+from manyhands.federated.algorithms import FederatedFacts
+from manyhands.federated.clients import held, held_names
 from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.job import FederatedJob
 from manyhands.federated.deployed.keeping import ServerFiles
@@ -97,6 +98,8 @@ class RoundServer:
         self._model = initial_model(job)
         self._weights = held(self._model)
         self._algorithm = job.algorithm
+        facts = FederatedFacts(names=held_names(self._model), parameters=len(list(self._model.parameters())))
+        self._algorithm.attach(facts)
         self.form = TensorForm.of(self._model)
         self.updates = UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)

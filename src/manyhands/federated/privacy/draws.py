@@ -7,7 +7,7 @@ The continuous Gaussian is rounded to a grid far finer than its deviation and fa
 the last bits of a floating-point sum could tell what was added (Mironov, "On Significance of the Least Significant Bits
 for Differential Privacy", CCS 2012); rounding what is already noisy costs no privacy. The discrete one is that of
 Canonne, Kamath and Steinke ("The Discrete Gaussian for Differential Privacy", NeurIPS 2020), by rejection from a
-discrete Laplace.
+discrete Laplace. Theirs is exact; here chances are in double precision, off by some 10⁻¹⁶ of themselves.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyhands.federated.privacy.clipping import clipped
 from manyhands.federated.privacy.rounds import PrivateRounds
-from manyhands.federated.updates import ClientUpdate, RoundPlace, RoundTally, TallySum
+from manyhands.federated.updates import ClientUpdate, RoundPlace, RoundTally, TallySum, shaped
 
 __all__ = ["PrivateTally"]
 
@@ -58,8 +58,7 @@ class PrivateTally:
         row = self._noised(found.sums[0].cpu())
         if self._noise.adapts:
             rounds.follow(self._noise.share_within(float(row[-1]), rounds.cohort))
-        pieces = torch.split(row[: self._items], [one.numel() for one in self._like])
-        sums = [piece.view(one.shape).to(one.device) for piece, one in zip(pieces, self._like, strict=True)]
+        sums = shaped(row[: self._items], self._like)
         return TallySum(sums=sums, weight=rounds.cohort, loss=math.nan, traffic=found.traffic)
 
     def _noised(self, row: Tensor) -> Tensor:
