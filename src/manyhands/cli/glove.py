@@ -127,7 +127,9 @@ class _CompareGlove(_Vectors, Compared):
 
     window: Annotated[int, typer.Option(help="Words on each side that count as context; 15 in `train`.")] = 5
     passes: Annotated[int, typer.Option(help="Passes over all records; 15 in `train`.")] = 3
-    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved; 2 or more tell spread.")] = 1
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each strategy, interleaved; 2 or more tell spread.")
+    ] = 1
     strategies: Annotated[str, typer.Option(help="What to compare, separated by semicolons.")] = (
         "single; hogwild; allreduce; tensor; ps consistency=async"
     )
