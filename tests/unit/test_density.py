@@ -77,7 +77,7 @@ def test_rows_are_beside_the_first_strategy_at_the_same_density() -> None:
     assert density_cells(rows)[1] == ["hogwild", "0.01", "5.0 %", "200", "2.00", "0.4000", "+0.0000"]
     (told,) = density_sentences(rows)
     assert "hogwild is 2.00 times as fast as single where two examples share a feature in 5.0 %" in told
-    assert "0.50 times where they do in 100 %; its loss is +0.0000 and +0.1000 above." in told
+    assert "0.50 times where they do in 100 %; its loss differs by +0.0000 and +0.1000." in told
     page = density_page("<t>", rows, [told], "c", {})
     assert "&lt;t&gt;" in page
     assert page.count("<figure") == 2

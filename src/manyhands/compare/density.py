@@ -107,14 +107,14 @@ def density_sentences(rows: Sequence[DensityRow]) -> list[str]:
         low, high = own[0], own[-1]
         if low.density == high.density:
             told.append(
-                f"{name} is {low.speedup:.2f} times as fast as {first} at a density of {low.density:g}, with a loss "
-                f"{low.excess:+.4f} above it."
+                f"{name} is {low.speedup:.2f} times as fast as {first} at a density of {low.density:g}; its loss "
+                f"differs by {low.excess:+.4f}."
             )
             continue
         told.append(
             f"{name} is {low.speedup:.2f} times as fast as {first} where two examples share a feature in "
             f"{100 * low.shared:.1f} % of cases, and {high.speedup:.2f} times where they do in "
-            f"{100 * high.shared:.0f} %; its loss is {low.excess:+.4f} and {high.excess:+.4f} above."
+            f"{100 * high.shared:.0f} %; its loss differs by {low.excess:+.4f} and {high.excess:+.4f}."
         )
     return told
 
