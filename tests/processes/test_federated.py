@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -165,6 +166,24 @@ def test_two_workers_play_the_clients_that_one_does() -> None:
     )
     assert both.summary["messages_sent"] == alone.summary["messages_sent"] == 3 * 8
     assert alone.summary["bytes_sent"] == 3 * 8 * 4 * 8, "eight clients a round, four numbers of eight bytes"
+
+
+def test_who_drops_out_is_the_same_with_two_workers_and_in_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """And one party's updates are refused, of which the workers must tell each other."""
+    broken = (torch.full((4, 3), float("nan"), dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64))
+    data = mh.Parties({**{f"party {at}": samples(6 + at, at) for at in range(9)}, "broken": broken})
+    words = "federated batch=4 partition=natural fraction=0.6 over=1.5 dropout=0.3 deadline=4 min_reports=3"
+    alone = mh.fit(task(data), words, rounds=6)
+    mh.fit(task(data), words, workers=2, rounds=3, out=tmp_path / "parts")
+    both = mh.fit(task(data), words, workers=2, rounds=6, out=tmp_path / "parts", resume=True)
+    assert_same(alone.model, both.model)
+    told = alone.summary["participation"]
+    assert told == pytest.approx(both.summary["participation"])
+    assert told["dropped"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    attempts = [row["attempt"] for row in rows if "attempt" in row]
+    assert len(attempts) == 6
+    assert attempts == sorted(set(attempts))
 
 
 def test_a_client_whose_update_is_not_finite_is_left_out() -> None:
