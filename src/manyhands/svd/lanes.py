@@ -66,7 +66,9 @@ def _of_width(lanes: int) -> tuple[Any, Any]:
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            row, found, lines, given = (_pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7))
+            row, found, lines, given = (
+                _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
+            )
             target = _line(builder, given, args[8], lanes)
             total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
             builder.store(builder.load(target, align=8), total)
@@ -97,7 +99,9 @@ def _of_width(lanes: int) -> tuple[Any, Any]:
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            row, found, lines, given = (_pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7))
+            row, found, lines, given = (
+                _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
+            )
             mine = builder.load(_line(builder, given, args[8], lanes), align=8)
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
                 column, value = _entry(builder, row, found, loop.index, lanes)
