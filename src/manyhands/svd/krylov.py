@@ -223,7 +223,8 @@ def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array
     lengths = np.sqrt(np.diag(products))
     if not (lengths > lost).any():
         return beyond[:0]
-    found, likeness = None, 0.0
+    found: Array | None = None
+    likeness = 0.0
     if (lengths > lost).all():
         squares, vectors = np.linalg.eigh(products / np.outer(lengths, lengths))
         likeness = max(0.0, float(squares[0]))  # the smaller the more alike
@@ -242,7 +243,8 @@ def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array
 def _orthonormal(rows: Array) -> Array:
     """Rows that are orthonormal, up to some digits, with all of them."""
     squares, vectors = np.linalg.eigh(rows @ rows.T)
-    return (vectors / np.sqrt(squares)).T @ rows
+    found: Array = (vectors / np.sqrt(squares)).T @ rows
+    return found
 
 
 def _end(space: KrylovSpace, sizes: SvdSizes, squares: Array, floor: float, options: SvdOptions) -> None:
