@@ -97,6 +97,18 @@ def packed(table: np.ndarray, layout: ByteLayout, bins: BinTable) -> tuple[np.nd
     return rows.opened()[0], rows.layout
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_bins_are_the_same_by_any_number_of_threads(threads: int) -> None:
+    table = one_of_each(103)
+    bins = bins_for(table)
+    layout = bundled_layout(bins, blocks_of(table))
+    alone, _ = packed(table, layout, bins)
+    labels = np.zeros(len(table)), np.ones(len(table))
+    rows = bin_rows(lambda: iter(blocks_of(table)), bins, layout, labels, "", lambda _block: 0.0, threads)
+    assert np.array_equal(rows.opened()[0], alone)
+    assert alone.any()
+
+
 def test_histograms_and_divisions_are_those_of_separate_columns() -> None:
     table = one_of_each(700)
     bins = bins_for(table)

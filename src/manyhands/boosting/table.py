@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,7 @@ def bin_rows(
     labels: tuple[NDArray[np.float64], NDArray[np.float64]],
     folder: str,
     score: Callable[[RowBlock], NDArray[np.float64] | float],
+    threads: int = 1,
 ) -> BinnedRows:
     """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
 
@@ -231,12 +233,13 @@ def bin_rows(
     that share a column do not exclude each other after all, the rows are gone through once more with a column for each.
     """
     targets, weights = labels
+    fill = partial(_filled, bins=bins, rows=len(targets), folder=folder, score=score, threads=threads)
     try:
-        clashes, tiles, scores = _filled(read(), bins, layout, len(targets), folder, score)
+        clashes, tiles, scores = fill(read(), layout)
         if len(clashes):
             del tiles  # before there are others
             layout = layout.without(clashes)
-            clashes, tiles, scores = _filled(read(), bins, layout, len(targets), folder, score)
+            clashes, tiles, scores = fill(read(), layout)
             if len(clashes):
                 raise DataError("the file has other rows now than it had before; do not change it meanwhile")
         if not folder:
@@ -252,11 +255,13 @@ def bin_rows(
 
 def _filled(
     blocks: Iterator[RowBlock],
-    bins: BinTable,
     layout: ByteLayout,
+    *,
+    bins: BinTable,
     rows: int,
     folder: str,
     score: Callable[[RowBlock], NDArray[np.float64] | float],
+    threads: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.float64]]:
     """Features that share a column and should not, all tiles, and the scores of rows."""
     shape = (-(-(len(layout.offsets) - 1) // TILE), rows, TILE)
@@ -270,17 +275,29 @@ def _filled(
         np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape) if folder else np.zeros(shape, np.uint8)
     )
     first, scores, clashes = 0, np.zeros(rows), np.zeros(len(layout.columns), np.int64)
-    for block in blocks:
-        if first + len(block) > rows:
-            raise _changed(first + len(block), rows)
-        scores[first : first + len(block)] = score(block)
-        found = bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
-        parts = layout.columns, layout.firsts, layout.zeros
-        bin_kernels.pack(found, *parts, first, np.asarray(tiles), clashes)
-        first += len(block)
+    parts, whole = (layout.columns, layout.firsts, layout.zeros), np.asarray(tiles)
+    with ThreadPoolExecutor(threads) as pool:
+        for block in blocks:
+            if first + len(block) > rows:
+                raise _changed(first + len(block), rows)
+            scores[first : first + len(block)] = score(block)
+            for found in pool.map(partial(_bins_of, bins), _shares(block, threads)):
+                bin_kernels.pack(found, *parts, first, whole, clashes)
+                first += len(found)
     if first != rows:
         raise _changed(first, rows)
     return np.flatnonzero(clashes), tiles, scores
+
+
+def _shares(block: RowBlock, threads: int) -> list[RowBlock]:
+    """A table's rows in as many parts as there are threads; sparse rows, which take little time, in one."""
+    if block.sparse is not None or threads == 1:
+        return [block]
+    return [RowBlock(labels=None, dense=part) for part in np.array_split(block.values, threads)]
+
+
+def _bins_of(bins: BinTable, block: RowBlock) -> NDArray[np.uint8]:
+    return bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
 
 
 def _changed(now: int, before: int) -> DataError:

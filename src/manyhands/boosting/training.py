@@ -146,7 +146,7 @@ def gbdt_task(
             return _only(source.blocks(next(advance, None)), holdout, held=False)
 
         layout = bundled_layout(bins, sample.blocks)
-        train = bin_rows(read, bins, layout, (targets, sample.weights), folder, score)
+        train = bin_rows(read, bins, layout, (targets, sample.weights), folder, score, threads)
         valid, weights = None, sample.weights
         if table.valid is not None:
             held = sample_rows(table.valid, Holdout(), options.seed)

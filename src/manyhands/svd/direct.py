@@ -11,7 +11,7 @@ import numpy as np
 from manyhands.data.matrix import MatrixBlock
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError
-from manyhands.svd.krylov import DONE, KrylovSpace, advance, begin, numbers_of
+from manyhands.svd.krylov import DONE, Array, KrylovSpace, advance, begin, numbers_of
 from manyhands.svd.model import SvdModel
 from manyhands.svd.options import Shape, SvdOptions, sizes_of
 from manyhands.svd.products import PassSums, RowPass
@@ -66,9 +66,7 @@ def _decomposed_across(matrix: Any, options: SvdOptions) -> SvdModel:
     """
     across = _Blocks(matrix.T)
     found = _decomposed(across, options)
-    parts = [found.project(block) for block in across.of(_WIDE_BLOCK)]
-    q, triangle = np.linalg.qr(np.concatenate(parts))
-    components = (q * np.where(np.diag(triangle) < 0, -1.0, 1.0)).T
+    components = _unit_columns(np.concatenate([found.project(block) for block in across.of(_WIDE_BLOCK)])).T
     largest = components[np.arange(len(components)), np.abs(components).argmax(axis=1)]
     return replace(
         found,
@@ -76,6 +74,17 @@ def _decomposed_across(matrix: Any, options: SvdOptions) -> SvdModel:
         rows=matrix.shape[0],
         passes=found.passes + 1,
     )
+
+
+def _unit_columns(table: Array) -> Array:
+    """The orthonormal columns next to those of `table`, which are orthogonal up to rounding; some may be 0."""
+    lengths = np.linalg.norm(table, axis=0)
+    if lengths.min() <= 1e-8 * lengths.max():
+        return np.linalg.qr(table)[0]
+    table = table / lengths
+    squares, vectors = np.linalg.eigh(table.T @ table)
+    found: Array = table @ (vectors / np.sqrt(squares) @ vectors.T)
+    return found
 
 
 def _checked(matrix: Any) -> Any:

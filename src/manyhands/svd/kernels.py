@@ -8,7 +8,14 @@ import numpy as np
 from numba import uint64
 
 from manyhands.compiled.decorators import njit
-from manyhands.svd.lanes import add_line_4, add_line_8, sum_lines_4, sum_lines_8
+from manyhands.svd.lanes import (
+    add_line_4,
+    add_line_8,
+    add_line_12,
+    sum_lines_4,
+    sum_lines_8,
+    sum_lines_12,
+)
 
 __all__ = ["TILE", "gram_rows", "multiply_rows", "project_rows", "warm"]
 
@@ -27,30 +34,41 @@ def multiply_rows(
     """Add Aᵀ(AQ - 1·lessᵀ) to `product` and the columns of AQ - 1·lessᵀ to `sums`; Q has rows of `width`.
 
     Some rows go through Q and then, while their entries and products are in the cache, through `product`: row by row,
-    the two tables would drive each other out of it. `width` is a multiple of `TILE`.
+    the two tables would drive each other out of it. `width` is a multiple of `TILE`. Where `sums` is empty, `less`
+    is 0.
     """
     rows, wide = starts.size - 1, np.int64(width)
     most: Any = max(1, _SCRATCH // wide)
-    rest = wide - wide % 8
     found = np.empty(min(most, rows) * wide)
     for first in range(0, rows, most):
         last = min(rows, first + most)
         for row in range(first, last):
             at, begin, end = (row - first) * wide, starts[row], starts[row + 1]
+            if begin == end and not sums.size:
+                continue
             for place in range(wide):
                 found[at + place] = -less[place]
-            for place in range(0, rest, 8):
-                sum_lines_8(indices, values, begin, end, vectors, place, wide, found, at + place)
-            if rest < wide:
-                sum_lines_4(indices, values, begin, end, vectors, rest, wide, found, at + rest)
-            for place in range(wide):
+            done = np.int64(0)
+            while wide - done >= 12:
+                sum_lines_12(indices, values, begin, end, vectors, done, wide, found, at + done)
+                done += 12
+            if wide - done == 8:
+                sum_lines_8(indices, values, begin, end, vectors, done, wide, found, at + done)
+            elif wide - done == 4:
+                sum_lines_4(indices, values, begin, end, vectors, done, wide, found, at + done)
+            for place in range(sums.size):
                 sums[place] += found[at + place]
         for row in range(first, last):
-            at, begin, end = (row - first) * wide, starts[row], starts[row + 1]
-            for place in range(0, rest, 8):
-                add_line_8(indices, values, begin, end, product, place, wide, found, at + place)
-            if rest < wide:
-                add_line_4(indices, values, begin, end, product, rest, wide, found, at + rest)
+            at, begin, end, done = (row - first) * wide, starts[row], starts[row + 1], np.int64(0)
+            if begin == end:
+                continue
+            while wide - done >= 12:
+                add_line_12(indices, values, begin, end, product, done, wide, found, at + done)
+                done += 12
+            if wide - done == 8:
+                add_line_8(indices, values, begin, end, product, done, wide, found, at + done)
+            elif wide - done == 4:
+                add_line_4(indices, values, begin, end, product, done, wide, found, at + done)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)
@@ -59,15 +77,18 @@ def project_rows(
 ) -> None:
     """Write AQ - 1·lessᵀ to `found`, row by row."""
     wide = np.int64(width)
-    rest = wide - wide % 8
     for row in range(starts.size - 1):
         at, begin, end = row * wide, starts[row], starts[row + 1]
         for place in range(wide):
             found[at + place] = -less[place]
-        for place in range(0, rest, 8):
-            sum_lines_8(indices, values, begin, end, vectors, place, wide, found, at + place)
-        if rest < wide:
-            sum_lines_4(indices, values, begin, end, vectors, rest, wide, found, at + rest)
+        done = np.int64(0)
+        while wide - done >= 12:
+            sum_lines_12(indices, values, begin, end, vectors, done, wide, found, at + done)
+            done += 12
+        if wide - done == 8:
+            sum_lines_8(indices, values, begin, end, vectors, done, wide, found, at + done)
+        elif wide - done == 4:
+            sum_lines_4(indices, values, begin, end, vectors, done, wide, found, at + done)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_MATH)

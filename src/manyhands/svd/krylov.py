@@ -219,32 +219,32 @@ def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array
     alike that it is as exact. `scale` is how large the numbers were that `beyond` is the difference of: where it is
     short beside them, rounding points back into `basis`, which has to be taken out once more.
     """
-    lengths = np.linalg.norm(beyond, axis=1)
+    products = beyond @ beyond.T
+    lengths = np.sqrt(np.diag(products))
     if not (lengths > lost).any():
         return beyond[:0]
-    found, shortest = None, 0.0
+    found: Array | None = None
+    likeness = 0.0
     if (lengths > lost).all():
-        found, shortest = _orthonormal(beyond / lengths[:, None], 1e-8)
+        squares, vectors = np.linalg.eigh(products / np.outer(lengths, lengths))
+        likeness = max(0.0, float(squares[0]))  # the smaller the more alike
+        if likeness > 1e-8:
+            found = (vectors / lengths[:, None] / np.sqrt(squares)).T @ beyond
     if found is None:
         q, triangle = np.linalg.qr(beyond.T)
         left, along, _ = np.linalg.svd(triangle)
         found = (q @ left[:, along > lost]).T
-    if shortest * float(lengths.min()) < _ROUNDED * scale:
-        found -= (found @ basis.T) @ basis
-    found, _ = _orthonormal(found, 0.0)
-    assert found is not None, "they are orthonormal up to rounding"
-    return found
+    is_clean = float(np.sqrt(likeness) * lengths.min()) > _ROUNDED * scale
+    if is_clean and likeness > _ROUNDED:
+        return found
+    return _orthonormal(found if is_clean else found - (found @ basis.T) @ basis)
 
 
-def _orthonormal(rows: Array, least: float) -> tuple[Array | None, float]:
-    """Orthonormal rows that span the same, and the length of the shortest combination of the rows given.
-
-    None where the square of that is not more than `least`.
-    """
+def _orthonormal(rows: Array) -> Array:
+    """Rows that are orthonormal, up to some digits, with all of them."""
     squares, vectors = np.linalg.eigh(rows @ rows.T)
-    if not squares[0] > least:
-        return None, 0.0
-    return (vectors / np.sqrt(squares)).T @ rows, float(np.sqrt(squares[0]))
+    found: Array = (vectors / np.sqrt(squares)).T @ rows
+    return found
 
 
 def _end(space: KrylovSpace, sizes: SvdSizes, squares: Array, floor: float, options: SvdOptions) -> None:

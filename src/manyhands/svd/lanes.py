@@ -1,7 +1,7 @@
 """What goes through the entries of one sparse row, some numbers at a time in one register.
 
-numba makes loops over a line of eight numbers that is at hand once, and asks at each entry whether lines overlap. Here
-a line is a vector of the compiler's, which stays in a register while the row lasts.
+A plain loop over the numbers of a line is compiled so that it asks at each entry whether two lines overlap, and writes
+its sums to memory each time. Here a line is a vector, which stays in registers while the row lasts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from numba import int64, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["add_line_4", "add_line_8", "sum_lines_4", "sum_lines_8"]
+__all__ = ["add_line_4", "add_line_8", "add_line_12", "sum_lines_4", "sum_lines_8", "sum_lines_12"]
 
+_INT = ir.IntType(64)
 _ANY_ORDER = ("contract", "nsz")  # a product and its sum may be one instruction
 
 
@@ -28,26 +29,37 @@ def _line(builder: Any, data: Any, place: Any, lanes: int) -> Any:
     return builder.bitcast(builder.gep(data, [place]), ir.VectorType(ir.DoubleType(), lanes).as_pointer())
 
 
-def _entry(builder: Any, indices: Any, values: Any, at: Any, lanes: int) -> tuple[Any, Any]:
-    """The column of entry `at`, and its value in every lane."""
+def _entry(builder: Any, indices: Any, values: Any, at: Any) -> tuple[Any, Any]:
+    """The column of entry `at`, and its value."""
     column = builder.load(builder.gep(indices, [at]))
     value = builder.load(builder.gep(values, [at]))
     if value.type == ir.FloatType():
         value = builder.fpext(value, ir.DoubleType())
+    return builder.zext(column, ir.IntType(64)), value
+
+
+def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
     vector = ir.VectorType(ir.DoubleType(), lanes)
     nothing = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(nothing, value, ir.IntType(32)(0))
     same = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-    return builder.zext(column, ir.IntType(64)), builder.shuffle_vector(first, nothing, same)
+    return builder.shuffle_vector(first, nothing, same)
 
 
 def _signature(arrays: tuple[Any, ...]) -> Any:
+    """(indices, values, begin, end, table, offset, width, line, place); lines of `table` are `width` numbers apart."""
     indices, values, table, line = arrays
     return types.void(indices, values, int64, int64, table, int64, int64, line, int64)
 
 
-def _of_width(lanes: int) -> tuple[Any, Any]:
-    """The two functions for so many numbers; (indices, values, begin, end, table, offset, width, line, place)."""
+def _parts(pieces: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where the vectors of a line begin, and their lanes: registers have 4 or 8, so that 12 are two."""
+    return [(sum(pieces[:number]), lanes) for number, lanes in enumerate(pieces)]
+
+
+def _summing(*pieces: int) -> Any:
+    """For lines of these vectors; the arguments are named in `_signature`."""
+    parts = _parts(pieces)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def sum_lines(
@@ -69,18 +81,32 @@ def _of_width(lanes: int) -> tuple[Any, Any]:
             row, found, lines, given = (
                 _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
             )
-            target = _line(builder, given, args[8], lanes)
-            total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
-            builder.store(builder.load(target, align=8), total)
+            sums = []
+            for first, lanes in parts:
+                target = _line(builder, given, builder.add(args[8], _INT(first)), lanes)
+                total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
+                builder.store(builder.load(target, align=8), total)
+                sums.append((target, total))
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
-                column, value = _entry(builder, row, found, loop.index, lanes)
-                source = _line(builder, lines, builder.add(builder.mul(column, args[6]), args[5]), lanes)
-                product = builder.fmul(value, builder.load(source, align=8), flags=_ANY_ORDER)
-                builder.store(builder.fadd(builder.load(total), product, flags=_ANY_ORDER), total)
-            builder.store(builder.load(total), target, align=8)
+                column, value = _entry(builder, row, found, loop.index)
+                place = builder.add(builder.mul(column, args[6]), args[5])
+                for (first, lanes), (_, total) in zip(parts, sums, strict=True):
+                    source = _line(builder, lines, builder.add(place, _INT(first)), lanes)
+                    factor = _in_all_lanes(builder, value, lanes)
+                    product = builder.fmul(factor, builder.load(source, align=8), flags=_ANY_ORDER)
+                    builder.store(builder.fadd(builder.load(total), product, flags=_ANY_ORDER), total)
+            for target, total in sums:
+                builder.store(builder.load(total), target, align=8)
             return context.get_dummy_value()
 
         return _signature((indices, values, table, line)), codegen
+
+    return sum_lines
+
+
+def _adding(*pieces: int) -> Any:
+    """Likewise."""
+    parts = _parts(pieces)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def add_line(
@@ -102,19 +128,24 @@ def _of_width(lanes: int) -> tuple[Any, Any]:
             row, found, lines, given = (
                 _pointer(context, builder, kinds[at], args[at]) for at in (0, 1, 4, 7)
             )
-            mine = builder.load(_line(builder, given, args[8], lanes), align=8)
+            mine = [
+                builder.load(_line(builder, given, builder.add(args[8], _INT(first)), lanes), align=8)
+                for first, lanes in parts
+            ]
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
-                column, value = _entry(builder, row, found, loop.index, lanes)
-                target = _line(builder, lines, builder.add(builder.mul(column, args[6]), args[5]), lanes)
-                product = builder.fmul(value, mine, flags=_ANY_ORDER)
-                whole = builder.fadd(builder.load(target, align=8), product, flags=_ANY_ORDER)
-                builder.store(whole, target, align=8)
+                column, value = _entry(builder, row, found, loop.index)
+                place = builder.add(builder.mul(column, args[6]), args[5])
+                for (first, lanes), own in zip(parts, mine, strict=True):
+                    target = _line(builder, lines, builder.add(place, _INT(first)), lanes)
+                    product = builder.fmul(_in_all_lanes(builder, value, lanes), own, flags=_ANY_ORDER)
+                    whole = builder.fadd(builder.load(target, align=8), product, flags=_ANY_ORDER)
+                    builder.store(whole, target, align=8)
             return context.get_dummy_value()
 
         return _signature((indices, values, table, line)), codegen
 
-    return sum_lines, add_line
+    return add_line
 
 
-sum_lines_4, add_line_4 = _of_width(4)
-sum_lines_8, add_line_8 = _of_width(8)
+sum_lines_4, sum_lines_8, sum_lines_12 = _summing(4), _summing(8), _summing(8, 4)
+add_line_4, add_line_8, add_line_12 = _adding(4), _adding(8), _adding(8, 4)

@@ -14,7 +14,7 @@ OVERSAMPLING: Final = 10
 
 _FEW_MORE: Final = 2  # the same where passes are cheap: more of them, with fewer vectors, cost less in all
 _BLOCKS: Final = 6  # of the Krylov space that are kept before it is restarted
-_NARROW_BLOCKS: Final = 8
+_NARROW_BLOCKS: Final = 12
 _MOST_GRAM: Final = 1024  # columns up to which all products of two columns may be cheaper than several passes
 _PASSES_EXPECTED: Final = 6
 _LEAST_BLOCK: Final = 1 << 16

@@ -130,7 +130,8 @@ class RowPass:
             project_rows(*csr, self._vectors, width, self._less, found.reshape(-1))
             self._add_triangle(found[:, : len(space.block)])
         else:
-            multiply_rows(*csr, self._vectors, width, self._less, sums.product, sums.along)
+            along = sums.along[:width] if self._center else sums.along[:0]
+            multiply_rows(*csr, self._vectors, width, self._less, sums.product, along)
 
     def _add_triangle(self, found: Array) -> None:
         self.triangle[:] = combined_triangle([self.triangle, found])
