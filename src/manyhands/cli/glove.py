@@ -49,7 +49,7 @@ __all__ = ["add_glove", "glove_app"]
 
 glove_app = typer.Typer(help="Ask trained word vectors.", no_args_is_help=True)
 
-_COMPARED_BYTES = 600_000  # of each part of the demo corpus: parameter servers take their time
+_COMPARED_BYTES = 300_000  # of each part of the demo corpus: parameter servers take their time
 _DEMO_WORDS = ("tensor", "list", "thread", "file")
 _VectorsFile = Annotated[
     Path, typer.Argument(metavar="VECTORS", help="Stanford's text, or word2vec's text or binary form.")
@@ -126,7 +126,7 @@ class _CompareGlove(_Vectors, Compared):
     """The options of `compare glove`; less than `train glove` does, for every strategy trains, and servers slowly."""
 
     window: Annotated[int, typer.Option(help="Words on each side that count as context; 15 in `train`.")] = 5
-    passes: Annotated[int, typer.Option(help="Passes over all records; 15 in `train`.")] = 3
+    passes: Annotated[int, typer.Option(help="Passes over all records; 15 in `train`.")] = 2
     repeats: Annotated[
         int, typer.Option(help="Runs of each strategy, interleaved; 2 or more tell spread.")
     ] = 1
