@@ -241,7 +241,7 @@ def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array
 
 
 def _orthonormal(rows: Array) -> Array:
-    """Rows that are orthonormal, up to some digits, with all of them."""
+    """The rows, which are orthonormal to some digits, orthonormal to all."""
     squares, vectors = np.linalg.eigh(rows @ rows.T)
     found: Array = (vectors / np.sqrt(squares)).T @ rows
     return found
