@@ -39,11 +39,12 @@ __all__ = [
 Array = NDArray[np.float64]
 
 GRAM, POWER, POLISH, DONE = range(4)
-_KIND, _USED, _FRESH, _ERROR, _ENERGY, _PASSES = range(6)
+_KIND, _USED, _FRESH, _ERROR, _ENERGY, _PASSES, _DRIFT = range(7)
 _NUMBERS: Final = 8
 _NOISE: Final = 8 * np.finfo(np.float64).eps  # of a squared value, beside the largest
 _LOST: Final = 1e-13  # a direction as short as this, beside the largest square, is rounding
-_ROUNDED: Final = 1e-2  # one longer than this, beside what it is a difference of, has lost two digits at most
+_ALIKE: Final = 1e-2  # directions less alike than this are orthonormal to 14 digits at once
+_MOST_DRIFT: Final = 1e-12  # of the space from being orthonormal, as estimated
 
 
 def numbers_of(sizes: SvdSizes) -> int:
@@ -175,7 +176,7 @@ def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, produc
     squares, weights = _eigenvectors(space.projected[:used, :used])
     floor = _NOISE * float(squares[0])
     residuals = np.linalg.norm(weights[new, : sizes.rank + 1].T @ beyond, axis=1)
-    directions = _directions(beyond, basis, _LOST * float(squares[0]), float(np.abs(within).max()))
+    directions = _directions(space, beyond, basis, _LOST * float(squares[0]), within)
     errors = _errors(squares, residuals, sizes.rank)
     space.numbers[_ERROR] = float((errors / np.maximum(2 * squares[: sizes.rank], floor or 1.0)).max())
     small_enough = np.maximum(2 * options.tolerance * squares[: sizes.rank], floor)
@@ -212,12 +213,13 @@ def _eigenvectors(matrix: Array) -> tuple[Array, Array]:
     return np.maximum(squares[::-1], 0.0), vectors[:, ::-1]
 
 
-def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array:
+def _directions(space: KrylovSpace, beyond: Array, basis: Array, lost: float, within: Array) -> Array:
     """Orthonormal directions of the rows of `beyond`, without those that are shorter than `lost`.
 
     By eigenvectors of the rows' products, which is many times as fast as by reflections, where the rows are so little
-    alike that it is as exact. `scale` is how large the numbers were that `beyond` is the difference of: where it is
-    short beside them, rounding points back into `basis`, which has to be taken out once more.
+    alike that it is as exact. `beyond` is a difference, with `within` the coordinates of what was subtracted: where it
+    is short beside that, what the basis lacks of being orthonormal grows from pass to pass. Before that is much, the
+    basis is taken out once more.
     """
     products = beyond @ beyond.T
     lengths = np.sqrt(np.diag(products))
@@ -234,8 +236,13 @@ def _directions(beyond: Array, basis: Array, lost: float, scale: float) -> Array
         q, triangle = np.linalg.qr(beyond.T)
         left, along, _ = np.linalg.svd(triangle)
         found = (q @ left[:, along > lost]).T
-    is_clean = float(np.sqrt(likeness) * lengths.min()) > _ROUNDED * scale
-    if is_clean and likeness > _ROUNDED:
+    shortest = float(np.sqrt(likeness) * lengths.min())
+    scale = float(np.linalg.norm(within, axis=1).max() + lengths.max())
+    drift = max(float(space.numbers[_DRIFT]), float(np.finfo(np.float64).eps)) * scale
+    is_clean = drift < _MOST_DRIFT * shortest
+    if is_clean:
+        space.numbers[_DRIFT] = max(float(space.numbers[_DRIFT]), drift / shortest)
+    if is_clean and likeness > _ALIKE:
         return found
     return _orthonormal(found if is_clean else found - (found @ basis.T) @ basis)
 
