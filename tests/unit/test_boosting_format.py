@@ -71,7 +71,9 @@ def test_what_is_written_is_read_back_to_the_bit(objective: str, tmp_path: Path)
     predictor = open_predictor(tmp_path / MODEL_TEXT)
     asked = [[None if math.isnan(value) else value for value in row] for row in odd_rows().tolist()]
     assert predictor.answers(predictor.inputs(asked)) == predicted(made, odd_rows()).tolist()
-    with pytest.raises(UserError, match="input 1: must be an array of numbers, one for each column"):
+    with pytest.raises(
+        UserError, match="input 1 has 4 numbers; it must be an array of numbers, one for each column"
+    ):
         predictor.inputs([asked[0], asked[0][:-1]])
     assert read.names == tuple(f"Column_{at}" for at in range(5))
 

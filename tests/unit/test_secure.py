@@ -35,7 +35,10 @@ from manyhands.link.tls import _pieces
 from manyhands.tasks.digits import digits
 from manyhands.training.options import TLS_VARIABLE, Options
 
-NOW = datetime.now(UTC)
+
+def now() -> datetime:
+    """When it is asked: a long run of tests reaches this file minutes after it was read."""
+    return datetime.now(UTC)
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def test_each_host_has_a_folder_that_nobody_else_can_read(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "run", ["node1", "10.0.0.7"], days=2)
     assert made.folders == (tmp_path / "run" / "node1", tmp_path / "run" / "10.0.0.7")
-    assert made.end - NOW == pytest.approx(timedelta(days=2), abs=timedelta(minutes=5))
+    assert made.end - now() == pytest.approx(timedelta(days=2), abs=timedelta(minutes=5))
     assert sorted(one.name for one in (tmp_path / "run").iterdir()) == [
         "10.0.0.7",
         "node1",
@@ -112,7 +115,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 def test_dates_are_those_that_cryptography_reads(tmp_path: Path) -> None:
     for years in (0, 30):  # beyond 2049 a date has four digits of the year
         folder = make_certificates(
-            tmp_path / str(years), ["a"], now=NOW + timedelta(days=365 * years), days=300
+            tmp_path / str(years), ["a"], now=now() + timedelta(days=365 * years), days=300
         ).folders[0]
         pem = (folder / "cert.pem").read_text()
         known = x509.load_pem_x509_certificate(pem.encode())
@@ -225,15 +228,15 @@ def test_each_bad_file_is_named_with_what_to_do(folder: Path, spoiled: str) -> N
 
 
 def test_certificates_of_another_time_are_told_with_the_clock(tmp_path: Path) -> None:
-    old = make_certificates(tmp_path / "old", ["a"], now=NOW - timedelta(days=9), days=7).folders[0]
+    old = make_certificates(tmp_path / "old", ["a"], now=now() - timedelta(days=9), days=7).folders[0]
     with pytest.raises(
         UserError, match=r"ca\.pem: expired on .*UTC, 2 days ago by this host's clock; make new ones"
     ):
         Security.from_directory(old)
-    early = make_certificates(tmp_path / "early", ["a"], now=NOW + timedelta(hours=5)).folders[0]
+    early = make_certificates(tmp_path / "early", ["a"], now=now() + timedelta(hours=5)).folders[0]
     with pytest.raises(UserError, match=r"this host's clock says .*UTC, 4\.8 h earlier; set the clock"):
         Security.from_directory(early)
-    near = make_certificates(tmp_path / "near", ["a"], now=NOW + timedelta(minutes=5)).folders[0]
+    near = make_certificates(tmp_path / "near", ["a"], now=now() + timedelta(minutes=5)).folders[0]
     assert Security.from_directory(near).tls  # clocks differ a little
 
 

@@ -318,10 +318,10 @@ def test_a_saved_model_projects_rows_as_scikit_learn_does(tmp_path: Path, center
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ([1, 2], "input 0: must be an array of numbers, one for each column, 3 in all"),
-        ("1 2 3", "input 0: must be an array"),
-        ([1, 2, "x"], "holds something that is no number"),
-        ([1, 2, float("inf")], "holds a value that is not finite"),
+        ([1, 2], "input 0 has 2 numbers; it must be an array of numbers, one for each column, 3 in all"),
+        ("1 2 3", "input 0 is no array; it must be an array of numbers"),
+        ([1, 2, "x"], "input 0 has 'x' at place 2"),
+        ([1, 2, float("inf")], "input 0 has a number that is not finite"),
     ],
 )
 def test_an_input_that_is_no_row_is_refused(value: object, sentence: str) -> None:
