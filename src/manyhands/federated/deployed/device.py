@@ -19,11 +19,10 @@ import torch
 
 from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.federated.algorithms import algorithm_named
-from manyhands.federated.clients import ClientTrainer, held
+from manyhands.federated.clients import ClientTrainer, held, work_of
 from manyhands.federated.deployed.asking import Asker, BackOff, Reply, Unreached
 from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.home import DeviceHome
-from manyhands.federated.deployed.job import work_of
 from manyhands.federated.deployed.letters import (
     SMALL_BYTES,
     LetterRefused,

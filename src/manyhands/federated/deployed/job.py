@@ -10,16 +10,15 @@ from typing import Any, Final
 
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.federated.clients import LocalWork
 from manyhands.federated.deployed.letters import TensorForm
 from manyhands.federated.deployed.schema import DataSchema
 from manyhands.federated.rounds.core import RoundTerms
-from manyhands.federated.strategy import ALL, Federated
+from manyhands.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.tasks import TASKS
 
-__all__ = ["FederatedJob", "RoundSettings", "work_of"]
+__all__ = ["FederatedJob", "RoundSettings"]
 
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
 """Algorithms whose devices send an update and nothing else, and need nothing but the model."""
@@ -162,9 +161,3 @@ class FederatedJob:
             "schema": str(self.schema),
             "run": run,
         }
-
-
-def work_of(strategy: Federated) -> LocalWork:
-    """What a client does in a round, as in simulation."""
-    whole = algorithm_named(strategy.algorithm).whole_batches
-    return LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
