@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.consistency.policy import Book, Group, Policy
+from manyhands.consistency.arrival import ByArrival
 from manyhands.errors import UserError
 
 __all__ = ["Buffered"]
 
 
 @dataclass(frozen=True, slots=True)
-class Buffered(Policy):
+class Buffered(ByArrival):
     """Each step is the mean of the next `size` updates to arrive; readers wait for no step."""
 
     size: int
@@ -25,32 +25,10 @@ class Buffered(Policy):
         if self.size < 1:
             raise UserError(f"buffered:{self.size}: how many updates make a step must be 1 or more")
 
-    @property
-    def lag(self) -> None:
-        """A read waits for nobody else."""
-        return None
-
-    @property
-    def chosen_by_lead(self) -> bool:
-        """Arrival decides."""
-        return True
-
-    @property
-    def outlives_read(self) -> bool:
-        """Others read on while an update waits for its group."""
-        return True
-
-    def includes_own(self, num_active: int) -> bool:
-        """Where every update is a step of its own."""
+    def group_size(self, num_active: int) -> int:
+        """As many as were asked for, however many workers there are."""
         del num_active
-        return self.size == 1
-
-    def next_group(self, book: Book) -> Group | None:
-        """The first so many that wait; at the end of the run, the rest."""
-        size = self.size
-        if book.num_waiting < size:
-            size = book.num_waiting if book.drained else 0
-        return Group(0, book.first_waiting(size)) if size else None
+        return self.size
 
     def __str__(self) -> str:
         return f"buffered:{self.size}"

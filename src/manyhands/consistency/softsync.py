@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.consistency.policy import Book, Group, Policy
+from manyhands.consistency.arrival import ByArrival
 from manyhands.errors import UserError
 
 __all__ = ["SoftSync"]
 
 
 @dataclass(frozen=True, slots=True)
-class SoftSync(Policy):
+class SoftSync(ByArrival):
     """Each step is the mean of the next slots // splits gradients to arrive at the lead; readers wait for no step."""
 
     splits: int
@@ -25,33 +25,8 @@ class SoftSync(Policy):
         if self.splits < 1:
             raise UserError(f"consistency=softsync:{self.splits}: the splitting parameter must be 1 or more")
 
-    @property
-    def lag(self) -> None:
-        """A read waits for nobody else."""
-        return None
-
-    @property
-    def chosen_by_lead(self) -> bool:
-        """Arrival at the lead decides."""
-        return True
-
-    @property
-    def outlives_read(self) -> bool:
-        """A worker reads on while its gradient waits for others."""
-        return True
-
-    def includes_own(self, num_active: int) -> bool:
-        """Where every gradient is a step of its own: so one worker alone trains as if there were no server."""
-        return self._group_size(num_active) == 1
-
-    def next_group(self, book: Book) -> Group | None:
-        """The first so many that wait; at the end of the run, the rest."""
-        size = self._group_size(book.num_active)
-        if book.num_waiting < size:
-            size = book.num_waiting if book.drained else 0
-        return Group(0, book.first_waiting(size)) if size else None
-
-    def _group_size(self, num_active: int) -> int:
+    def group_size(self, num_active: int) -> int:
+        """A part of the workers, so that one worker alone trains as if there were no server."""
         return max(1, num_active // self.splits)
 
     def __str__(self) -> str:
