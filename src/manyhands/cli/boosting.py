@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,34 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.commands import (
-    AllowOverload,
     add_command,
     check_writable,
-    command_to_resume,
     fresh_directory,
-    own_command,
-    write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
-from manyhands.cli.runs import (
-    CheckpointEvery,
-    Dashboard,
-    DashboardPort,
-    Resume,
-    Tensorboard,
-    Watchdog,
-    leave_report,
-    live_page,
-    live_tensorboard,
-)
+from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, watched
+from manyhands.cli.runs import leave_report
 
 if TYPE_CHECKING:
     from manyhands.boosting.model import GbdtModel
     from manyhands.boosting.options import GbdtOptions
     from manyhands.boosting.task import GbdtTask
     from manyhands.boosting.training import GbdtResult, TableChoice
-    from manyhands.training.kept import Keeping
 
 __all__ = ["add_gbdt"]
 
@@ -90,8 +75,8 @@ class _Boosting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainGbdt(_Boosting):
-    """The options of `train gbdt`."""
+class _GbdtRun(_Boosting):
+    """And how it is measured, where it ends, and by whom."""
 
     valid: Annotated[
         str | None, typer.Option(metavar="FILE", help="Rows to measure on after each tree, read likewise.")
@@ -123,18 +108,11 @@ class _TrainGbdt(_Boosting):
     seed: Annotated[
         int, typer.Option(help="Fixes which rows are held out, and which the bins are made of.")
     ] = 0
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the model goes.", show_default="runs/gbdt-TIME"),
-    ] = None
-    resume: Resume = False
-    checkpoint_every: CheckpointEvery = None
-    watchdog: Watchdog = 60.0
-    dashboard: Dashboard = False
-    dashboard_port: DashboardPort = 0
-    tensorboard: Tensorboard = None
-    allow_overload: AllowOverload = False
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainGbdt(KeptRun, _GbdtRun):
+    """The options of `train gbdt`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +150,6 @@ def _train(asked: _TrainGbdt) -> None:
     start_own_workers()
     from manyhands.boosting.text_format import MODEL_TEXT, write_model
     from manyhands.boosting.training import train_gbdt
-    from manyhands.cluster.signals import ending, signal_of
-    from manyhands.draw.bars import Bars
-    from manyhands.store.atomic import write_json as write_file
-    from manyhands.store.rundir import RunDirectory
 
     strategy = asked.strategy or ("single" if asked.workers == 1 else "allreduce")
     early = {"early_stopping": asked.early_stopping, "seed": asked.seed}
@@ -184,21 +158,11 @@ def _train(asked: _TrainGbdt) -> None:
     test = _source(asked, asked.test) if asked.test is not None else None
     out = asked.out or fresh_directory("gbdt")
     check_writable(asked.json_file)
-    keep = _keeping(asked, out)
-    go_on = f"go on with: {command_to_resume(sys.argv, out)}"
-    page = live_page(asked.dashboard, out, "gbdt", strategy, asked.dashboard_port, asked.workers)
-    try:
-        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
-            result = train_gbdt(
-                table, options, strategy=strategy, workers=asked.workers, bars=bars, keep=keep
-            )
-            write_model(result.model, out / MODEL_TEXT)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
-        how = go_on if RunDirectory.is_one(out) else f"start again with: {own_command(sys.argv)}"
-        print(f"manyhands: ended by {end.name}; there is no model; {how}", file=sys.stderr)
-        raise typer.Exit(end.status) from None
+    keep = keeping(asked, out, MODEL_TEXT)
+    shown = Shown("gbdt", strategy, asked.workers)
+    with watched(asked, keep, shown, lambda: "there is no model") as (end, bars):
+        result = train_gbdt(table, options, strategy=strategy, workers=asked.workers, bars=bars, keep=keep)
+        write_model(result.model, out / MODEL_TEXT)
     summary = {
         **result.summary,
         **_summary(result),
@@ -207,17 +171,11 @@ def _train(asked: _TrainGbdt) -> None:
         "workers": asked.workers,
         "model": str(out / MODEL_TEXT),
     }
-    if not result.interrupted:
-        write_file(out / "summary.json", summary)
-    write_json(asked.json_file, summary)
+    leave_summary(asked, out, summary)
     _print(summary)
     if result.interrupted:
-        print(
-            f"manyhands: ended by {end.name}; the model is that after {summary['trees']} of {asked.trees} trees; "
-            f"{go_on}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status)
+        grown = f"{summary['trees']} of {asked.trees} trees"
+        raise interrupted(keep, end, f"the model is that after {grown}")
     leave_report(out)
     print(f"next    manyhands predict {out} {asked.test or asked.train} > predictions.txt")
 
@@ -264,31 +222,6 @@ def _options(asked: _Boosting, **more: Any) -> GbdtOptions:
         top_k=asked.top_k,
         **more,
     )
-
-
-def _keeping(asked: _TrainGbdt, out: Path) -> Keeping:
-    """Where the run is kept; UserError where it cannot be, before anything is read."""
-    from manyhands.boosting.text_format import MODEL_TEXT
-    from manyhands.errors import UserError
-    from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
-    from manyhands.training.kept import Keeping
-    from manyhands.training.options import Options
-
-    own_files = frozenset({MODEL_TEXT})
-    if asked.resume:
-        if asked.out is None:
-            raise UserError("--resume needs --out, the directory of the run to go on with")
-        RunDirectory.open(out, lock=False)
-    else:
-        require_free(out, own_files, ON_COMMAND_LINE)
-    options = Options(
-        checkpoint_every=asked.checkpoint_every,
-        watchdog_s=asked.watchdog,
-        resume_command=command_to_resume(sys.argv, out),
-        tells_interruption=False,  # which also says what there is of a model
-        own_files=own_files,
-    )
-    return Keeping(out=out, resume=asked.resume, options=options)
 
 
 def _summary(result: GbdtResult) -> dict[str, Any]:

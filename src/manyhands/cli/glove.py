@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,28 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.cli.commands import (
-    AllowOverload,
     add_command,
     check_writable,
-    command_to_resume,
     fresh_directory,
-    own_command,
     print_next,
     write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
-from manyhands.cli.runs import (
-    CheckpointEvery,
-    Dashboard,
-    DashboardPort,
-    Resume,
-    Tensorboard,
-    Watchdog,
-    leave_report,
-    live_page,
-    live_tensorboard,
-)
+from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping_unchecked, watched
+from manyhands.cli.runs import leave_report
 
 if TYPE_CHECKING:
     from manyhands.compare.run import Score
@@ -87,8 +74,8 @@ class _Vectors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainGlove(_Vectors):
-    """The options of `train glove`."""
+class _GloveRun(_Vectors):
+    """And for how long, and by whom."""
 
     passes: Annotated[int, typer.Option(help="Passes over all records.")] = 15
     batch: Annotated[
@@ -105,20 +92,14 @@ class _TrainGlove(_Vectors):
         int | None, typer.Option(help="Threads that count and workers that train.", show_default="one a core")
     ] = None
     seed: Annotated[int, typer.Option(help="Fixes first values and the order of records.")] = 0
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the files go.", show_default="runs/glove-TIME")
-    ] = None
     keep_counts: Annotated[
         bool, typer.Option("--keep-counts", help="Keep the co-occurrence records as cooccurrence.bin.")
     ] = False
-    resume: Resume = False
-    checkpoint_every: CheckpointEvery = None
-    watchdog: Watchdog = 60.0
-    dashboard: Dashboard = False
-    dashboard_port: DashboardPort = 0
-    tensorboard: Tensorboard = None
-    allow_overload: AllowOverload = False
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainGlove(KeptRun, _GloveRun):
+    """The options of `train glove`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +209,7 @@ def _train(asked: _TrainGlove) -> None:
     """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
     start_own_workers()
     # Imported here so that help texts do not wait for torch and compiled code.
-    from manyhands.cluster.signals import ending, signal_of
-    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
-    from manyhands.store.rundir import RunDirectory
-    from manyhands.training.options import Options
     from manyhands.words.corpus import Corpus
     from manyhands.words.demo import demo_corpus
     from manyhands.words.learning import learn_vectors
@@ -243,36 +220,15 @@ def _train(asked: _TrainGlove) -> None:
     check_writable(asked.json_file)
     out = asked.out or fresh_directory("glove")
     corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
-    resume_command = command_to_resume(sys.argv, out)
-    options = Options(
-        checkpoint_every=asked.checkpoint_every,
-        watchdog_s=asked.watchdog,
-        resume_command=resume_command,
-        tells_interruption=False,  # which also says what there is of vectors
-    )
-    go_on = f"go on with: {resume_command}"
-    page = live_page(asked.dashboard, out, "glove", asked.strategy, asked.dashboard_port)
-    try:
-        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
-            learnt = learn_vectors(corpus, out, learning, bars=bars, resume=asked.resume, options=options)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
-        how = go_on if RunDirectory.is_one(out) else f"start again with: {own_command(sys.argv)}"
-        print(
-            f"manyhands: ended by {end.name} before anything was kept; there are no vectors; {how}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status) from None
+    keep = keeping_unchecked(asked, out)
+    shown = Shown("glove", asked.strategy, learning.workers)
+    with watched(asked, keep, shown, lambda: "there are no vectors yet") as (end, bars):
+        learnt = learn_vectors(corpus, out, learning, bars=bars, resume=asked.resume, options=keep.options)
     write_json(asked.json_file, learnt.summary)
     _print_summary(learnt.summary, out)
     if learnt.interrupted:
-        print(
-            f"manyhands: ended by {end.name}; {out / 'vectors.txt'} holds the vectors after "
-            f"{len(learnt.summary['costs'])} of {asked.passes} passes; {go_on}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status)
+        done = f"{len(learnt.summary['costs'])} of {asked.passes} passes"
+        raise interrupted(keep, end, f"{out / 'vectors.txt'} holds the vectors after {done}")
     leave_report(out)
     if not asked.corpus:
         _print_neighbours(

@@ -14,28 +14,15 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.commands import (
-    AllowOverload,
     add_command,
     check_writable,
-    command_to_resume,
     fresh_directory,
-    own_command,
     print_next,
-    write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
-from manyhands.cli.runs import (
-    CheckpointEvery,
-    Dashboard,
-    DashboardPort,
-    Resume,
-    Tensorboard,
-    Watchdog,
-    leave_report,
-    live_page,
-    live_tensorboard,
-)
+from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, watched
+from manyhands.cli.runs import leave_report
 
 if TYPE_CHECKING:
     from manyhands.data.row_files import Reading
@@ -44,7 +31,6 @@ if TYPE_CHECKING:
     from manyhands.regression.options import LogregOptions
     from manyhands.regression.task import LogregTask
     from manyhands.regression.training import LogregResult
-    from manyhands.training.kept import Keeping
 
 __all__ = ["add_logreg"]
 
@@ -91,8 +77,8 @@ class _Learning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainLogreg(_Learning):
-    """The options of `train logreg`."""
+class _LogregRun(_Learning):
+    """And how it is measured, and by whom."""
 
     test: Annotated[
         str | None, typer.Option(metavar="FILE", help="Examples to measure the model on, read likewise.")
@@ -108,18 +94,11 @@ class _TrainLogreg(_Learning):
         str, typer.Option(help="Keep parsed examples in memory up to this; else in temporary files.")
     ] = "2GiB"
     seed: Annotated[int, typer.Option(help="Fixes the order of examples where batches are drawn.")] = 0
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the model goes.", show_default="runs/logreg-TIME"),
-    ] = None
-    resume: Resume = False
-    checkpoint_every: CheckpointEvery = None
-    watchdog: Watchdog = 60.0
-    dashboard: Dashboard = False
-    dashboard_port: DashboardPort = 0
-    tensorboard: Tensorboard = None
-    allow_overload: AllowOverload = False
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainLogreg(KeptRun, _LogregRun):
+    """The options of `train logreg`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +141,10 @@ def _compare(asked: _CompareLogreg) -> None:
 def _train(asked: _TrainLogreg) -> None:
     """Train a sparse logistic regression: two labels, any number of features."""
     start_own_workers()
-    from manyhands.cluster.signals import ending, signal_of
-    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
     from manyhands.regression.model import MODEL_FILE
     from manyhands.regression.training import train_logreg
     from manyhands.settings import parse_size
-    from manyhands.store.atomic import write_json as write_file
-    from manyhands.store.rundir import RunDirectory
     from manyhands.strategy import Strategy
 
     strategy = Strategy.parse(asked.strategy)
@@ -180,49 +155,36 @@ def _train(asked: _TrainLogreg) -> None:
     check_writable(asked.json_file)
     if asked.test is not None and asked.test != "-" and not Path(asked.test).is_file():
         raise UserError(f"--test {asked.test}: there is no such file")
-    keep = _keeping(asked, out)
-    go_on = f"go on with: {command_to_resume(sys.argv, out)}"
-    page = live_page(asked.dashboard, out, "logreg", asked.strategy, asked.dashboard_port, workers)
-    try:
-        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
-            result = train_logreg(
-                asked.train,
-                options,
-                strategy=strategy,
-                workers=workers,
-                reading=reading,
-                memory_bytes=parse_size(asked.memory),
-                bars=bars,
-                keep=keep,
-            )
-            result.model.save(out / MODEL_FILE)
-            metrics, bad_lines = _measure(result, asked.test, reading, bars)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
-        kept = f"the model is in {out / MODEL_FILE}" if (out / MODEL_FILE).exists() else "there is no model"
-        how = go_on if RunDirectory.is_one(out) else f"start again with: {own_command(sys.argv)}"
-        print(f"manyhands: ended by {end.name}; {kept}; {how}", file=sys.stderr)
-        raise typer.Exit(end.status) from None
+    keep, file = keeping(asked, out, MODEL_FILE), out / MODEL_FILE
+
+    def kept() -> str:
+        return f"the model is in {file}" if file.exists() else "there is no model"
+
+    with watched(asked, keep, Shown("logreg", asked.strategy, workers), kept) as (end, bars):
+        result = train_logreg(
+            asked.train,
+            options,
+            strategy=strategy,
+            workers=workers,
+            reading=reading,
+            memory_bytes=parse_size(asked.memory),
+            bars=bars,
+            keep=keep,
+        )
+        result.model.save(file)
+        metrics, bad_lines = _measure(result, asked.test, reading, bars)
     summary = {
         **result.summary,
         **_summary(result, options, metrics),
         "strategy": str(strategy),
         "workers": workers,
         "test_bad_lines": bad_lines,
-        "model": str(out / MODEL_FILE),
+        "model": str(file),
     }
-    if not result.interrupted:
-        write_file(out / "summary.json", summary)
-    write_json(asked.json_file, summary)
+    leave_summary(asked, out, summary)
     _print(summary)
     if result.interrupted:
-        print(
-            f"manyhands: ended by {end.name}; the model is that after {summary['passes']} of {asked.passes} passes; "
-            f"{go_on}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status)
+        raise interrupted(keep, end, f"the model is that after {summary['passes']} of {asked.passes} passes")
     leave_report(out)
     files = [file for file in (asked.test, asked.train) if file not in (None, "-")]
     print_next(
@@ -258,31 +220,6 @@ def _options(asked: _Learning, seed: int, allow_overload: bool) -> LogregOptions
         seed=seed,
         allow_overload=allow_overload,
     )
-
-
-def _keeping(asked: _TrainLogreg, out: Path) -> Keeping:
-    """Where the run is kept; UserError where it cannot be, before anything is read."""
-    from manyhands.errors import UserError
-    from manyhands.regression.model import MODEL_FILE
-    from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
-    from manyhands.training.kept import Keeping
-    from manyhands.training.options import Options
-
-    own_files = frozenset({MODEL_FILE})
-    if asked.resume:
-        if asked.out is None:
-            raise UserError("--resume needs --out, the directory of the run to go on with")
-        RunDirectory.open(out, lock=False)
-    else:
-        require_free(out, own_files, ON_COMMAND_LINE)
-    options = Options(
-        checkpoint_every=asked.checkpoint_every,
-        watchdog_s=asked.watchdog,
-        resume_command=command_to_resume(sys.argv, out),
-        tells_interruption=False,  # which also says what there is of a model
-        own_files=own_files,
-    )
-    return Keeping(out=out, resume=asked.resume, options=options)
 
 
 def _measure(

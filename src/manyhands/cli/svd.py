@@ -15,33 +15,19 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.commands import (
-    AllowOverload,
     add_command,
     check_writable,
-    command_to_resume,
     fresh_directory,
-    own_command,
-    write_json,
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
-from manyhands.cli.runs import (
-    CheckpointEvery,
-    Dashboard,
-    DashboardPort,
-    Resume,
-    Tensorboard,
-    Watchdog,
-    leave_report,
-    live_page,
-    live_tensorboard,
-)
+from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, watched
+from manyhands.cli.runs import leave_report
 
 if TYPE_CHECKING:
     from manyhands.svd.options import SvdOptions
     from manyhands.svd.task import SvdTask
     from manyhands.svd.training import SvdResult
-    from manyhands.training.kept import Keeping
 
 __all__ = ["add_svd"]
 
@@ -72,8 +58,8 @@ class _Decomposing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainSvd(_Decomposing):
-    """The options of `train svd`."""
+class _SvdRun(_Decomposing):
+    """And by whom."""
 
     workers: Annotated[int | None, typer.Option(help="Processes.", show_default="one a core")] = None
     strategy: Annotated[
@@ -83,17 +69,11 @@ class _TrainSvd(_Decomposing):
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Draws the vectors that the iteration begins with.")] = 0
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the result goes.", show_default="runs/svd-TIME")
-    ] = None
-    resume: Resume = False
-    checkpoint_every: CheckpointEvery = None
-    watchdog: Watchdog = 60.0
-    dashboard: Dashboard = False
-    dashboard_port: DashboardPort = 0
-    tensorboard: Tensorboard = None
-    allow_overload: AllowOverload = False
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainSvd(KeptRun, _SvdRun):
+    """The options of `train svd`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +110,6 @@ def _compare(asked: _CompareSvd) -> None:
 def _train(asked: _TrainSvd) -> None:
     """Decompose a matrix: its largest singular values and their components (truncated SVD, PCA)."""
     start_own_workers()
-    from manyhands.cluster.signals import ending, signal_of
-    from manyhands.draw.bars import Bars
-    from manyhands.store.atomic import write_json as write_file
-    from manyhands.store.rundir import RunDirectory
     from manyhands.svd.model import SVD_FILE
     from manyhands.svd.training import train_svd
 
@@ -146,31 +122,17 @@ def _train(asked: _TrainSvd) -> None:
     strategy = asked.strategy or ("single" if workers == 1 else "allreduce")
     out = asked.out or fresh_directory("svd")
     check_writable(asked.json_file)
-    keep = _keeping(asked, out)
-    go_on = f"go on with: {command_to_resume(sys.argv, out)}"
-    page = live_page(asked.dashboard, out, "svd", strategy, asked.dashboard_port, workers)
-    try:
-        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
-            result = train_svd(asked.path, options, workers=workers, strategy=strategy, bars=bars, keep=keep)
-            result.model.save(out / SVD_FILE)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
-        how = go_on if RunDirectory.is_one(out) else f"start again with: {own_command(sys.argv)}"
-        print(f"manyhands: ended by {end.name}; there is no result yet; {how}", file=sys.stderr)
-        raise typer.Exit(end.status) from None
+    keep = keeping(asked, out, SVD_FILE)
+    shown = Shown("svd", strategy, workers)
+    with watched(asked, keep, shown, lambda: "there is no result yet") as (end, bars):
+        result = train_svd(asked.path, options, workers=workers, strategy=strategy, bars=bars, keep=keep)
+        result.model.save(out / SVD_FILE)
     summary = {**result.summary, **_summary(result), "strategy": strategy, "workers": workers}
     summary["model"] = str(out / SVD_FILE)
-    if not result.interrupted:
-        write_file(out / "summary.json", summary)
-    write_json(asked.json_file, summary)
+    leave_summary(asked, out, summary)
     _print(summary, asked)
     if result.interrupted:
-        print(
-            f"manyhands: ended by {end.name}; the result is that of {_passes(summary)}; {go_on}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(end.status)
+        raise interrupted(keep, end, f"the result is that of {_passes(summary)}")
     leave_report(out)
     source = asked.path if asked.path is not None else "FILE"
     print(f"next  manyhands predict {out} {source} --out coordinates.txt   projects rows on the components")
@@ -190,31 +152,6 @@ def _options(asked: _Decomposing, seed: int, allow_overload: bool) -> SvdOptions
         memory_bytes=parse_size(asked.memory),
         allow_overload=allow_overload,
     )
-
-
-def _keeping(asked: _TrainSvd, out: Path) -> Keeping:
-    """Where the run is kept; UserError where it cannot be, before anything is read."""
-    from manyhands.errors import UserError
-    from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
-    from manyhands.svd.model import SVD_FILE
-    from manyhands.training.kept import Keeping
-    from manyhands.training.options import Options
-
-    own_files = frozenset({SVD_FILE})
-    if asked.resume:
-        if asked.out is None:
-            raise UserError("--resume needs --out, the directory of the run to go on with")
-        RunDirectory.open(out, lock=False)
-    else:
-        require_free(out, own_files, ON_COMMAND_LINE)
-    options = Options(
-        checkpoint_every=asked.checkpoint_every,
-        watchdog_s=asked.watchdog,
-        resume_command=command_to_resume(sys.argv, out),
-        tells_interruption=False,
-        own_files=own_files,
-    )
-    return Keeping(out=out, resume=asked.resume, options=options)
 
 
 def _summary(result: SvdResult) -> dict[str, Any]:

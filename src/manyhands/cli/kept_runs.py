@@ -1,0 +1,126 @@
+"""What the commands that train compiled workloads have in common: options, where a run is kept, and how it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from manyhands.cli.commands import AllowOverload, command_to_resume, own_command, write_json
+from manyhands.cli.runs import (
+    CheckpointEvery,
+    Dashboard,
+    DashboardPort,
+    Resume,
+    Tensorboard,
+    Watchdog,
+    live_page,
+    live_tensorboard,
+)
+
+if TYPE_CHECKING:
+    from manyhands.cluster.signals import SignalEnding
+    from manyhands.draw.bars import Bars
+    from manyhands.training.kept import Keeping
+
+__all__ = ["KeptRun", "Shown", "interrupted", "keeping", "keeping_unchecked", "leave_summary", "watched"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRun:
+    """The options that every such command ends with."""
+
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the files of the run go.", show_default="runs/TASK-TIME"),
+    ] = None
+    resume: Resume = False
+    checkpoint_every: CheckpointEvery = None
+    watchdog: Watchdog = 60.0
+    dashboard: Dashboard = False
+    dashboard_port: DashboardPort = 0
+    tensorboard: Tensorboard = None
+    allow_overload: AllowOverload = False
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the page of a run says before its first event."""
+
+    task: str
+    strategy: str
+    workers: int
+
+
+def keeping(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
+    """Where the run is kept, with files of the command's own; UserError where it cannot be, before anything is read."""
+    from manyhands.errors import UserError
+    from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
+
+    if not asked.resume:
+        require_free(out, frozenset(own_files), ON_COMMAND_LINE)
+    elif asked.out is None:
+        raise UserError("--resume needs --out, the directory of the run to go on with")
+    else:
+        RunDirectory.open(out, lock=False)
+    return keeping_unchecked(asked, out, *own_files)
+
+
+def keeping_unchecked(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
+    """The same for a training that looks at the directory itself."""
+    from manyhands.training.kept import Keeping
+    from manyhands.training.options import Options
+
+    options = Options(
+        checkpoint_every=asked.checkpoint_every,
+        watchdog_s=asked.watchdog,
+        resume_command=command_to_resume(sys.argv, out),
+        tells_interruption=False,  # the command does, and says what there is of a result
+        own_files=frozenset(own_files),
+    )
+    return Keeping(out=out, resume=asked.resume, options=options)
+
+
+@contextmanager
+def watched(
+    asked: KeptRun, keep: Keeping, shown: Shown, kept: Callable[[], str]
+) -> Iterator[tuple[SignalEnding, Bars]]:
+    """The page, the event files and the bars of a run; a signal that ends it leaves a sentence with what is `kept`."""
+    from manyhands.cluster.signals import ending, signal_of
+    from manyhands.draw.bars import Bars
+    from manyhands.store.rundir import RunDirectory
+
+    out = keep.out
+    page = live_page(asked.dashboard, out, shown.task, shown.strategy, asked.dashboard_port, shown.workers)
+    try:
+        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
+            yield end, bars
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if signal_of(stop) is None:
+            raise
+        again = f"start again with: {own_command(sys.argv)}"
+        how = f"go on with: {keep.options.resume_command}" if RunDirectory.is_one(out) else again
+        print(f"manyhands: ended by {end.name}; {kept()}; {how}", file=sys.stderr)
+        raise typer.Exit(end.status) from None
+
+
+def leave_summary(asked: KeptRun, out: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary beside the result, where the run came to its end, and where it was asked for."""
+    from manyhands.store.atomic import write_json as write_file
+
+    if not summary["interrupted"]:
+        write_file(out / "summary.json", summary)
+    write_json(asked.json_file, summary)
+
+
+def interrupted(keep: Keeping, end: SignalEnding, result: str) -> typer.Exit:
+    """The end of a command that a signal ended with a result: a sentence that says what it is, and the status."""
+    sentence = f"ended by {end.name}; {result}; go on with: {keep.options.resume_command}"
+    print(f"manyhands: {sentence}", file=sys.stderr)
+    return typer.Exit(end.status)
