@@ -61,10 +61,13 @@ def federated_roles() -> str:
     """Rounds on the roles of Shakespeare, beside the same lines dealt at random."""
     result = load("federated-roles")
     names = {"natural": "each role its own lines", "iid": "lines dealt at random"}
-    rows = [["clients have", f"rounds to {result['target']:.0%}", "best", "rounds run", "clients"]]
+    marks = [str(mark) for mark in result["marks"]]
+    rows = [
+        ["clients have", *(f"rounds to {float(mark):.0%}" for mark in marks), "best", "rounds run", "clients"]
+    ]
     for way, one in result["runs"].items():
-        rounds = str(one["rounds"] or f"not in {one['curve'][-1][0]}")
-        rows.append([names[way], rounds, f"{one['best']:.1%}", str(one["curve"][-1][0]), str(one["clients"])])
+        rounds = [str(one["rounds"][mark] or "not reached") for mark in marks]
+        rows.append([names[way], *rounds, f"{one['best']:.1%}", str(one["rounds_run"]), str(one["clients"])])
     return f"**{result['machine']}**, {result['device']}, torch {result['torch']}\n\n{markdown(rows)}"
 
 
