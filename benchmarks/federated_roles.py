@@ -61,8 +61,10 @@ def roles(file: Path) -> tuple[dict[str, NDArray[np.uint8]], NDArray[np.uint8]]:
 
 def network() -> RecurrentNetwork:
     """The built-in recurrent network."""
+    from torch.backends import mkldnn  # as a global it could not be sent to workers
+
     # oneDNN's LSTM takes 1.6 times as long as torch's own on processors without its kernels (aarch64)
-    torch.backends.mkldnn.enabled = platform.machine() == "x86_64"
+    mkldnn.enabled = platform.machine() == "x86_64"
     return RecurrentNetwork(layers=LAYERS, width=WIDTH)
 
 
