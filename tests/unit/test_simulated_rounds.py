@@ -156,6 +156,12 @@ def test_updates_that_are_refused_leave_too_few_or_enough() -> None:
         assert third.asked != second.asked
 
 
+def test_a_deadline_that_no_binary_fraction_is_ends_every_attempt() -> None:
+    for deadline in (0.1, 0.7, 1.2, 1.9):
+        with pytest.raises(ManyhandsError, match="too few"):
+            rounds_of(f"deadline={deadline} min_reports=20 dropout=0.9").begin(0)
+
+
 def test_a_round_that_never_has_enough_is_given_up() -> None:
     rounds = rounds_of("dropout=0.95 min_reports=10 fraction=0.5")
     with pytest.raises(

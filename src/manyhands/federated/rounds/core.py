@@ -139,7 +139,8 @@ class RoundState:
     @property
     def waits_for(self) -> tuple[int, ...]:
         """Who is asked and may still report."""
-        return tuple(one for one in self.asked if one not in self.reported and one not in self.gone)
+        out = frozenset(self.gone)
+        return tuple(one for one in self.asked if one not in self.reported and one not in out)
 
 
 def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
@@ -269,7 +270,9 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
 
 
 def _is_late(terms: RoundTerms, state: RoundState) -> bool:
-    return state.now_s - state.since_s >= terms.deadline_s
+    return (
+        state.now_s >= state.since_s + terms.deadline_s
+    )  # as whoever waits for it computes it, to the last bit
 
 
 def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
