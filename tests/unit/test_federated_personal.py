@@ -269,6 +269,18 @@ def test_an_update_that_a_codec_makes_infinite_is_not_counted() -> None:
     assert math.isfinite(both.losses[0])
 
 
+@pytest.mark.parametrize("codec", ["raw", "fp16", "topk:0.5+fp16"])
+def test_a_client_whose_update_is_refused_keeps_what_it_had(codec: str) -> None:
+    huge = (torch.full((4, 3), 1e4, dtype=torch.float64), torch.full((4, 1), 1e7, dtype=torch.float64))
+    infinite = (huge[0], torch.full((4, 1), math.inf, dtype=torch.float64))
+    words = f"federated partition=natural batch=all algorithm=scaffold codec={codec}"
+    parties = {**PARTIES, "refused": infinite if codec == "raw" else huge}
+    both = play_rounds(task(mh.Parties(parties)), words, 1)
+    assert both.exchange.told()["updates_refused"] == 1
+    assert sorted(both.exchange._algorithm.states) == [0, 1, 2, 3]
+    assert sorted(both.exchange._coding.states) == ([0, 1, 2, 3] if "topk" in codec else [])
+
+
 def test_fine_tuning_is_each_clients_own_descent_from_the_common_model() -> None:
     common = play_rounds(task(), "federated partition=natural batch=all", 2)
     strategy = mh.Federated(partition="natural", batch=0)

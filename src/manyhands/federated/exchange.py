@@ -28,6 +28,7 @@ from manyhands.federated.personal import tuned
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.rounds.simulated import SimulatedCourse, SimulatedRounds, simulated_rounds
+from manyhands.federated.samples import Samples
 from manyhands.federated.spread import (
     DURING,
     ClientMeasures,
@@ -69,17 +70,6 @@ def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRound
     return PrivateRounds(terms, clients, strategy.per_round(clients), fixed, seed)
 
 
-def _is_finite(update: ClientUpdate) -> bool:
-    return math.isfinite(update.loss) and all(map(_all_finite, update.change))
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    """By its extremes, which are not finite where any item is not: one pass, and no tensor of answers."""
-    if not tensor.numel():
-        return True
-    return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
-
-
 def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Callable[[nn.Module, Any], _T]:
     """A loss or metric, computed in the precision of the run."""
 
@@ -111,6 +101,7 @@ class FederatedExchange(Exchange):
         self._playing: Playing | None = None
         self._trained: tuple[Task, nn.Module] | None = None
         self._measures: dict[str, Metric] = {}
+        self._samples: Samples | None = None  # to be measured by
         self._spread: dict[str, dict[str, float]] = {}  # at the newest evaluation
         self._clients: list[int] = []
         self._samples_of: list[NDArray[np.int64]] = []
@@ -273,12 +264,15 @@ class FederatedExchange(Exchange):
     def _add(self, update: ClientUpdate, step: int) -> None:
         """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
         assert self._tally is not None, "a round has begun"
-        finite = _is_finite(update)
+        finite = update.is_finite
         if finite:  # or what is kept for the next time would not be
             shared = len(self._algorithm.layers.shared(self._weights))
             sent, update = update, self._coding.carried(update, step, shared)
-            finite = update is sent or _is_finite(update)
+            finite = update is sent or update.is_finite
+            if not finite:
+                self._coding.refused(update.client)
         if not finite:
+            self._algorithm.refused(update.client)
             self._refused += 1
             if self._private is None:
                 self._refused_now.append(update.client)
@@ -434,7 +428,10 @@ class FederatedExchange(Exchange):
     def _measure(self, models: Tuned, each: int) -> ClientMeasures:
         assert self._trained is not None, "clients are met before they are measured"
         task, model = self._trained
-        return measured(task, self._measures, model, models, self._tested, each)
+        if self._samples is None:
+            device = next((one.device for one in self._weights), torch.device("cpu"))
+            self._samples = Samples(task, device)
+        return measured(task, self._measures, model, models, self._tested, each, self._samples)
 
     def _measured(self) -> dict[str, Any]:
         """The measures of this worker's clients, and which could not be taken, and why.

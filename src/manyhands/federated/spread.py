@@ -103,14 +103,16 @@ def measured(
     models: Iterable[tuple[int, Sequence[Tensor]]],
     samples_of: Sequence[Indices],
     each: int = _MOST,
+    samples: Samples | None = None,
 ) -> ClientMeasures:
     """All measures over up to `each` samples of each of these clients, with the weights that come with it.
 
     A metric is written for evaluation data, and may not know samples of training: then it is left out, and it is told
-    why. Who has no samples to be measured by is left out as well. The model is copied.
+    why. Who has no samples to be measured by is left out as well. The model is copied. `samples` are the task's, where
+    they are at hand already.
     """
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    samples = Samples(task, device)
+    samples = samples or Samples(task, device)
     own = copy.deepcopy(model).eval()
     found = ClientMeasures({}, {})
     for client, tensors in models:

@@ -8,6 +8,7 @@ A tally may wrap another: what is done to each update before it is added (coding
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,6 +96,11 @@ class ClientUpdate:
             return self.encoded_bytes
         return sum(change.numel() * change.element_size() for change in self.change)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be counted."""
+        return math.isfinite(self.loss) and all(map(_all_finite, self.change))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeighedUpdate:
@@ -131,6 +137,13 @@ class RoundTally(Protocol):
 
     def total(self) -> TallySum:
         """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned."""
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """By its extremes, which are not finite where any item is not: one pass, and no tensor of answers."""
+    if not tensor.numel():
+        return True
+    return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
 
 
 def shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -73,6 +73,9 @@ class FederatedAlgorithm(ABC):
     models_kept: ClassVar[int] = 0
     """How many tensors of a model's size each client keeps, for an estimate of memory."""
 
+    keeps_versions: ClassVar[bool] = False
+    """Whether the server keeps the models that clients under way began with, for an estimate of memory."""
+
     cannot_keep_layers: ClassVar[str] = ""
     """Why layers cannot stay with the clients (`keep=`); none: they can."""
 
@@ -141,6 +144,9 @@ class FederatedAlgorithm(ABC):
         """On a client, after its steps: what it sends, of the shapes that `sent` says; `trained` are not its own."""
         del client, steps
         return [mine - begun for mine, begun in zip(trained, start, strict=True)]
+
+    def refused(self, client: int) -> None:  # noqa: B027 - most keep nothing
+        """On a client whose report was not counted in this round: it keeps what it had before."""
 
     def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The model that a client itself uses, where the server's is `weights`."""

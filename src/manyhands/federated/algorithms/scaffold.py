@@ -37,6 +37,7 @@ class Scaffold(FederatedAlgorithm):
         self._server: list[Tensor] = []  # c
         self._before: dict[int, Sequence[Tensor]] = {}  # by client that trains: c_i
         self._met: dict[int, list[Tensor]] = {}  # and the sum of its gradients
+        self._coming: dict[int, Sequence[Tensor]] = {}  # by client that has reported: c_i⁺, until c follows
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The model's, and a control variate's change for each parameter."""
@@ -66,13 +67,16 @@ class Scaffold(FederatedAlgorithm):
     def report(
         self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
     ) -> Sequence[Tensor]:
-        """How far weights and control variate came; the new one is kept."""
+        """How far weights and control variate came; the new one is kept when the round counts."""
         change = super().report(client, start, trained, steps)
         after = [met / steps for met in self._met.pop(client)]
         before = self._before.pop(client)
-        if all(bool(one.isfinite().all()) for one in change):  # or it is not counted, and c would not follow
-            self.keep(client, after)
+        self._coming[client] = after
         return [*change, *(new - old for new, old in zip(after, before, strict=True))]
+
+    def refused(self, client: int) -> None:
+        """Its control variate stays, since c does not follow."""
+        self._coming.pop(client, None)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
         """Of the control variates' changes: that of all clients, of whom those not asked have none."""
@@ -81,11 +85,14 @@ class Scaffold(FederatedAlgorithm):
         return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]
 
     def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
-        """The model by its mean, and c by the other."""
+        """The model by its mean, and c by the other; clients keep theirs."""
         super().step(weights, mean[: len(weights)])
         self._begin_server(self.kept(weights))
         for common, change in zip(self._server, mean[len(weights) :], strict=True):
             common.add_(change)
+        for client, after in self._coming.items():
+            self.keep(client, after)
+        self._coming.clear()
 
     def _begin_server(self, like: Sequence[Tensor]) -> None:
         if not self._server:

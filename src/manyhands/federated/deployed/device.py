@@ -7,7 +7,6 @@ grow, and whatever is too late is refused by the server and forgotten here.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,10 +23,12 @@ from manyhands.federated.deployed.asking import Asker, BackOff, Reply, Unreached
 from manyhands.federated.deployed.coded import UpdateForm
 from manyhands.federated.deployed.home import DeviceHome
 from manyhands.federated.deployed.letters import (
+    MOST_HOLD_S,
     SMALL_BYTES,
     LetterRefused,
     TensorForm,
     enrolment_text,
+    read_object,
     whole_in,
 )
 from manyhands.federated.deployed.schema import DataSchema, read_columns
@@ -49,7 +50,6 @@ __all__ = ["Device", "DevicePlan", "enrol", "plan_for"]
 _MOST_PLAN_BYTES = 1 << 24
 _MOST_LETTER_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
-_MOST_HOLD_S = 3600.0
 _GONE = 409
 
 
@@ -69,7 +69,12 @@ class DevicePlan:
     def read(cls, told: Mapping[str, Any], data: Path) -> DevicePlan:
         """UserError where the task is not one that this device has, or its data do not fit."""
         name, options, text = told.get("task"), told.get("task_options"), told.get("strategy")
-        if name not in TASKS or not isinstance(options, dict) or not isinstance(text, str):
+        if (
+            not isinstance(name, str)
+            or name not in TASKS
+            or not isinstance(options, dict)
+            or not isinstance(text, str)
+        ):
             raise UserError(
                 f"the server trains {name!r}, which this release has not; use the server's release"
             )
@@ -275,8 +280,7 @@ class Device:
             samples = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=samples)
         update = self._made[1]
-        finite = all(bool(one.isfinite().all()) for one in update.change) and math.isfinite(update.loss)
-        return update if finite else None
+        return update if update.is_finite else None
 
     def _report(self, attempt: int) -> None:
         update = self._update()
@@ -367,18 +371,13 @@ def _answered(reply: Reply) -> Reply:
 
 def _object(reply: Reply) -> dict[str, Any]:
     try:
-        found = json.loads(reply.body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ManyhandsError(
-            "the server's answer is no JSON object: it is another server, or another release"
-        )
-    return found
+        return read_object(reply.body, "the server's answer")
+    except LetterRefused as refused:
+        raise ManyhandsError(f"{refused}: it is another server, or another release") from refused
 
 
 def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 < value < _MOST_HOLD_S:
+    if not isinstance(value, int | float) or not 0 < value < MOST_HOLD_S:
         raise LetterRefused(400, f"hold_s is {value!r:.40}; it must be a number of seconds")
     return float(value)
 
