@@ -5,6 +5,11 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +28,7 @@ from torch import nn
 from commands import run_command
 from devices import TOY
 from manyhands.errors import DataError, UserError
-from manyhands.federated.deployed.asking import BackOff, HttpsAsker
+from manyhands.federated.deployed.asking import BackOff, HttpsAsker, Unreached
 from manyhands.federated.deployed.enrolment import Enrolment
 from manyhands.federated.deployed.home import DeviceHome, _put_once
 from manyhands.federated.deployed.job import FederatedJob, RoundSettings
@@ -274,6 +279,34 @@ def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
     monkeypatch.setattr("manyhands.federated.deployed.asking.time.monotonic", lambda: next(times))
     with pytest.raises(TimeoutError, match="slowly"):
         ask._content(answer(raw), 100)
+
+
+def test_a_server_whose_headers_trickle_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, and the answer never does."""
+    make_certificates(tmp_path, ["localhost"])
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(tmp_path / "localhost" / "cert.pem", tmp_path / "localhost" / "key.pem")
+    monkeypatch.setattr("manyhands.federated.deployed.asking._SLOWEST", 1 << 30)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def trickle() -> None:
+        with listener, suppress(OSError), served.wrap_socket(listener.accept()[0], server_side=True) as peer:
+            peer.recv(1 << 16)
+            peer.sendall(b"HTTP/1.1 200 OK\r\n")
+            while True:
+                peer.sendall(b"X")
+                time.sleep(0.01)
+
+    server = threading.Thread(target=trickle)
+    server.start()
+    ask = HttpsAsker(f"https://localhost:{listener.getsockname()[1]}", tmp_path / "localhost" / "ca.pem")
+    ask._timeout_s = 0.25
+    with pytest.raises(Unreached, match="did not answer"):
+        ask("GET", "/work")
+    server.join(timeout=30)
+    assert not server.is_alive(), "the connection was let go"
 
 
 @pytest.mark.parametrize(

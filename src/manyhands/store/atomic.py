@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import DataError, ManyhandsError, UserError
 
 __all__ = [
     "FileDigest",
     "WriteFailed",
     "make_directory",
+    "read_json",
     "reason",
     "render_json",
     "sync_directory",
@@ -118,6 +119,19 @@ def write_atomically(path: Path, chunks: Iterable[bytes], mode: int = 0o666) -> 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Put `value` as readable JSON in the place of `path`, whole or not at all."""
     write_atomically(path, [render_json(value, path.name, indent=1)])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in such a file; an empty one where there is none, DataError where it is damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object")
+    return found
 
 
 def render_json(value: Any, where: str, indent: int | None = None) -> bytes:

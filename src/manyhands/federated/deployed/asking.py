@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import http.client
 import random
+import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -111,9 +114,11 @@ class HttpsAsker:
                 self._connection = http.client.HTTPSConnection(
                     self._host, self._port, timeout=self._timeout_s, context=self._context
                 )
-            self._connection.request(method, target, body, headers)
-            response = self._connection.getresponse()
-            content = self._content(response, most_bytes)
+            longest_s = 2 * self._timeout_s + (len(body) + most_bytes) / _SLOWEST
+            with _cut_after(self._connection, longest_s):
+                self._connection.request(method, target, body, headers)
+                response = self._connection.getresponse()
+                content = self._content(response, most_bytes)
             if response.will_close:
                 self.close()
             return Reply(response.status, content)
@@ -159,6 +164,25 @@ class HttpsAsker:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+@contextmanager
+def _cut_after(connection: http.client.HTTPSConnection, seconds: float) -> Iterator[None]:
+    """End what is read and written after so long; a socket's own timeout begins anew with every byte."""
+
+    def cut() -> None:
+        if connection.sock is not None:
+            with suppress(OSError):  # it is closed already
+                # not the method of a TLS socket, which would take its session from under the thread that reads
+                socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -8,7 +8,6 @@ config.json, checkpoints/ …    a run directory: `mh.load` reads the model ther
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,14 @@ from torch import Tensor
 
 from manyhands.errors import DataError, UserError
 from manyhands.federated.secure.primitives import KEY_BYTES, ProtocolRefused
-from manyhands.store.atomic import make_directory, sync_directory, write_atomically, write_json, write_synced
+from manyhands.store.atomic import (
+    make_directory,
+    read_json,
+    sync_directory,
+    write_atomically,
+    write_json,
+    write_synced,
+)
 from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import RunDirectory
@@ -59,16 +65,7 @@ class DeviceHome:
         return secret
 
     def _read_about(self) -> dict[str, Any]:
-        path = self.path / _ABOUT
-        try:
-            found = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
-        if not isinstance(found, dict):
-            raise DataError(f"{path} holds no JSON object")
-        return found
+        return read_json(self.path / _ABOUT)
 
     @property
     def client(self) -> int | None:

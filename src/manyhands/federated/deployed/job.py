@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from manyhands.errors import UserError
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.federated.deployed.letters import TensorForm
+from manyhands.federated.deployed.letters import MOST_HOLD_S, TensorForm
 from manyhands.federated.deployed.schema import DataSchema
 from manyhands.federated.rounds.core import RoundTerms
 from manyhands.federated.strategy import Federated
@@ -20,6 +20,18 @@ from manyhands.tasks import TASKS
 
 __all__ = ["FederatedJob", "RoundSettings"]
 
+_OF_SIMULATION: Final = (
+    "partition",
+    "together",
+    "keep",
+    "personal",
+    "held_out",
+    "clip",
+    "noise",
+    "epsilon",
+    "sampling",
+    "dropout",
+)
 _OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
 """Algorithms whose devices send an update and nothing else, and need nothing but the model."""
 _FEWEST_SECURE: Final = 3
@@ -80,6 +92,8 @@ class FederatedJob:
         for name in ("stage_s", "hold_s"):
             if not 0 < getattr(self.settings, name) < math.inf:
                 raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
+        if self.settings.hold_s >= MOST_HOLD_S:
+            raise UserError(f"hold_s={self.settings.hold_s:g}: devices wait for less than {MOST_HOLD_S:g}")
         terms = self.terms
         if self.strategy.secure:
             self.strategy.fixed_point.require_room(terms.asks)
@@ -94,7 +108,7 @@ class FederatedJob:
                     f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
                     f"--{option}"
                 )
-        for name in ("keep", "personal", "held_out", "clip", "noise", "epsilon", "sampling", "dropout"):
+        for name in _OF_SIMULATION:
             if getattr(self.strategy, name) != getattr(usual, name):
                 raise UserError(
                     f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "

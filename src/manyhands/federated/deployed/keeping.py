@@ -10,7 +10,6 @@ could be the update of a single client.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from manyhands.errors import DataError, UserError
 from manyhands.federated.deployed.enrolment import Enrolment
 from manyhands.federated.rounds.core import RoundState, as_json, state_of
-from manyhands.store.atomic import make_directory, write_atomically, write_json
+from manyhands.store.atomic import make_directory, read_json, write_atomically, write_json
 from manyhands.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.store.fingerprint import fingerprint
 from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory
@@ -125,16 +124,7 @@ class ServerFiles:
         self.close()
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self._folder / name
-        try:
-            found = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
-        if not isinstance(found, dict):
-            raise DataError(f"{path} holds no JSON object")
-        return found
+        return read_json(self._folder / name)
 
 
 def _lines(path: Path) -> list[str]:

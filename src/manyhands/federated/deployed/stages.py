@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manyhands.federated.deployed.enrolment import from_hex
@@ -25,6 +24,7 @@ from manyhands.federated.secure.server import SecureServer
 from manyhands.federated.secure.tally import hash_of
 from manyhands.federated.secure.vectors import LOSS_ITEMS, sum_of
 from manyhands.federated.strategy import Federated
+from manyhands.federated.updates import shaped
 
 __all__ = ["SecureAttempt", "StagedSum", "terms_from"]
 
@@ -43,8 +43,7 @@ class StagedSum:
 
     def split(self, like: Sequence[Tensor]) -> list[Tensor]:
         """The sums in the shapes of these tensors."""
-        pieces = torch.split(self.flat, [one.numel() for one in like])
-        return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
+        return shaped(self.flat, like)
 
 
 class SecureAttempt:
