@@ -95,9 +95,9 @@ def test_what_would_not_be_smaller_travels_as_it_is() -> None:
     for codec in ("raw", "fp32", "int8"):
         form = updates(codec, small)
         body, left = form.encode([torch.tensor([2.5])], ABOUT, None, client=0, number=0)
-        if not form.is_coded:
-            assert body == small.encode([torch.tensor([2.5])], ABOUT)
-            assert (left, form.most_bytes) == (None, small.most_bytes)
+        assert not form.is_coded
+        assert body == small.encode([torch.tensor([2.5])], ABOUT)
+        assert (left, form.most_bytes) == (None, small.most_bytes)
     assert not updates("raw").is_coded
     assert not updates("fp32").is_coded
     assert not updates("topk:0.1", feedback=False).keeps

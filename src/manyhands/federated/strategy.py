@@ -360,6 +360,9 @@ class Federated(Strategy):
         if own:
             besides += own * model.weights * -(-self.clients // workers)
             what += ", and what clients keep"
+        if algorithm.keeps_versions:
+            besides += self.per_round(self.clients) * model.weights
+            what += ", and the models that clients began with"
         if algorithm.single_updates:
             besides += (
                 self.per_round(self.clients) * 3 * model.weights

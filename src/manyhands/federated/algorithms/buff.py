@@ -110,6 +110,7 @@ class FedBuff(FederatedAlgorithm):
     number: ClassVar[str] = "SIZE"
     cannot_drop_clients: ClassVar[str] = "no round waits for anybody there"
     cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
+    keeps_versions: ClassVar[bool] = True
 
     def __init__(self, size: float = 5) -> None:
         super().__init__()

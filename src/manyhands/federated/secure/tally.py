@@ -15,7 +15,7 @@ from manyhands.federated.secure.messages import SecureTerms, fewest_clients
 from manyhands.federated.secure.round import play_round
 from manyhands.federated.secure.server import RoundAbandoned
 from manyhands.federated.secure.vectors import LOSS_ITEMS, sum_of, words_of
-from manyhands.federated.updates import ClientUpdate, TallySum
+from manyhands.federated.updates import ClientUpdate, TallySum, shaped
 from manyhands.training.exchange import Traffic
 
 __all__ = ["SecureTally", "hash_of", "terms_for"]
@@ -76,11 +76,8 @@ class SecureTally:
                 "whose update is not finite"
             ) from error
         flat, loss, weight = sum_of(self._fixed, found.words)
-        pieces = torch.split(flat, [one.numel() for one in self._like])
         return TallySum(
-            sums=[
-                piece.view(one.shape).to(one.device) for piece, one in zip(pieces, self._like, strict=True)
-            ],
+            sums=shaped(flat, self._like),
             weight=weight,
             loss=loss,
             traffic=Traffic(messages_sent=found.messages, bytes_sent=sum(found.sent.values())),
