@@ -31,7 +31,7 @@ class UpdateCoding:
         self._seed = seed
         self.states: ClientStates = {}
         """What was left out of each client's updates so far, a row for each parcel."""
-        self._before: dict[int, Sequence[Tensor] | None] = {}  # of the client whose update was coded last
+        self._before: dict[int, list[Tensor] | None] = {}  # of the client whose update was coded last
 
     def kept(self, like: Sequence[Tensor], weights: int) -> Sequence[Tensor]:
         """What is like that, for updates of tensors like these, of which the first so many are the model's."""
