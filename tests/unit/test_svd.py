@@ -105,11 +105,11 @@ def test_a_smaller_tolerance_takes_more_passes_and_the_error_told_holds(
 
 def test_a_full_space_is_restarted_and_ends_at_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options_module, "_MOST_GRAM", 0)
-    monkeypatch.setattr(options_module, "_BLOCKS", 2)
+    monkeypatch.setattr(options_module, "_NARROW_BLOCKS", 2)
     matrix = MATRICES["no decay"]
     model = truncated_svd(matrix, SvdOptions(rank=5))
     np.testing.assert_allclose(model.singular_values, np.linalg.svd(matrix, compute_uv=False)[:5], rtol=1e-8)
-    monkeypatch.setattr(options_module, "_BLOCKS", 6)
+    monkeypatch.setattr(options_module, "_NARROW_BLOCKS", 12)
     assert truncated_svd(matrix, SvdOptions(rank=5)).passes < model.passes
 
 

@@ -39,12 +39,13 @@ __all__ = [
 Array = NDArray[np.float64]
 
 GRAM, POWER, POLISH, DONE = range(4)
-_KIND, _USED, _FRESH, _ERROR, _ENERGY, _PASSES, _DRIFT = range(7)
-_NUMBERS: Final = 8
+_KIND, _USED, _FRESH, _ERROR, _ENERGY, _PASSES, _DRIFT, _DRIFT_BEFORE, _BEFORE, _LACK = range(10)
+_NUMBERS: Final = 10
 _NOISE: Final = 8 * np.finfo(np.float64).eps  # of a squared value, beside the largest
 _LOST: Final = 1e-13  # a direction as short as this, beside the largest square, is rounding
 _ALIKE: Final = 1e-2  # directions less alike than this are orthonormal to 14 digits at once
-_MOST_DRIFT: Final = 1e-12  # of the space from being orthonormal, as estimated
+_MOST_DRIFT: Final = 1e-10  # of the space from being orthonormal; values lose the square of it (Simon 1984)
+_LEAST_DRIFT: Final = float(np.finfo(np.float64).eps)
 
 
 def numbers_of(sizes: SvdSizes) -> int:
@@ -129,7 +130,7 @@ def begin(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, guess: Array
         space.numbers[_KIND] = GRAM
         return
     drawn = np.random.default_rng(options.seed).standard_normal((sizes.width, sizes.shape.columns))
-    space.vectors[: sizes.width] = np.linalg.qr(drawn.T)[0].T
+    space.vectors[: sizes.width] = _orthonormal(_orthonormal(drawn))
     space.numbers[[_KIND, _USED, _FRESH]] = POWER, sizes.width, sizes.width
 
 
@@ -166,20 +167,26 @@ def _take_gram(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, gram: A
 
 
 def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, product: Array) -> None:
-    """Arnoldi's step with full orthogonalisation; then the eigenvalues of what the space sees of AᵀA."""
+    """A step of block Lanczos, with the whole space taken out; then the eigenvalues of what the space sees of AᵀA.
+
+    AᵀA leads from a block to itself, the one before and the next; what is found of others is rounding.
+    """
     used, fresh = int(space.numbers[_USED]), int(space.numbers[_FRESH])
     basis, new = space.vectors[:used], slice(used - fresh, used)
     within = product @ basis.T
     beyond = product - within @ basis
-    space.projected[new, :used] = within
-    space.projected[:used, new] = within.T
+    near = slice(used - fresh - int(space.numbers[_BEFORE]), used)
+    space.projected[new, near] = within[:, near]
+    space.projected[near, new] = within[:, near].T
     squares, weights = _eigenvectors(space.projected[:used, :used])
     floor = _NOISE * float(squares[0])
     residuals = np.linalg.norm(weights[new, : sizes.rank + 1].T @ beyond, axis=1)
     directions = _directions(space, beyond, basis, _LOST * float(squares[0]), within)
     errors = _errors(squares, residuals, sizes.rank)
     space.numbers[_ERROR] = float((errors / np.maximum(2 * squares[: sizes.rank], floor or 1.0)).max())
-    small_enough = np.maximum(2 * options.tolerance * squares[: sizes.rank], floor)
+    space.numbers[_LACK] = space.numbers[_ERROR]
+    rounding = _errors(squares, np.full(len(residuals), floor), sizes.rank)
+    small_enough = np.maximum(2 * options.tolerance * squares[: sizes.rank], rounding)
     if not len(directions) or bool((errors <= small_enough).all()):
         kept = min(used, sizes.width)
         space.vectors[:kept] = weights[:, :kept].T @ basis
@@ -187,12 +194,12 @@ def _take_block(space: KrylovSpace, sizes: SvdSizes, options: SvdOptions, produc
         return
     if used + len(directions) > sizes.most:
         kept = min(sizes.width, sizes.most - len(directions))
-        space.vectors[:kept] = weights[:, :kept].T @ basis
+        space.vectors[:kept] = _orthonormal(weights[:, :kept].T @ basis)
         space.projected[:] = 0
         space.projected[range(kept), range(kept)] = squares[:kept]
-        used = kept
+        used = fresh = kept
     space.vectors[used : used + len(directions)] = directions
-    space.numbers[[_USED, _FRESH]] = used + len(directions), len(directions)
+    space.numbers[[_USED, _FRESH, _BEFORE]] = used + len(directions), len(directions), fresh
 
 
 def _errors(squares: Array, residuals: Array, rank: int) -> Array:
@@ -218,7 +225,8 @@ def _directions(space: KrylovSpace, beyond: Array, basis: Array, lost: float, wi
 
     By eigenvectors of the rows' products, which is many times as fast as by reflections, where the rows are so little
     alike that it is as exact. `beyond` is a difference, with `within` the coordinates of what was subtracted: where it
-    is short beside that, what the basis lacks of being orthonormal grows from pass to pass. Before that is much, the
+    is short beside that, what the basis lacks of being orthonormal grows from pass to pass. What was subtracted lies in
+    the last two blocks, as always with a symmetric matrix (Lanczos), so it is these that count. Before it is much, the
     basis is taken out once more.
     """
     products = beyond @ beyond.T
@@ -238,19 +246,19 @@ def _directions(space: KrylovSpace, beyond: Array, basis: Array, lost: float, wi
         found = (q @ left[:, along > lost]).T
     shortest = float(np.sqrt(likeness) * lengths.min())
     scale = float(np.linalg.norm(within, axis=1).max() + lengths.max())
-    drift = max(float(space.numbers[_DRIFT]), float(np.finfo(np.float64).eps)) * scale
-    is_clean = drift < _MOST_DRIFT * shortest
-    if is_clean:
-        space.numbers[_DRIFT] = max(float(space.numbers[_DRIFT]), drift / shortest)
+    before = max(float(space.numbers[[_DRIFT, _DRIFT_BEFORE]].max()), _LEAST_DRIFT)
+    is_clean = before * scale < _MOST_DRIFT * shortest
+    space.numbers[_DRIFT_BEFORE] = space.numbers[_DRIFT]
+    space.numbers[_DRIFT] = before * scale / shortest if is_clean else _LEAST_DRIFT
     if is_clean and likeness > _ALIKE:
         return found
     return _orthonormal(found if is_clean else found - (found @ basis.T) @ basis)
 
 
 def _orthonormal(rows: Array) -> Array:
-    """The rows, which are orthonormal to some digits, orthonormal to all."""
+    """The orthonormal rows next to these, which are not much alike."""
     squares, vectors = np.linalg.eigh(rows @ rows.T)
-    found: Array = (vectors / np.sqrt(squares)).T @ rows
+    found: Array = (vectors / np.sqrt(squares)) @ vectors.T @ rows
     return found
 
 
@@ -268,7 +276,7 @@ def _end(space: KrylovSpace, sizes: SvdSizes, squares: Array, floor: float, opti
 def _take_triangle(space: KrylovSpace, sizes: SvdSizes, triangle: Array) -> None:
     """The singular values of BQ, as of its triangle, are as exact as those of B in the space of Q.
 
-    What the space lacks of a vector costs its value the square of that.
+    What rounding has turned the vectors by costs values the square of that; what they lacked before, they lack still.
     """
     used = int(space.numbers[_USED])
     _, values, right = np.linalg.svd(triangle)
@@ -276,7 +284,7 @@ def _take_triangle(space: KrylovSpace, sizes: SvdSizes, triangle: Array) -> None
     space.values[:used] = values
     smallest = float(values[sizes.rank - 1])
     rounding = _NOISE * float(values[0]) / smallest if smallest else 1.0
-    space.numbers[_ERROR] = min(1.0, rounding + space.error**2)
+    space.numbers[_ERROR] = min(1.0, rounding + space.error**2 + float(space.numbers[_LACK]))
     space.numbers[_KIND] = DONE
 
 

@@ -114,11 +114,11 @@ def sizes_of(shape: Shape, options: SvdOptions, workers: int) -> SvdSizes:
 
 
 def _passes_are_cheap(shape: Shape, options: SvdOptions) -> bool:
-    """Whether a pass costs less than what follows it, and nothing is read for it: sparse rows that stay in memory.
+    """Whether nothing is read for a pass, since the rows stay in memory: then more of them, each with less to do, pay.
 
     A block is never narrower than the rank, or a value that is there as often would not be found as often.
     """
-    return shape.is_sparse and 4 * 8 * shape.entries <= options.memory_bytes
+    return 4 * 8 * shape.entries <= options.memory_bytes
 
 
 def _least_block(shape: Shape) -> int:
