@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +195,26 @@ def test_predict_prints_a_line_for_each_input(
         ([[[-1] * 8] * 8], "input 0: its values go from -1"),
         ([[[float("nan")] * 8] * 8], "input 0: its values"),
         ([[[10**400] * 8] * 8], "input 0"),
+        ([["a" * 1000, 1], [2, 3]], "input 0: it holds rows of different lengths or what is no number"),
     ],
 )
 def test_json_that_is_no_image_is_refused(values: list[Any], said: str) -> None:
     predictor = ImagePredictor(ImageClassifier(side=8, white=16, width=4))
     with pytest.raises(UserError, match=said):
         predictor.inputs(values)
+
+
+def test_one_long_text_among_many_does_not_take_its_length_for_each_of_them() -> None:
+    predictor = ImagePredictor(ImageClassifier(side=8, white=16, width=4))
+    for values in (["a" * 100_000, *["b"] * 1000], [["a" * 100_000, *["b"] * 1000]]):
+        tracemalloc.start()
+        try:
+            with pytest.raises(UserError, match="input 0: it holds"):
+                predictor.inputs(values)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 10e6, "1000 times 100,000 letters would be 400 MB"
 
 
 def written_plainly(model: nn.Module, context: int, prompt: str, length: int) -> bytes:
