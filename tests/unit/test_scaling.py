@@ -162,3 +162,23 @@ def test_what_makes_no_sense_gets_a_sentence(words: list[str], sentence: str) ->
     done = CliRunner().invoke(app, ["scaling", "digits", *words])
     assert isinstance(done.exception, UserError)
     assert sentence in str(done.exception)
+
+
+@pytest.mark.parametrize("below", [".", "below"])
+@pytest.mark.parametrize("words", [["scaling", "line", "--workers", "2"], ["compare", "sparse"]])
+def test_a_file_in_the_place_of_the_directory_gets_a_sentence(
+    words: list[str], below: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "file" / below)])
+    assert isinstance(done.exception, UserError), done.exception
+    assert "cannot be used: Not a directory" in str(done.exception)
+
+
+@pytest.mark.parametrize("words", [["scaling", "line", "--workers", "2"], ["compare", "sparse"]])
+def test_a_directory_that_holds_something_is_left_alone(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    assert isinstance(done.exception, UserError), done.exception
+    assert "is not empty (it has 'mine.txt' in it); choose another" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -74,13 +74,14 @@ def _compare(asked: _CompareSparse) -> None:
     from manyhands.cluster.signals import ending
     from manyhands.compare.density import density_rows
     from manyhands.regression.synthetic import shared_chance
+    from manyhands.store.outputs import make_output, require_empty
 
     check_writable(asked.json)
     parse_strategies(asked.strategies)
     problems = _problems(asked)
     out = asked.out or fresh_directory("compare-sparse")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty; choose another")
+    require_empty(out)
+    make_output(out)
     found, failed = {}, False
     with ending() as end:
         for problem in problems:
@@ -128,7 +129,6 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
     from manyhands.regression.task import LogregTask
     from manyhands.regression.training import parse_examples
 
-    out.mkdir(parents=True, exist_ok=True)
     path = out / f"density-{problem.density:g}.libsvm"
     write_examples(problem, path)
     options = LogregOptions(

@@ -82,6 +82,7 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     from manyhands.cluster.signals import ending, signal_of
     from manyhands.scaling.curve import scaling_curve
     from manyhands.scaling.run import forecast_speedups, measure_scaling, require_counts
+    from manyhands.store.outputs import require_empty
     from manyhands.strategy import Strategy
     from manyhands.sweep.run import usable_cores
 
@@ -97,8 +98,7 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     task, settings = entry.build(**task_options), _settings(common, cores)
     words = ["train", entry.name, *(f"{flag(name)}={value}" for name, value in task_options.items())]
     out = common.out or fresh_directory(f"scaling-{entry.name}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty; choose another")
+    require_empty(out)
     try:
         with ending(), _told() as tell:
             rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, tell)
