@@ -40,6 +40,7 @@ from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.vision import ImageClassifier
 from manyhands.uses import USES, found_at
+from manyhands.words.predicting import VectorsPredictor
 from manyhands.words.vectors import Vectors
 
 SHAPE = ImageShape(8, 16)
@@ -330,6 +331,13 @@ def test_words_are_asked(tmp_path: Path) -> None:
         predictor.inputs(["dog"])
     with pytest.raises(UserError, match="input 0 has 1,000,000 letters"):
         predictor.inputs(["x" * 10**6])
+
+
+@pytest.mark.parametrize("first", ["+", "-", "−", "x" * 2000, "a\u00a0b"])
+def test_the_example_is_a_word_that_can_be_asked(first: str) -> None:
+    predictor = VectorsPredictor(Vectors([first, "king", "cat"], np.eye(3, dtype=np.float32)))
+    assert predictor.example == "king"
+    assert predictor.answers(predictor.inputs([predictor.example]))
 
 
 @pytest.mark.parametrize(
