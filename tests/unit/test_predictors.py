@@ -393,6 +393,15 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
     assert boosted.answers(both) == boosted.answers(rows)
 
 
+def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
+    for predictor in (trees(tmp_path), decomposition()):
+        with pytest.raises(UserError, match="--skip-bad is of logreg; leave it out for this run"):
+            list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
+    with pytest.raises(DataError, match=r"rows.*line 2"):
+        list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -89,9 +89,11 @@ class Predictor(ABC, Generic[Inputs]):
             raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
 
     def check_read_as(self, read_as: ReadAs) -> None:
-        """Refuse what makes no sense for these files."""
+        """Refuse what makes no sense for these files; those of lines that may be wrong look for themselves."""
         if read_as.format not in self.formats:
             raise UserError(f"--format {read_as.format!r}: {nearest(read_as.format, self.formats)}")
+        if read_as.skip_bad:
+            raise UserError("--skip-bad is of logreg; leave it out for this run")
 
 
 class ModulePredictor(Predictor[Inputs]):
