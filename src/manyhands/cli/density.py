@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,7 +104,7 @@ def _compare(asked: _CompareSparse) -> None:
 def _problems(asked: _CompareSparse) -> list[SparseProblem]:
     from manyhands.regression.synthetic import SparseProblem
 
-    problems = []
+    problems: dict[str, SparseProblem] = {}
     for text in parse_values(asked.density, ","):
         try:
             density = float(text)
@@ -112,10 +112,11 @@ def _problems(asked: _CompareSparse) -> list[SparseProblem]:
             raise UserError(f"--density {text!r} is no number; list several as in 0.002,0.02,0.2") from None
         problem = SparseProblem(features=asked.features, examples=2, density=density, seed=asked.seed)
         examples = max(2, min(_MOST_EXAMPLES, asked.nonzeros // problem.nonzeros))
-        problems.append(
-            SparseProblem(features=asked.features, examples=examples, density=density, seed=asked.seed)
-        )
-    return problems
+        name = f"{density:g}"  # of its files, too
+        if name in problems:
+            raise UserError(f"--density has {name} twice; leave one of them out")
+        problems[name] = replace(problem, examples=examples)
+    return list(problems.values())
 
 
 def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison:
