@@ -83,13 +83,18 @@ def _about_the_knee(curve: ScalingCurve) -> str:
 
 def _about_amdahl(curve: ScalingCurve) -> str:
     if curve.serial_share is None or curve.limit is None:
-        return "Amdahl's law is not fitted: with one core, no two numbers of workers have a core each."
+        cores = f"{curve.cores} core{'s' * (curve.cores > 1)}"
+        return f"Amdahl's law is not fitted: only one of these numbers of workers has a core each on {cores}."
     if curve.serial_share == 1:
         return "Amdahl's fit: nothing of a step gets shorter with more workers, even where each has a core."
-    limit = f"at most {curve.limit:.1f} times" if math.isfinite(curve.limit) else "without a limit"
+    if not math.isfinite(curve.limit):
+        return (
+            "Amdahl's fit, to the runs whose workers had a core each: all of a step gets shorter with more workers, so "
+            "there is no limit to how fast many of them would be."
+        )
     return (
         f"Amdahl's fit, to the runs whose workers had a core each: {100 * curve.serial_share:.0f} % of a step does not "
-        f"get shorter with more workers, so any number of them would be {limit} as fast."
+        f"get shorter with more workers, so any number of them would be at most {curve.limit:.1f} times as fast."
     )
 
 
