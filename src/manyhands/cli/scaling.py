@@ -60,7 +60,7 @@ class _Common:
         ),
     ] = None
     strategy: Annotated[str, typer.Option(help="How the work is spread.")] = "mirrored"
-    steps: Annotated[int, typer.Option(help="Global batches of each run.")] = 60
+    steps: Annotated[int, typer.Option(help="Global batches of each run.")] = 40
     repeats: Annotated[int, typer.Option(help="Runs with each number, interleaved.")] = 2
     latency: Annotated[str, typer.Option(help="Of every message, in the forecast.")] = "100us"
     bandwidth: Annotated[
