@@ -5,7 +5,8 @@
         print(*predictor.lines(inputs), sep="\\n")
     predictor.answers(predictor.inputs([[[0, 3, ...], ...]]))    `manyhands serve`, one request
 
-An answer follows from its input alone: it may be computed again by another process, and beside any others.
+An answer may be computed again by another process, and beside any others. These change it by rounding, which may turn a
+byte of a text and so all that follow, and with int8 by the scale of the activations, which is that of the batch.
 """
 
 from __future__ import annotations
