@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import pairwise
 
-from manyhands.draw.charts import Series, data_table, document, line_chart, section
+from manyhands.draw.charts import (
+    Series,
+    data_table,
+    document,
+    line_chart,
+    made_section,
+    section,
+    told_section,
+)
 from manyhands.scaling.curve import ScalingCurve, amdahl_speedup
 
 __all__ = ["SCALING_HEAD", "scaling_cells", "scaling_page", "scaling_sentences"]
@@ -22,6 +29,13 @@ SCALING_HEAD = (
     "Amdahl",
     "simulator",
     "waiting",
+)
+
+_HOW = (
+    "The same steps with each number of workers, one run after the other, repeats interleaved; each on as many cores "
+    "as it has workers, or all. Starting processes and evaluating do not count. The knee is the last number of workers "
+    "up to which the speed grew by at least half as much as their number. Amdahl's law is fitted to the runs with at "
+    "most as many workers as cores; for more workers its column says what it would be with a core for each."
 )
 
 
@@ -119,22 +133,13 @@ def scaling_page(
         y_label="times as fast as one",
         from_zero=True,
     )
-    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
     table = data_table(SCALING_HEAD, scaling_cells(curve), title="Medians over the repeats, and their range")
-    machine = " · ".join(f"{name} {value}" for name, value in facts.items())
-    made = (
-        f"<p><code>{escape(command)}</code></p><p>{escape(machine)}</p><p>The same steps with each number of workers, "
-        "one run after the other, repeats interleaved; each on as many cores as it has workers, or all. "
-        "Starting processes and evaluating do not count. The knee is the last number of workers up to which the speed "
-        "grew by at least half as much as their number. Amdahl's law is fitted to the runs with at most as many "
-        "workers as cores; for more workers its column says what it would be with a core for each.</p>"
-    )
     return document(
         title,
         [
-            section("shows", "What the data show", f'<div class="told">{paragraphs}</div>', "wide"),
+            told_section(told),
             section("curve", "Speed over workers", chart, "broad"),
             section("table", "In numbers", table, "wide"),
-            section("made", "How this was made", made, "wide"),
+            made_section(command, facts, _HOW),
         ],
     )
