@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from manyhands.cli.commands import (
     command_elsewhere,
     fresh_directory,
     print_next,
-    write_json,
 )
 from manyhands.cli.compare import show_progress
-from manyhands.cli.status_line import table_console
+from manyhands.cli.leaving import Findings, leave_findings
 from manyhands.compare.plan import parse_strategies
 from manyhands.errors import UserError
 from manyhands.sweep.plan import parse_values
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_sparse"]
 
-_REPORT = "report.html"
-_WIDTH = 110  # of the table in a file or a pipe
 _MOST_EXAMPLES = 200_000
 
 
@@ -153,31 +149,21 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
 
 def _leave(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
     from manyhands.compare.density import DENSITY_HEAD, density_cells, density_page, density_sentences
-    from manyhands.compare.machine import machine
-    from manyhands.draw.table import words_table
-    from manyhands.store.atomic import write_atomically
 
-    told, command = density_sentences(rows), shlex.join(["manyhands", *sys.argv[1:]])
+    told = density_sentences(rows)
     title = (
         f"Update density · {asked.features:,} features · {asked.workers} worker{'s' * (asked.workers != 1)}"
     )
-    page = density_page(title, rows, told, command, machine())
-    write_atomically(out / _REPORT, [page.encode()])
-    figures = {
-        "features": asked.features,
-        "workers": asked.workers,
-        "repeats": asked.repeats,
-        "command": command,
-        "machine": machine(),
-        "rows": [row.to_dict() for row in rows],
-        "told": told,
-    }
-    write_json(out / "figures.json", figures)
-    write_json(asked.json, figures)
-    console = table_console(_WIDTH)
-    console.print(words_table(title, DENSITY_HEAD, density_cells(rows)), highlight=False)
-    console.print(" ".join(told), highlight=False, markup=False)
-    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
+    about = {"features": asked.features, "workers": asked.workers, "repeats": asked.repeats}
+    found = Findings(
+        title=title,
+        head=DENSITY_HEAD,
+        cells=density_cells(rows),
+        told=told,
+        figures={**about, "rows": [row.to_dict() for row in rows]},
+        page=lambda command, facts: density_page(title, rows, told, command, facts),
+    )
+    leave_findings(found, out, asked.json)
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
     print_next(
         one_of_the_problems_alone=f"train logreg --train {largest} --strategy hogwild --no-bias",
