@@ -8,9 +8,11 @@ from typing import Self
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from manyhands.bench import inference
 from manyhands.bench.inference import format_table, measured_together, run_bench
+from manyhands.cli.main import app
 from manyhands.cluster.supervisor import Ended, Event, Said
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.inference.precision import in_precision
@@ -56,6 +58,20 @@ def test_a_predictor_takes_on_the_precision_it_was_asked_for() -> None:
 def test_what_cannot_be_measured_is_said_before_anything_is_trained(bad: tuple[list[str], ...]) -> None:
     with pytest.raises(UserError):
         run_bench(*bad, seconds=0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--models", "digits, nothing"], "there is no model 'nothing' to measure"),
+        (["--models", ","], "',' lists no value"),
+        (["--batches", "1, many"], "'1, many' must be whole numbers"),
+    ],
+)
+def test_lists_of_the_command_may_have_room_between_their_values(words: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "inference", *words])
+    assert isinstance(done.exception, UserError), done.exception
+    assert sentence in str(done.exception)
 
 
 class Hours:
