@@ -52,7 +52,9 @@ def test_examples_have_the_density_that_was_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize("change", [{"density": 0.0}, {"density": 1.5}, {"features": 0}, {"examples": 1}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "change", [{"density": 0.0}, {"density": 1.5}, {"features": 0}, {"examples": 1}, {"seed": -1}]
+)
 def test_problems_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(change))):
         SparseProblem(**{"features": 10, "examples": 5, "density": 0.5, **change})  # type: ignore[arg-type]

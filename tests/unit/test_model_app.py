@@ -18,12 +18,12 @@ from manyhands.analyse.serving import Answered, ReplicaState, ServingTally, Serv
 from manyhands.draw.serving import serving_metrics, serving_report, serving_sections, serving_title
 from manyhands.errors import UserError
 from manyhands.inference.predictor import Predictor
+from manyhands.serve import replicas
 from manyhands.serve.batching import BatchLimits
 from manyhands.serve.guard import Guard
 from manyhands.serve.model_app import BodyLimits, ModelApp
 from manyhands.serve.model_server import ServeOptions
 from manyhands.serve.replica import LENGTH, answer_batch, answers_frame
-from manyhands.serve import replicas
 from manyhands.serve.replicas import Replicas, Staffing
 from manyhands.serve.server import Drawn, PageApp
 from manyhands.serve.switchboard import Switchboard

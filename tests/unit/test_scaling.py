@@ -102,7 +102,9 @@ def test_on_one_core_amdahls_law_is_not_fitted() -> None:
     assert scaling_cells(curve)[1][6] == ""
     told = " ".join(scaling_sentences(curve))
     assert "1 worker is the fastest." in told
-    assert "Amdahl's law is not fitted: only one of these numbers of workers has a core each on 1 core." in told
+    assert (
+        "Amdahl's law is not fitted: only one of these numbers of workers has a core each on 1 core." in told
+    )
     assert "Amdahl's fit" not in scaling_page("t", curve, [], "c", {}).split("How this was made")[0]
 
 

@@ -78,7 +78,9 @@ def test_the_command_to_go_on_can_be_typed_as_it_is() -> None:
     assert own_command(module) == f"{sys.executable} -m manyhands train"
 
 
-@pytest.mark.parametrize(("stop", "name", "status"), [(KeyboardInterrupt(), "SIGINT", 130), (SystemExit(143), "SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("stop", "name", "status"), [(KeyboardInterrupt(), "SIGINT", 130), (SystemExit(143), "SIGTERM", 143)]
+)
 def test_a_command_that_a_signal_ends_says_what_is_kept(
     stop: BaseException, name: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,8 +101,12 @@ def test_an_exit_of_the_program_is_no_signal(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_first_of_several_signals_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended, ended_by_signal(lambda: "nothing is kept") as end:
-        end.note(signal.SIGTERM)
-        raise KeyboardInterrupt
+    def impatient() -> None:
+        with ended_by_signal(lambda: "nothing is kept") as end:
+            end.note(signal.SIGTERM)
+            raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended:
+        impatient()
     assert ended.value.exit_code == 143
     assert "ended by SIGTERM" in capsys.readouterr().err

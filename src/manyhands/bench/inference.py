@@ -132,9 +132,7 @@ def _measured(
             if time.monotonic() > deadline:
                 late = "answer within" if ready == count else "start within"
                 missing = count - len(ended)
-                raise ManyhandsError(
-                    f"{missing} worker{'s' * (missing > 1)} did not {late} {_WAIT_S:g} s"
-                )
+                raise ManyhandsError(f"{missing} worker{'s' * (missing > 1)} did not {late} {_WAIT_S:g} s")
             for event in supervisor.poll(0.1):
                 match event:
                     case Said():
@@ -154,7 +152,7 @@ def _measured(
 
 
 def measured_together(workers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Their inputs a second in all, and the percentiles of the batches of all, as one who asks any of them sees them."""
+    """Their inputs a second in all, and the percentiles of the batches of all, as who asks any of them sees them."""
     counted: Counter[int] = Counter()
     for worker in workers:
         counted.update(dict(worker["took_us"]))

@@ -134,5 +134,9 @@ def _effects(plan: SweepPlan, rows: Sequence[SweepRow]) -> Iterator[str]:
             for value in setting.values
         )
         of_all = math.prod(len(one.values) for one in plan.varying if one is not setting)
-        over = "" if len(whole) == of_all else f" over the {len(whole)} of {of_all} combinations that ended with each"
+        over = (
+            ""
+            if len(whole) == of_all
+            else f" over the {len(whole)} of {of_all} combinations that ended with each"
+        )
         yield f"By {setting.name}, on average{over}: {means}."
